@@ -114,7 +114,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     model, last_part, notes = adapt_model(model, setup, saved, accelerator, ranks)
     optimizer = build_optimizer(setup.config, model)
     sets: Sequence[AnyDataset] = train_set, eval_set
-    if last_part is not None:  # only it is trained: the other layers compute features, once
+    if last_part is not None:  # the outputs of the other layers are computed once
         sets = features_of(train_set, eval_set, model, last_part, setup, accelerator, ranks)
     train_loader, eval_loader = make_batches(sets, setup, ranks)
     whole = get_ready_to_shard(model, setup, accelerator, ranks) if accelerator.is_fsdp2 else []
@@ -125,7 +125,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     )  # fmt: skip
     sharding = describe_shards(model, whole, setup.config, ranks) if whole else ""
     optimizer = init_optimizer(optimizer, accelerator)
-    average = make_average(module, setup.config.ema_decay)  # in the memory of `prepare`'s model
+    average = make_average(module, setup.config.ema_decay)  # of `prepare`'s weights
     parts = make_parts(accelerator, module, average)
     folder, lines = checkpoints.restore(setup.config, saved, accelerator, module, optimizer, parts)
     with ranks.agree("opening the log"):
@@ -155,7 +155,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
 
 
 def make_batches(sets: Sequence[AnyDataset], setup: Setup, ranks: Ranks) -> list[DataLoader]:
-    """The loaders of training and evaluation batches of all ranks, which `prepare` deals out."""
+    """The training and evaluation loaders, with the batches of all ranks, for `prepare`."""
     config, state = setup.config, setup.state
     with ranks.agree():
         train_set, eval_set = keep_on_device(sets, config, ranks.device)

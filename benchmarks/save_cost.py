@@ -45,7 +45,7 @@ def measure(name: str, optimizer_name: str, folder: Path, rounds: int) -> tuple[
     accelerator = Accelerator()
     module = build_model(config, SPEC, classes=1000)
     module, optimizer = accelerator.prepare(module, build_optimizer(config, module))
-    write_parts(accelerator, module, {})
+    write_parts(accelerator, module, optimizer, {})
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # creates its state

@@ -139,7 +139,6 @@ def test_a_run_whose_number_of_machines_is_fixed_is_not_concerned(monkeypatch):
     assert elastic_nodes() == (2, 5)
 
 
-@pytest.mark.xfail(strict=True, reason="Accelerator.no_sync does nothing on one process, although DDP wraps the model")
 def test_the_only_process_of_a_launcher_ends_with_the_bits_of_plain_python():
     def launched(flags: list[str]) -> None:
         names = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1")

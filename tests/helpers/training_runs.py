@@ -19,7 +19,7 @@ from helpers.ranks import returned, run_ranks
 from helpers.waiting import PATIENCE, records_so_far, until
 from utils.report.html import template
 from utils.runs.loading import write_parts
-from utils.runs.manifest import FOR_EVALUATION, OPTIMIZER, checkpoint_of, write_manifest
+from utils.runs.manifest import NEEDED, OPTIMIZER, checkpoint_of, write_manifest
 from utils.runs.writing import complete_files, new_partial, partial_of, publish
 
 template("page.html")  # compiled once, before ranks are forked
@@ -168,12 +168,12 @@ def make_saver(module: torch.nn.Module, optimizer: torch.optim.Optimizer, parts:
     """A function that writes a checkpoint through Accelerate, as CheckpointManager does; in a rank of its own."""
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(module, optimizer)
-    write_parts(accelerator, module, parts)
+    write_parts(accelerator, module, optimizer, parts)
 
     def save(folder: Path, step: int) -> Path:
         new_partial(folder, step, 0)
         accelerator.save_state(partial_of(folder, step))
-        complete_files(partial_of(folder, step), dict.fromkeys(FOR_EVALUATION[1:], b"{}"), parts)
+        complete_files(partial_of(folder, step), dict.fromkeys(NEEDED[1:], b"{}"), parts)
         publish(folder, step)
         return checkpoint_of(folder, step)
 

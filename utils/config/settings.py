@@ -228,8 +228,7 @@ class LogSettings:
     """Write report.html to the run folder at the end: a page of curves, metrics, confusions, calibration and errors,
     with images of the data."""
     dry_run: OneStart[bool] = False
-    """Compute one update and one evaluation batch, print their time and memory and the operations of the model, and
-    save nothing."""
+    """Compute one update and one evaluation batch, print their time and memory, and save nothing."""
     profile: OneStart[bool] = False
     """Profile ten early updates, and evaluations and saves between them: write a trace to the run folder and print the
     slowest operations."""

@@ -1,4 +1,4 @@
-"""The tensors of a model, each once, also if FSDP2 has sharded it: each rank has some rows of a parameter, a DTensor.
+"""Tensors of a model, without duplicates. With FSDP2, each rank has some rows of each parameter, as a DTensor.
 
 `local` and `whole` return plain tensors unchanged.
 """
@@ -53,7 +53,7 @@ def forget_whole_weights(model: nn.Module) -> None:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Later names of tensors that have several names in the model, and the first name of each."""
+    """The later names of each tensor that has several, and its first name."""
     first: dict[int, str] = {}
     found = {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
     return {name: other for name, other in found.items() if name != other}

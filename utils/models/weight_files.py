@@ -39,7 +39,7 @@ def load_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def load_pickled(path: Path) -> Any:
-    """The content of a file of torch.save: tensors, numbers and texts; mapped into memory where the file system can."""
+    """The tensors, numbers and strings in a file of torch.save, mapped into memory if the file system can."""
     check_size(path)
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)

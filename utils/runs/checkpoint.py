@@ -64,7 +64,7 @@ class CheckpointManager:
         self._locked: TextIO | None = None  # on the main process, so that no other run writes there
         self._thread = ThreadPoolExecutor(1)  # Python waits for it before it exits, also after an error
         self._saving: Future[None] | None = None  # the last save, on the main process, until `wait`
-        self._tensors: tuple[nn.Module, Optimizer, Mapping[str, Part]]  # what checkpoints hold, once `restore` knows it
+        self._tensors: tuple[nn.Module, Optimizer, Mapping[str, Part]]  # what checkpoints hold, set by `restore`
 
     def newest(self) -> SavedRun | None:
         """The verified checkpoint that --resume, or a restart by the launcher, starts from; None for a new run.
@@ -87,12 +87,12 @@ class CheckpointManager:
     ) -> tuple[Path, list[str]]:
         """Open the folder of the run, and load the optimizer's state and the parts of `saved`, if it is given.
 
-        The bare `model` has its weights already. Deletes later checkpoints. `config` has the resolved settings; the
+        The `model` has its weights already. Deletes later checkpoints. `config` has the resolved settings; the
         name of a new folder contains the model. Returns the folder, and a line for each part that only the checkpoint
         or only the run has. Raises ValueError, before any file is changed, if the tensors do not fit.
         """
         self.config, self._tensors = config, (model, optimizer, parts)
-        write_parts(accelerator, model, parts)
+        write_parts(accelerator, model, optimizer, parts)
         folder, lines = self._open_folder(), list[str]()
         if saved is not None:
             with self.ranks.agree():
@@ -121,8 +121,8 @@ class CheckpointManager:
         """The folder into which `Accelerator.save_state` writes a checkpoint, after the last save is complete.
 
         None on ranks that must not call it: with DDP only the main process does, with FSDP2 all ranks do. The folder is
-        no checkpoint yet. After the block the small `files` are added, and a thread of the main process completes it,
-        see `wait`. Collective. An error (OSError or UserError) is raised on all ranks; older checkpoints do not change.
+        not a checkpoint yet. After the block the small `files` are added, and a thread of the main process completes it,
+        see `wait`. Collective. Raises errors on all ranks, except those of the block with FSDP2; older checkpoints do not change.
         """
         assert self.folder is not None
         folder = self.folder / "checkpoints"

@@ -16,7 +16,7 @@ from utils.models.zoo import build_model
 from utils.ranks.accelerator import compile_model
 from utils.ranks.ranks import Ranks
 from utils.runs.loading import choose_weights
-from utils.runs.manifest import FOR_EVALUATION, find_checkpoint, verify
+from utils.runs.manifest import find_checkpoint, verify
 from utils.runs.metadata import SavedRun, read_checkpoint
 from utils.tasks.task import Task
 
@@ -29,7 +29,7 @@ def find_saved(ckpt: str, kind: str | None, ranks: Ranks, tries: int = 10) -> Sa
     # Only the main process searches: a training run could move `best` between two searches.
     path = ranks.from_main(lambda: find_checkpoint(expand(ckpt)))
     try:
-        ranks.from_main(lambda: verify(path, FOR_EVALUATION), patient=True)
+        ranks.from_main(lambda: verify(path), patient=True)
         with ranks.agree():
             return replace(read_checkpoint(path), weights=choose_weights(path, kind))
     except (ValueError, OSError):

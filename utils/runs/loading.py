@@ -1,4 +1,4 @@
-"""The tensors of checkpoints: what `Accelerator.save_state` writes besides the model, and how all of them are read.
+"""The tensors of checkpoints: what is added to `Accelerator.save_state`, and how all of them are read.
 
 A part of a run besides model and optimizer is a safetensors file NAME.safetensors in its checkpoints. To add one, add
 an object with the methods of `Part` to `make_parts`.
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -24,7 +25,7 @@ from utils.models.matching import shape_of
 from utils.models.sharded import copy_into, distinct_state, is_sharded, local, tied_names, whole
 from utils.models.weight_average import WeightAverage
 from utils.models.weight_files import load_pickled, load_safetensors, read_weights
-from utils.runs.manifest import MODEL, OPTIMIZER, files_of
+from utils.runs.manifest import MANIFEST, MODEL, OPTIMIZER, files_of
 
 LOSS_SCALE = "loss_scale"
 EMA = "ema"
@@ -68,19 +69,23 @@ def make_average(module: nn.Module, decay: float | None) -> WeightAverage | None
 
 
 def make_parts(accelerator: Accelerator, module: nn.Module, average: WeightAverage | None) -> dict[str, Part]:
-    """The parts of a run, by their names; `module` is what they may belong to."""
+    """The parts of a run, by their names. `module` is for parts that you add."""
     parts: dict[str, Part] = {LOSS_SCALE: LossScale(accelerator.scaler)} if accelerator.scaler else {}
     return parts | ({EMA: average} if average else {})
 
 
-def write_parts(accelerator: Accelerator, module: nn.Module, parts: Mapping[str, Part]) -> None:
+def write_parts(
+    accelerator: Accelerator, module: nn.Module, optimizer: torch.optim.Optimizer, parts: Mapping[str, Part]
+) -> None:
     """Let `Accelerator.save_state` write the parts of a run, too, and each tied weight of `module` once.
 
     With FSDP2 all ranks send their rows of each tensor, and the main process writes them.
     """
+    if not is_sharded(module):  # otherwise torch.load without map_location would need a GPU
+        _unwrapped(optimizer).register_state_dict_post_hook(lambda _, state: send_to_device(state, "cpu"))
 
     def before_saving(_models: Sequence[nn.Module], weights: list[dict[str, Tensor]], folder: str) -> None:
-        if weights:  # not with FSDP2. Accelerate would drop any tensor that shares memory with another
+        if weights:  # empty with FSDP2. Accelerate would drop tensors that share memory with others
             weights[:] = [{name: _plain(tensor) for name, tensor in distinct_state(module).items()}]
         for part, value in parts.items():
             tensors: dict[str, Tensor] = {}
@@ -95,13 +100,13 @@ def write_parts(accelerator: Accelerator, module: nn.Module, parts: Mapping[str,
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The tensor as a safetensors file has it: on the host, contiguous, and in a memory of its own."""
+    """The tensor as a safetensors file has it: on the host, contiguous, and in memory of its own."""
     tensor = tensor.detach().cpu().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def bytes_to_save(module: nn.Module, optimizer: torch.optim.Optimizer, parts: Mapping[str, Part]) -> int:
-    """The bytes that a save needs on the disk. With FSDP2 it has the weights twice for a while."""
+    """The bytes that a save needs on the disk. With FSDP2 this includes the weights twice."""
     states = [distinct_state(module), *_unwrapped(optimizer).state.values()]
     states += [distinct_state(module)] * is_sharded(module) + [part.state_dict() for part in parts.values()]
     tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
@@ -120,7 +125,7 @@ def check_savable(optimizer: torch.optim.Optimizer) -> None:
 def read_optimizer(checkpoint: Path) -> tuple[list[str], dict[str, dict[str, Any]]]:
     """The names of all parameters of a saved optimizer, and the state of those that have one, by name.
 
-    DDP's file has the state by the numbers of the parameters, that of FSDP2 by their names.
+    With DDP, the state in the file has the numbers of parameters as keys; with FSDP2, their names.
     """
     saved = load_pickled(checkpoint / OPTIMIZER)
     keys = _by_name(saved["param_groups"])
@@ -143,13 +148,14 @@ def load_weights(checkpoint: Path, tensors: Mapping[str, Tensor], model: nn.Modu
 def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
     """Load the checkpoint's optimizer state into `optimizer`. Nothing in the file is executed.
 
-    Takes one step with zero gradients, which creates the state, and copies the saved values into it; the weights keep
-    their bits. Parameters are matched by name, so their groups may differ. Settings such as the weight decay stay as
-    in this run. Raises ValueError if the state does not fit.
+    Takes one step with zero gradients, which creates the state, restores the weights, and copies the saved state.
+    Parameters are matched by name, so their groups may differ. Settings such as the weight decay stay as in this run. Raises ValueError if the state does not fit.
     """
-    # Not `Accelerator.load_state`: it unpickles random states, matches the state by position and also brings back the
-    # settings of the groups; `set_optimizer_state_dict`, which it uses for FSDP2, needs a state for each parameter.
+    # Not `Accelerator.load_state`: it unpickles random states, matches the state by position, and replaces the settings
+    # of the groups. With FSDP2 it also needs a state for each parameter.
     path, optimizer = checkpoint / OPTIMIZER, _unwrapped(optimizer)
+    problem = f"{checkpoint / MANIFEST}: does not name {OPTIMIZER}"
+    require(OPTIMIZER in files_of(checkpoint), problem, "use another checkpoint")
     try:
         names, states = read_optimizer(checkpoint)
         here = _by_name(optimizer.param_groups)
@@ -182,7 +188,7 @@ def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text, or a list, tuple or dict of such values: it can be loaded safely."""
+    """Whether a value is None, a number, a string, or a list, tuple or dict of these: safe to load."""
     inner = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
     return value is None or (type(value) in _PLAIN and all(map(_is_plain, inner)))
 
@@ -198,7 +204,7 @@ def _by_name(groups: list[dict[str, Any]]) -> dict[str, Any]:
 
 @torch.no_grad()
 def _step_with_zeros(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-    """Take a step with zero gradients, after which the parameters have their former values again."""
+    """Take a step with zero gradients, then restore the values of the parameters."""
     before = [local(parameter).clone() for parameter in parameters]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)

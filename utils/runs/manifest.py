@@ -13,8 +13,7 @@ from utils.files import read_json, read_text, write_file
 
 MANIFEST = "manifest.json"
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.bin"  # as Accelerate's `save_state` names them
-FOR_EVALUATION = (MODEL, "state.json", "config.yaml", "labels.json", SAMPLES)
-FOR_RESUME = (*FOR_EVALUATION, OPTIMIZER)
+NEEDED = (MODEL, "state.json", "config.yaml", "labels.json", SAMPLES)  # a resume also needs OPTIMIZER
 
 
 def checkpoint_of(folder: Path, step: int | None) -> Path:
@@ -27,11 +26,11 @@ def checkpoints_of(folder: Path) -> list[Path]:
     return sorted((path for path in folder.iterdir() if is_checkpoint_name(path.name)), key=step_of)
 
 
-def newest_good(folder: Path, needed: Sequence[str] = FOR_RESUME) -> tuple[Path | None, list[str]]:
+def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest undamaged checkpoint in `folder`, and what is wrong with each newer one."""
     damages: list[str] = []
     for checkpoint in reversed(checkpoints_of(folder)):
-        damage = damage_of(checkpoint, needed)
+        damage = damage_of(checkpoint)
         if damage is None:
             return checkpoint, damages
         damages.append(damage)
@@ -60,17 +59,17 @@ def find_checkpoint(path: Path, prefer: tuple[str, ...] = ("best", "latest")) ->
     raise UserError(f"{path}: holds no checkpoint", fix)
 
 
-def verify(checkpoint: Path, needed: Sequence[str] = FOR_RESUME) -> None:
+def verify(checkpoint: Path) -> None:
     """Raise ValueError unless every file in the manifest exists with the recorded size and SHA-256.
 
-    The manifest must name all `needed` files, because it protects only the files that it names.
+    The manifest must name all NEEDED files, because it protects only the files that it names.
     """
-    damage = damage_of(checkpoint, needed)
+    damage = damage_of(checkpoint)
     if damage is None:
         return
     good = None
     with suppress(OSError):
-        good, _ = newest_good(checkpoint.parent, needed)
+        good, _ = newest_good(checkpoint.parent)
     raise UserError(damage, f"{good or 'no other checkpoint there'} is good")
 
 
@@ -84,7 +83,7 @@ def files_of(checkpoint: Path) -> dict[str, dict]:
     return files
 
 
-def damage_of(checkpoint: Path, needed: Sequence[str] = FOR_RESUME) -> str | None:
+def damage_of(checkpoint: Path, needed: Sequence[str] = NEEDED) -> str | None:
     """A description of the first file that differs from the manifest; None if there is none."""
     path = checkpoint / MANIFEST
     try:

@@ -18,7 +18,7 @@ class TrainState:
     """The progress of a run between two updates."""
 
     run_id: str = ""
-    """The identity of the run: random, and the same in all checkpoints of its folder."""
+    """The random id of the run, the same in all checkpoints of its folder."""
     step: Count = 0
     """Finished updates."""
     epoch: Count = 0

@@ -28,7 +28,7 @@ _NOT_SENT = {*OF_ONE_START, "output_dir", "data_dir", "cache_dir", "report_to"}
 
 
 class ContinuedWandB(WandBTracker):
-    """W&B cannot delete points, and warns about each number of an update that it already has."""
+    """Skips the updates that W&B already has: it would warn and keep the old points."""
 
     def log(self, values: dict, step: int) -> None:
         if step >= self.run.starting_step:
@@ -92,7 +92,7 @@ class RunTrackers:
         try:
             accelerator.init_trackers(project, settings, options)
         except Exception as error:  # of any class, as trackers are other people's code
-            problem = f"the tracker cannot be started ({one_line(error)[:200]})"
+            problem = f"a tracker cannot be started ({one_line(error)[:200]})"
             fix = "correct its settings, log in to it, or leave it out"
             raise UserError(f"--report_to {self.config.report_to}: {problem}", fix) from error
         with self.guarded():
@@ -122,7 +122,7 @@ class RunTrackers:
 
 
 def _options_of_wandb(folder: Path) -> dict[str, Any]:
-    """Continue the run of the last start, and send nothing but what Lockstep sends."""
+    """Options to continue the last run, and to send only what Lockstep sends."""
     kept = folder / "wandb.id"
     if not kept.exists():
         write_file(kept, uuid.uuid4().hex)

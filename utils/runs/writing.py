@@ -1,4 +1,4 @@
-"""Complete and delete the folders of checkpoints. A folder that is being written is `.step-N.partial`."""
+"""Create, complete and delete the folders of checkpoints. A folder that is being written is `.step-N.partial`."""
 
 import errno
 import os
@@ -38,7 +38,7 @@ def new_partial(folder: Path, step: int, need: int) -> None:
 
 @contextmanager
 def deleted_after_error(partial: Path) -> Iterator[None]:
-    """Delete the folder after an error in the block, and raise it as one that names the folder."""
+    """Delete the folder after an error in the block. Errors of PyTorch and safetensors become a UserError."""
     try:
         yield
     except Exception as error:
@@ -50,9 +50,9 @@ def deleted_after_error(partial: Path) -> Iterator[None]:
 
 
 def complete_files(partial: Path, files: Mapping[str, bytes], parts: Iterable[str]) -> None:
-    """Write the small files of a checkpoint beside those of `save_state`, and delete what it does not need of these.
+    """Delete the files of `save_state` that a checkpoint does not need, then write its small files.
 
-    Random states are among them: the draws of a run follow from its seed.
+    Random states are not needed: the random numbers of a run follow from its seed.
     """
     kept = {MODEL, OPTIMIZER, _OF_FSDP, *(f"{part}.safetensors" for part in parts)}
     for path in partial.iterdir():
@@ -66,8 +66,7 @@ def complete_files(partial: Path, files: Mapping[str, bytes], parts: Iterable[st
 def publish(folder: Path, step: int, tied: Iterable[str] = ()) -> None:
     """Complete the checkpoint of `step`: write its manifest, flush it to the disk, rename it.
 
-    If FSDP2 has written the weights, they become a safetensors file first, without the `tied` names. If an error
-    occurs, deletes what was written and raises ValueError or OSError.
+    With FSDP2, the weights become a safetensors file first, without the `tied` names. If an error occurs, deletes what was written and raises ValueError or OSError.
     """
     partial = partial_of(folder, step)
     with deleted_after_error(partial):
@@ -78,7 +77,7 @@ def publish(folder: Path, step: int, tied: Iterable[str] = ()) -> None:
         mode = (partial / OPTIMIZER).stat().st_mode
         for path in partial.iterdir():
             if path.stat().st_mode != mode:
-                path.chmod(mode)  # safetensors lets nobody else read its files
+                path.chmod(mode)  # files of safetensors are for the owner only
         write_manifest(partial)
         put_in_place(partial, checkpoint_of(folder, step))
 

@@ -48,7 +48,7 @@ from utils.training.optim import OPTIMIZERS
 from utils.training.schedule import SCHEDULES, total_updates
 
 TABLES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULES, TRACKERS
-"""The values of the settings that are names. --help lists them."""
+"""The names that settings can have. --help lists them."""
 
 
 def check_settings(config: TrainConfig, ranks: Ranks) -> None:
@@ -68,7 +68,7 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
 def fill_settings(
     config: TrainConfig, given: Set[str] | None, saved: SavedRun | None, ranks: Ranks
 ) -> tuple[TrainConfig, InitialWeights | None]:
-    """The settings of this start, and the weights of --init_from if the run is new and names some; collective.
+    """The settings of this start, and for a new run the weights of --init_from, if given; collective.
 
     Settings that are not `given` are those of the checkpoint, if there is one, or follow from the weights. With None,
     all are given. Raises ValueError or OSError, before the data is loaded, if they or the batch sizes do not work.
@@ -93,7 +93,7 @@ def find_data(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> Data
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What follows from the flags, the data and, in a resumed run, the checkpoint. Only `state` changes inside."""
+    """What follows from the flags, the data and, in a resumed run, the checkpoint. Only `state` changes later."""
 
     config: TrainConfig
     chosen: list[str]  # lines about the settings that follow from the data
@@ -182,10 +182,10 @@ def make_datasets(setup: Setup, ranks: Ranks) -> tuple[ImageDataset, ImageDatase
 def adapt_model(
     model: nn.Module, setup: Setup, saved: SavedRun | None, accelerator: Accelerator, ranks: Ranks
 ) -> tuple[nn.Module, nn.Module | None, list[str]]:
-    """The bare model with its weights, those of the checkpoint or of --init_from, and its layers as settings say.
+    """Load the weights of the checkpoint or of --init_from into the bare model, and change its layers; collective.
 
     --freeze, --grad_checkpointing and --sync_batchnorm change layers, and the accelerate config may compile the model.
-    Also returns its last part if only this is trained, on cached features, and lines for the start table. Collective.
+    Returns the model, its last part if only this is trained, on features, and lines for the start table.
     Raises ValueError if weights do not fit, or if a batch is too small for batch statistics.
     """
     config, source, lines, last_part = setup.config, setup.source, list[str](), None

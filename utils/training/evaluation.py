@@ -44,8 +44,8 @@ class Evaluator:
         metrics = evaluator.metrics(accelerator.gather(rows))
 
     `model` is the module without DDP's wrapper, because ranks may have different numbers of blocks.
-    `loader` is prepared by Accelerate. With --metrics, the metrics have those of `Task.metrics`
-    too; without, only its single numbers, if --best_metric is one of them.
+    `loader` is prepared by Accelerate. With --metrics, the result includes `Task.metrics`. If only
+    the task's metric needs these, it includes those of `Task.gathered`.
     """
 
     ranks: Ranks
@@ -67,9 +67,9 @@ class Evaluator:
     ) -> list[Tensor] | None:
         """This rank's rows for `accelerator.gather`, see `collect`; collective.
 
-        They are the indices, the predictions if a metric needs them, and, with `keep`, what else
-        `Predictions` has, unless the task's metric follows from sums and is not better than `best`.
-        Returns None if the ranks were asked to stop.
+        They are the indices, and the predictions if a metric needs them. `keep` adds the columns of
+        `Predictions`, unless the sums show that the task's metric is not better than `best`. Returns
+        None if the ranks were asked to stop.
         """
         if self.config.metrics and self.ranks.is_main:  # takes seconds, which are not counted
             import utils.tasks.metrics  # noqa: F401
@@ -125,8 +125,8 @@ class Evaluator:
     ) -> list[Tensor] | None:
         """This rank's rows: the indices, and what `step(outputs, labels)` returns; collective.
 
-        All ranks have tensors of the same shapes, as `accelerator.gather` needs them: rows with the
-        index -1 fill up, and tensors without columns, [n, 0], are left out. `shape` is the shape of
+        `accelerator.gather` needs the same shapes on all ranks: rows with the index -1 are added
+        where needed, and tensors without columns, [n, 0], are left out. `shape` is the shape of
         the output for one image, by default that of the task.
 
         About once a second, the ranks agree whether to stop early: if a rank could not read a
@@ -136,7 +136,7 @@ class Evaluator:
         device, was_training, stopped = self.accelerator.device, self.model.training, False
         processes, labels = self.accelerator.num_processes, self.batches.labels
         blocks = evaluation_blocks(len(labels), self.config.eval_batch_size)
-        # Blocks are dealt in turn, so no rank has more of them, or more rows, than rank 0.
+        # Ranks take blocks in turn, so none has more blocks or rows than rank 0.
         most = [len(block.indices) for block in [*blocks][::processes]]
         # A rank without samples needs the shapes and types, too.
         nothing = torch.zeros(0, *(shape or [self.task.outputs]), device=device)
@@ -150,7 +150,7 @@ class Evaluator:
                     outputs = self.model(batch.images)
                 indices = batch.indices.to(device, non_blocking=True)
                 found.append((indices, *step(outputs.float(), batch.labels)))
-                # Ranks may differ by one block, so they synchronise only after those that all have.
+                # Ranks can differ by one block: they synchronise only after blocks that all have.
                 if block <= len(blocks) // processes and interval.due(block):
                     if stopped := self._any_wants_to_stop(stopping, interval, block):
                         break
@@ -165,7 +165,7 @@ class Evaluator:
         return rows
 
     def join_others(self, passes: int) -> None:
-        """Run a sharded model `passes` times on empty batches: other ranks have more blocks.
+        """Run a sharded model on `passes` empty batches, as other ranks have more blocks.
 
         Does nothing if the model is not sharded.
         """
@@ -206,21 +206,21 @@ def make_eval_loader(dataset: AnyDataset, config: TrainConfig, ranks: Ranks, epo
 
 
 def fill_up(found: list[tuple[Tensor, ...]], most: int) -> list[Tensor]:
-    """These rows, the indices first, as columns of `most` rows each, see `Evaluator.collect`."""
+    """Join the parts of each tensor, and pad it to `most` rows; the indices come first."""
     columns = [torch.cat(parts) for parts in zip(*found, strict=True)]
     own = len(columns[0])
     rows = [
         F.pad(column, (0, 0) * (column.ndim - 1) + (0, most - own)) for column in columns if column.shape[1:].numel()
     ]
-    # If there are too many, which is an error, none counts, so that `in_order` reports it.
+    # Too many rows are an error: all get -1, so that `in_order` reports it.
     rows[0][own if own <= most else 0 :] = -1
     return rows
 
 
 @torch.no_grad()
 def model_rate(evaluator: Evaluator) -> float:
-    """Images per second of the model alone, on random batches, on all ranks at once; collective."""
-    # It warns if CUDA finds no GPU.
+    """Images per second of the model alone, on a random batch, on all ranks at once; collective."""
+    # This logger warns if CUDA finds no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     from torch.utils.benchmark import Timer  # takes long to import
 

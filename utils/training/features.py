@@ -42,7 +42,7 @@ def features_of(
     accelerator: Accelerator,
     ranks: Ranks,
 ) -> tuple[Features, Features]:
-    """The features of the training and evaluation images, on which `last_part` of a bare model is trained; collective.
+    """The features of the training and evaluation images, on which the `last_part` is trained; collective.
 
     The weights of its other layers must be final. Raises ValueError if an image cannot be read or memory is short.
     """

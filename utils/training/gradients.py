@@ -90,7 +90,8 @@ class TreeGradients(Gradients):
         else:
             # A copy, because the vector of a single buffer is the buffer itself.
             self.start = [_flatten_dense_tensors(buffers).clone() for buffers in self.buffers]
-        with self.accelerator.no_sync(self.model):
+        # `Accelerator.no_sync` does nothing in a single process, whose model has DDP if it has a launcher.
+        with getattr(self.model, "no_sync", nullcontext)():
             yield
         now = [_flatten_dense_tensors(buffers) for buffers in self.buffers]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]

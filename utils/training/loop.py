@@ -1,4 +1,4 @@
-"""What the loop in train.py does besides training: read batches, synchronise, sum up records, and profile."""
+"""What train.py does besides training: read batches, synchronise, make records, prepare saves, and profile."""
 
 import math
 import os
@@ -69,7 +69,7 @@ def synchronise(run: Run, interval: SyncInterval) -> float:
 
 
 def training_record(run: Run) -> dict[str, Any]:
-    """The numbers of a train record, over all samples since the last one, which begins anew; collective."""
+    """The train record of all samples since the last record; the next one then starts anew; collective."""
     state, totals, processes = run.state, run.state.since_log, run.accelerator.num_processes
     seconds, count = state.seconds - state.logged_seconds, totals["count"]
     summary = run.task.summary({name: totals[name] for name in run.task.training}, count)
@@ -104,7 +104,7 @@ def evaluation_record(run: Run, result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prepare_save(run: Run) -> dict[str, bytes]:
-    """The small files of a checkpoint, on the main process, after the weights were checked; collective."""
+    """Check the weights; returns the small files of a checkpoint on the main process; collective."""
     state, ranks = run.state, run.ranks
     with ranks.agree(f"after update {state.step}, saving"):
         check_weights(run)

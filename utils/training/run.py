@@ -44,7 +44,7 @@ BAD_IMAGES = "bad_images.json"  # in the run folder: {path or index: reason} of 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """All parts of a training run. Only the state of the setup, the meter and what they count change."""
+    """All parts of a training run. No field is replaced, but the objects in them change."""
 
     setup: Setup
     ranks: Ranks

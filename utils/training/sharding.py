@@ -34,7 +34,7 @@ SHARDED = ("parameters", "gradients", "optimizer state")
 def get_ready_to_shard(model: nn.Module, setup: Setup, accelerator: Accelerator, ranks: Ranks) -> list[int]:
     """Prepare the model for FSDP2, before `Accelerator.prepare`; collective. Returns its bytes for `describe_shards`.
 
-    If the accelerate config chooses no units, its blocks are used. Raises UserError if FSDP2 cannot shard the model.
+    If the accelerate config chooses no units, blocks are used. Raises UserError if FSDP2 cannot shard the model.
     """
     config = setup.config
     for name, parameter in model.named_parameters():
