@@ -325,27 +325,35 @@ def test_more_processes_than_microbatches_are_refused():
 
 
 class DrawnByRank(MLP):
-    """Its weights, and a buffer that is not saved, differ between ranks, as if drawn on different processors."""
+    """Its weights differ between ranks in the last bits, as if drawn on different processors."""
 
     def __init__(self, spec, classes):
         super().__init__(spec, classes)
         next(self.parameters()).data.mul_(1 + int(os.environ["RANK"]) * 2**-23)
+
+
+class BufferByRank(MLP):
+    """A buffer that is not saved differs between ranks; DDP does not copy it."""
+
+    def __init__(self, spec, classes):
+        super().__init__(spec, classes)
         self.register_buffer("rank", torch.tensor(int(os.environ["RANK"])), persistent=False)
 
-    def forward(self, images):
-        return super().forward(images) * (1 + self.rank)
 
-
-def train_drawn_by_rank(flags: list[str]) -> None:
-    os.environ.setdefault("RANK", "0")
-    OWN_MODELS["drawn"] = DrawnByRank
+def train_drawn_by_rank(flags: list[str], model: type = DrawnByRank) -> None:
+    OWN_MODELS["drawn"] = model
     train.main([*flags, "--model", "drawn", "--max_steps", "2"])
 
 
-def test_ranks_that_draw_different_weights_train_those_of_rank_0():
-    for processes, name in ((1, "one"), (2, "two")):
-        returned(processes, train_drawn_by_rank, [*SIZES, "--run_name", name])
-    assert same_tensors(weights("one"), weights("two"))
+def test_ranks_that_draw_different_weights_are_refused():
+    for model in (DrawnByRank, BufferByRank):
+        line = refused(lambda flags, model=model: train_drawn_by_rank(flags, model), *SIZES, processes=2)
+        assert "rank 1 has different weights at the start than rank 0" in line
+    ordinary = [flag for flag in SIZES if flag not in ("--microbatches", "8")]
+    returned(2, train_drawn_by_rank, ordinary)  # DDP copies the weights of rank 0
+    features = ["--max_train_samples", "100", "--threads", "1", "--freeze", "backbone"]  # for which that is too late
+    line = refused(train_drawn_by_rank, *features, processes=2)
+    assert "rank 1 has different weights at the start than rank 0" in line
 
 
 def test_a_resume_keeps_the_threads_and_the_microbatches():

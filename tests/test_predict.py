@@ -249,7 +249,7 @@ def test_files_folders_and_patterns_are_found_in_their_order_and_each_once():
     Path("a[1].png").touch()
     assert find_images(["a[1].png"]).images.paths == ["a[1].png"]  # a name, not a pattern
     Path("none").mkdir()
-    for given, text in (("gone.png", "no such file or folder"), ("none", "no images"), ("none/*", "matches no file")):
+    for given, text in (("gone.png", "no such file"), ("none", "no images"), ("none/*", "no such file")):
         with pytest.raises(UserError, match=re.escape(f"{given}: {text}")):
             find_images([given])
 
@@ -257,7 +257,7 @@ def test_files_folders_and_patterns_are_found_in_their_order_and_each_once():
 def test_files_of_unsupported_types_are_named_and_are_to_be_converted():
     Path("phone").mkdir()
     Path("phone/one.HEIC").touch()
-    reason = "phone: no images (phone: files of unsupported types are left out: .heic (1)); convert them to JPEG or PNG"
+    reason = "phone: no images; phone: files of unsupported types are left out: .heic (1); name JPEG"
     with pytest.raises(UserError, match=re.escape(reason)):
         find_images(["phone"])
 

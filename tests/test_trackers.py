@@ -178,6 +178,6 @@ def test_only_a_run_starts_its_tracker_and_one_that_cannot_be_started_ends_all_r
     settings = Path("runs/run/config.yaml")
     settings.write_text(settings.read_text().replace("report_to: null", "report_to: tensorboard"))
     returned(1, replay.main, ["--run", "runs/run", "--update", "2", "--cpu"])
-    problem = "--report_to tensorboard: the tracker cannot be started (no API key configured)"
+    problem = "--report_to tensorboard: a tracker cannot be started (no API key configured)"
     line = refused(train.main, *FLAGS, "--report_to", "tensorboard", processes=2)
     assert line.startswith(f"train.py: error: {problem}; ")

@@ -1,9 +1,7 @@
-"""CSV files that list images: a header line such as `path,label,split`, then one image on each line."""
+"""CSV files that list images: a header such as `path,label,split`, then a row for each image."""
 
-import csv
-import io
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -25,117 +23,105 @@ from utils.data.splits import (
 )
 from utils.errors import UserError, one_line
 
-SEPARATOR = "|"  # between the labels of an image
-
 
 def open_csv(path: str, config: TrainConfig) -> Source:
-    """A text file with the columns path and label, and optionally split, named in its first line."""
-    file = Path(os.path.abspath(path))  # names in checkpoints must not depend on the working directory
+    """A text file with the columns path, label and optionally split, named in its first line."""
+    file = Path(os.path.abspath(path))  # checkpoints must not depend on the working directory
     rows = _read(file, config)
+    has_bar = rows["label"].str.contains("|", regex=False).any()
+    several = config.task == "multilabel" or (config.task == "auto" and has_bar)
+    for name in ("path", "split") if several else ("path", "split", "label"):
+        for row in rows.index[rows[name] == ""]:
+            raise _error(file, row, f"the {name} is empty", "fill it in, or remove the row")
+    _refuse_repeated(file, rows["path"])
+    if several:  # without the spaces around the bars
+        rows["label"] = rows["label"].str.findall(r"[^|\s](?:[^|]*[^|\s])?")
     names = _split_names(file, rows["split"].unique())
-    rows["split"], labels = rows["split"].map(names), rows["label"]
-    has_several = labels.str.contains(SEPARATOR, regex=False).any()
-    several = config.task == "multilabel" or (config.task == "auto" and has_several)
-    if several:
-        labels = labels.str.split(SEPARATOR).explode().str.strip()
-        labels = labels[labels != ""]
-    _refuse_empty(file, labels)
-    asked = [names.get(name, name) for name in (config.train_split, config.eval_split) if name]
+    rows["split"] = rows["split"].map(names)
     counts = rows["split"].value_counts(sort=False).to_dict()
-    others = [f"{name} ({count})" for name, count in counts.items() if name not in ("train", *EVAL_NAMES, *asked)]
-    fix = "--train_split and --eval_split select others"
-    notes = (f"{file}: rows of other splits are left out: {join_names(others)}; {fix}",) if others else ()
-    train = split_that_defines_classes(counts, config.train_split and names.get(config.train_split, config.train_split))
-    class_names = _sorted(set(labels[rows["split"].loc[labels.index] == train]))
+    asked = [name and names.get(name, name) for name in (config.train_split, config.eval_split)]
+    others = counts.keys() - {"train", *EVAL_NAMES, *asked}
+    left_out = join_names(f"{name} ({counts[name]})" for name in sorted(others))
+    note = f"{file}: rows of other splits are left out: {left_out}"
+    notes = (f"{note}; --train_split and --eval_split select others",) if others else ()
+    train = rows["split"] == split_that_defines_classes(counts, asked[0])
+    found = sorted(set(rows["label"][train].explode().dropna()))
+    class_names = sorted(found, key=int if all(map(str.isdecimal, found)) else str)
 
     def make(name: str) -> Split:
         own = rows[rows["split"] == name]
-        found = labels[labels.index.isin(own.index)]
-        numbers = indices_in(class_names, found)
-        for line, label in found[numbers < 0].items():
+        labels = own["label"].explode().dropna()  # an empty list becomes NaN
+        numbers = indices_in(class_names, labels)
+        for row, label in labels[numbers < 0].items():
             problem = f"the training split has no class {label!r}, only {join_names(class_names)}"
-            raise _error(file, line, problem, "fix the label")
+            raise _error(file, row, problem, "fix the label")
         if several:
-            lengths = found.groupby(level=0).size().reindex(own.index, fill_value=0)
-            numbers = multi_hot(name, lengths.to_numpy(), numbers, len(class_names))
+            lengths = own["label"].str.len().to_numpy()
+            numbers = multi_hot(name, lengths, numbers, len(class_names))
         images = Files([os.path.join(file.parent, path) for path in own["path"]], str(file.parent))
-        return replace(whole_split(name, images, numbers, fingerprint_of(file.resolve())), notes=notes)
+        split = whole_split(name, images, numbers, fingerprint_of(file.resolve()))
+        return replace(split, notes=notes)
 
     aliases = {alias: name for alias, name in names.items() if alias not in counts}
     return Source({name: partial(make, name) for name in counts}, class_names, aliases)
 
 
 def _read(file: Path, config: TrainConfig) -> Any:
-    """A table of the columns path, label and split, by line. Without a column `split`, all are of the split train."""
+    """A table of path, label and split, by the number of the row. The default split is train."""
     import pandas
 
-    lines = _lines(file)
-    _, header = next(lines, (1, []))
-    columns = _columns(file, header, config)
-    numbers: list[int] = []
-    values: dict[str, list[str]] = {name: [] for name in columns}
-    for line, cells in lines:
-        if len(cells) != len(header):
-            problem = f"{len(cells)} columns, but the first line has {len(header)}"
-            raise _error(file, line, problem, "put a value that contains a comma in double quotes")
-        numbers.append(line)
-        for name, place in columns.items():
-            values[name].append(cells[place])
-    if not numbers:
-        raise UserError(f"{file}: no rows below the first line", "list one image on each line")
-    rows = pandas.DataFrame({"split": "train"} | values, index=numbers)
-    _refuse_empty(file, rows["path"])
-    _refuse_empty(file, rows["split"])
-    # Two spellings of one path are equal when the links in its folder are resolved.
-    parts = rows["path"].str.rpartition("/")
-    real_folder = cache(lambda folder: os.path.realpath(os.path.join(file.parent, folder)))
-    real = (parts[0] + parts[1]).map(real_folder) + "/" + parts[2]
-    for line in rows.index[real.duplicated()]:
-        problem = f"{printable(rows['path'][line])} is also on line {real.index[real == real[line]][0]}"
-        raise _error(file, line, problem, "list each image once")
+    try:
+        if b"\0" in file.read_bytes():
+            raise ValueError("null characters")
+        with file.open(encoding="utf-8-sig") as lines:
+            delimiter = max(",;\t", key=lines.readline().count)
+        table = pandas.read_csv(
+            file,
+            sep=delimiter,
+            header=None,
+            dtype=str,
+            keep_default_na=False,
+            skip_blank_lines=False,
+            skipinitialspace=True,
+        )
+    except ValueError as error:
+        fix = "start with a header, use UTF-8, and put values with a comma in double quotes"
+        raise UserError(f"{file}: cannot be read ({one_line(error)})", fix) from None
+    table.index += 1
+    table = table.apply(lambda column: column.str.strip())
+    table = table[(table != "").any(axis=1)]  # a spreadsheet may write blank rows as commas
+    header = [name.lower() for name in table[:1].to_numpy().ravel()]
+    wanted = {"path": config.image_column or "path", "label": config.label_column or "label"}
+    splits = table[header.index("split")] if "split" in header else "train"
+    columns = {"split": splits}
+    for field, name in wanted.items():
+        if header.count(name.lower()) != 1:
+            problem = f"must name one column {name!r}, but has {join_names(header)}"
+            fix = "add a first line such as path,label, or set --image_column and --label_column"
+            raise _error(file, 1, problem, fix)
+        columns[field] = table[header.index(name.lower())]
+    rows = pandas.DataFrame(columns)[1:]
+    if rows.empty:
+        raise _error(file, 2, "there is no image", "list one image on each line")
     return rows
 
 
-def _refuse_empty(file: Path, column: Any) -> None:
-    for line in column.index[column == ""]:
-        raise _error(file, line, f"the {column.name} is empty", "fill it in, or remove the line")
-
-
-def _columns(file: Path, header: list[str], config: TrainConfig) -> dict[str, int]:
-    """The place of each field of a row, by the name of its column, in upper or lower case."""
-    lower = [text.lower() for text in header]
-    wanted = {"path": config.image_column or "path", "label": config.label_column or "label", "split": "split"}
-    for name in (wanted["path"], wanted["label"]):
-        if lower.count(name.lower()) != 1:
-            problem = f"{file}: the first line must name one column {name!r}, but has {join_names(header) or 'nothing'}"
-            raise UserError(problem, "add a first line such as path,label, or set --image_column and --label_column")
-    return {field: lower.index(name.lower()) for field, name in wanted.items() if name.lower() in lower}
-
-
-def _lines(file: Path) -> Iterator[tuple[int, list[str]]]:
-    """The number and the cells of each line that is not blank. The delimiter is a comma, semicolon or tab."""
-    data = file.read_bytes()
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise _error(file, line, "not valid UTF-8", "save the file as UTF-8") from None
-    if "\0" in text:
-        raise UserError(f"{file}: contains null characters, so it is not UTF-8 text", "save the file as UTF-8")
-    delimiter = max(",;\t", key=text.partition("\n")[0].count)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True)
-    try:
-        for row in reader:
-            cells = [cell.strip() for cell in row]
-            if any(cells):  # a spreadsheet may write blank rows as commas
-                yield reader.line_num, cells
-    except csv.Error as error:
-        fix = "check the double quotes: a value that starts with one must end with one"
-        raise _error(file, reader.line_num, one_line(error), fix) from None
+def _refuse_repeated(file: Path, paths: Any) -> None:
+    """Two spellings of one path are equal when the links in its folder are resolved."""
+    parts = paths.str.rpartition("/")
+    folders = parts[0] + parts[1]
+    real = cache(lambda folder: os.path.realpath(os.path.join(file.parent, folder)))
+    files = folders.map(real) + "/" + parts[2]
+    for row in files.index[files.duplicated()]:
+        problem = f"{printable(paths[row])} is also in row {files.eq(files[row]).idxmax()}"
+        raise _error(file, row, problem, "list each image once")
 
 
 def _split_names(file: Path, written: Collection[str]) -> dict[str, str]:
-    """Map the names in the file, and train, validation and test, to the names of the splits, as for image folders."""
+    """Map the names in the file, and train, validation and test, to the names of the splits.
+
+    They are named as folders are.
+    """
     names: dict[str, str] = {}
     words: dict[str, str] = {}
     for text in written:
@@ -149,11 +135,5 @@ def _split_names(file: Path, written: Collection[str]) -> dict[str, str]:
     return {word: names[text] for word, text in words.items()} | names
 
 
-def _sorted(labels: set[str]) -> list[str]:
-    """The class names: in numeric order if all labels consist of digits, else in alphabetical order."""
-    is_numeric = all(label.isdecimal() and len(label) < 19 for label in labels)
-    return sorted(sorted(labels), key=int) if is_numeric else sorted(labels)
-
-
-def _error(file: Path, line: int, problem: str, fix: str) -> UserError:
-    return UserError(f"{file}, line {line}: {problem}", fix)
+def _error(file: Path, row: int, problem: str, fix: str) -> UserError:
+    return UserError(f"{file}, row {row}: {problem}", fix)

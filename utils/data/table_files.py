@@ -3,6 +3,7 @@
 import errno
 import re
 import sys
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from utils.console import join_names
 from utils.data.splits import EVAL_NAMES, fingerprint_of, stamp_of
 from utils.errors import UserError, one_line
 
-TABLE_FILES = ("*.parquet", "*.arrow", "dataset_dict.json", "state.json")  # a folder with one of these holds tables
+# A folder with one of these holds tables.
+TABLE_FILES = ("*.parquet", "*.arrow", "dataset_dict.json", "state.json")
 
 
 def has_tables(folder: Path) -> bool:
@@ -19,7 +21,7 @@ def has_tables(folder: Path) -> bool:
 
 
 def _visible(folder: Path, pattern: str) -> list[Path]:
-    """The files that match the pattern, without hidden ones such as those of macOS (._train.parquet)."""
+    """The files that match the pattern, without hidden ones such as ._train.parquet of macOS."""
     return sorted(file for file in folder.glob(pattern) if not file.name.startswith("."))
 
 
@@ -29,35 +31,31 @@ def _is_saved(path: Path) -> bool:
 
 
 def read_table_files(path: Path):
-    """The splits of a save_to_disk folder, of a folder of parquet or arrow files, or of one such file."""
+    """The splits of a save_to_disk folder, a folder of parquet or arrow files, or one such file."""
     if path.is_file() and path.suffix not in (".parquet", ".arrow"):
-        raise UserError(f"{path}: is neither a folder nor a table", "give a folder, or a .parquet or .arrow file")
+        fix = "give a folder, or a .parquet or .arrow file"
+        raise UserError(f"{path}: is neither a folder nor a table", fix)
     _check_files(path)
     try:
         return _read(path)
     except Exception as error:  # the libraries raise errors of any class for damaged files
-        _check_cache(error, path)
-        reason = one_line(error.__cause__ or error)[:300]
-        raise UserError(
-            f"{_unreadable_file(path)}: cannot be read ({reason})", "fix or remove it (a table must have rows)"
-        ) from error
+        cause = error.__cause__ or error
+        _check_cache(cause, path)
+        problem = f"{_unreadable_file(path)}: cannot be read ({one_line(cause)[:300]})"
+        raise UserError(problem, "fix or remove it (a table must have rows)") from error
 
 
-def _check_cache(error: Exception, path: Path) -> None:
-    """Raise ValueError if reading failed only because `datasets` cannot write its cache; the data may be undamaged."""
+def _check_cache(cause: BaseException, path: Path) -> None:
+    """Raise ValueError if `datasets` cannot write its cache; the data may be undamaged."""
     from datasets import config
 
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError):
-            elsewhere = cause.filename and not Path(cause.filename).resolve().is_relative_to(path.resolve())
-            if elsewhere or cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
-                folder = f"{config.HF_DATASETS_CACHE}: the cache of Hugging Face data sets"
-                raise UserError(
-                    f"{folder} cannot be written ({cause.strerror})",
-                    "set HF_HOME to a writable folder with free space",
-                ) from error
-        cause = cause.__cause__ or cause.__context__
+    if not isinstance(cause, OSError):
+        return
+    elsewhere = cause.filename and not Path(cause.filename).resolve().is_relative_to(path.resolve())
+    if elsewhere or cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
+        folder = f"{config.HF_DATASETS_CACHE}: the cache of Hugging Face data sets"
+        problem = f"{folder} cannot be written ({cause.strerror})"
+        raise UserError(problem, "set HF_HOME to a writable folder with free space") from cause
 
 
 def _read(path: Path):
@@ -73,7 +71,7 @@ def _read(path: Path):
     parquet = [path] if path.is_file() else _visible(path, "*.parquet")
     files = parquet or _visible(path, "*.arrow")
     data_files = {"train": [str(path)]} if path.is_file() else _files_by_split(files)
-    # The cache of `datasets` compares only paths and modification times, which another file can have, too.
+    # The cache of `datasets` compares only paths and times, which another file can have, too.
     stamps = fingerprint_of(*map(stamp_of, files))
     return load_dataset("parquet" if parquet else "arrow", stamps, data_files=data_files)
 
@@ -91,27 +89,27 @@ def _check_files(path: Path) -> None:
 
 def _check_shards(files: list[Path]) -> None:
     """Check that each of the shards NAME-00000-of-00010, and so on, exists exactly once."""
-    sets: dict[tuple[str, int], dict[int, Path]] = {}  # by name and total, by number
+    # By name and total, then by number.
+    sets: dict[tuple[str, int], dict[int, Path]] = defaultdict(dict)
     for file in files:
-        shard = re.fullmatch(r"(.+)-(\d+)-of-(\d+)(.*)", file.stem)
-        if shard:
-            other = sets.setdefault((shard[1], int(shard[3])), {}).setdefault(int(shard[2]), file)
+        if shard := re.fullmatch(r"(.+)-(\d+)-of-(\d+)(.*)", file.stem):
+            other = sets[shard[1], int(shard[3])].setdefault(int(shard[2]), file)
             if other != file:
                 raise UserError(f"{file}: duplicates {other.name}", "remove one of the two")
     for (name, total), numbers in sets.items():
         first = 1 if 0 not in numbers and total in numbers else 0
-        expected = range(first, first + min(total, len(numbers) + 13))  # enough to list the first missing ones
-        missing = [f"{name}-{number:05}-of-{total:05}" for number in expected if number not in numbers]
+        # Enough to list the first missing ones.
+        expected = range(first, first + min(total, len(numbers) + 13))
+        absent = [number for number in expected if number not in numbers]
+        missing = [f"{name}-{number:05}-of-{total:05}" for number in absent]
         if missing:
-            count = f"{total - len(numbers)} of {total} shards not found"
-            raise UserError(
-                f"{files[0].parent}: {count}: {join_names(missing, 3)}",
-                f"add them, or remove -of-{total:05} from the names of the others",
-            )
+            count = f"{files[0].parent}: {total - len(numbers)} of {total} shards not found"
+            fix = f"add them, or remove -of-{total:05} from the names of the others"
+            raise UserError(f"{count}: {join_names(missing, 3)}", fix)
 
 
 def _unreadable_file(path: Path) -> Path:
-    """The first parquet file in `path` that is damaged, has no rows, or has other columns than the first one.
+    """The first parquet file that is damaged, has no rows, or has other columns than the first.
 
     `path` itself if there is none.
     """
@@ -121,15 +119,15 @@ def _unreadable_file(path: Path) -> Path:
     for file in sorted(path.glob("*.parquet")):
         with suppress(ValueError, OSError):
             found = read_metadata(file)
-            columns = columns or found.schema.to_arrow_schema()
-            if found.num_rows and found.schema.to_arrow_schema().equals(columns):
+            columns = columns or found.schema
+            if found.num_rows and found.schema.equals(columns):
                 continue
         return file
     return path
 
 
 def _files_by_split(files: list[Path]) -> dict[str, list[str]]:
-    """Group files by the split in their names, such as train-00000-of-00002.parquet (of the Hub) or val.parquet."""
+    """Group files by the split in their names, as train-00000-of-00002.parquet or val.parquet."""
     groups: dict[str, list[str]] = {}
     for file in files:
         shard = re.fullmatch(r"(?:.*-)?(\w+)-\d+-of-\d+(-\w+)?", file.stem)

@@ -1,4 +1,4 @@
-"""Hugging Face data sets, from the Hub or from files: their splits, images, labels and class names."""
+"""Hugging Face data sets, from the Hub or from files: splits, images, labels and class names."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -33,7 +33,8 @@ class Table:
     def __init__(self, dataset, column: str):
         from datasets import Image
 
-        self.column, self.dataset = column, dataset.select_columns(column).cast_column(column, Image(decode=False))
+        dataset = dataset.select_columns(column)
+        self.column, self.dataset = column, dataset.cast_column(column, Image(decode=False))
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -51,11 +52,12 @@ class Table:
         from pyarrow.compute import struct_field
 
         column = self.dataset.data.column(self.column)
-        paths = struct_field(column, "path").filter(struct_field(column, "bytes").is_null()).drop_null()
-        return [*(file["filename"] for file in self.dataset.cache_files), *paths.to_pylist()]
+        is_path = struct_field(column, "bytes").is_null()
+        paths = struct_field(column, "path").filter(is_path).drop_null().to_pylist()
+        return [*(file["filename"] for file in self.dataset.cache_files), *paths]
 
     def many(self, rows: Sequence[int]) -> list[bytes | None]:
-        """Several rows at once, many times faster than one by one; None for images that are stored only as paths."""
+        """Several rows at once, much faster than one by one; None for images without bytes."""
         return [value and value["bytes"] for value in self.dataset[rows][self.column]]
 
 
@@ -67,9 +69,9 @@ def load_hub(config: TrainConfig) -> Source:
     try:
         splits = load_dataset(config.data, config.data_subset)
     except Exception as error:  # the network, the cache or a file can cause errors of any class
-        reason = one_line(error)[:300]
+        problem = "no such file or folder, and it cannot be loaded from the Hub"
         raise UserError(
-            f"--data {config.data}: no such file or folder, and it cannot be loaded from the Hub ({reason})",
+            f"--data {config.data}: {problem} ({one_line(error)[:300]})",
             "check the name and the network, or give a local folder",
         ) from error
     return table_source(splits, config)
@@ -87,10 +89,9 @@ def table_source(splits, config: TrainConfig) -> Source:
         dataset = splits[name]
         for column in (image_column, label_column):
             if column not in dataset.features:
-                has = join_names(dataset.features)
-                raise UserError(f"split {name!r} has no column {column!r}, only {has}", "choose another split")
-        values, counts = _values(dataset, label_column)
-        labels = _labels(name, values, counts, label_values, len(class_names))
+                problem = f"split {name!r} has no column {column!r}, only"
+                raise UserError(f"{problem} {join_names(dataset.features)}", "choose another split")
+        labels = _labels(name, dataset, label_column, label_values)
         images = Table(dataset, image_column)
         stamps = [stamp_of(file) for file in images.files() if Path(file).is_file()]
         split = whole_split(name, images, labels, fingerprint_of(dataset._fingerprint, *stamps))
@@ -102,30 +103,28 @@ def table_source(splits, config: TrainConfig) -> Source:
 def _image_column(features, wanted: str | None) -> str:
     from datasets import Image
 
-    found = [name for name, feature in features.items() if isinstance(feature, Image)]
+    found = [name for name in features if isinstance(features[name], Image)]
     # In files that were not written by `datasets`, images are a plain struct of bytes.
-    found = found or [name for name, feature in features.items() if _is_struct(feature)]
-    name = _choose("image", features, wanted, found)
-    if name not in found and not _is_struct(features[name]) and getattr(features[name], "dtype", "") not in IMAGE_TYPES:
+    dicts = [name for name in features if isinstance(features[name], dict)]
+    structs = [name for name in dicts if "bytes" in features[name]]
+    name = _choose("image", features, wanted, found or structs)
+    if name not in found + structs and getattr(features[name], "dtype", "") not in IMAGE_TYPES:
         problem = f"--image_column {name}: holds {features[name]}, not images"
         raise UserError(problem, f"use one of {join_names(features)}")
     return name
 
 
-def _is_struct(feature) -> bool:
-    return isinstance(feature, dict) and "bytes" in feature
-
-
 def _label_column(features, wanted: str | None) -> str:
     from datasets import ClassLabel
 
-    found = [name for name, feature in features.items() if isinstance(_element(feature), ClassLabel)]
-    name = _choose("label", features, wanted, found or [name for name in LABEL_NAMES if name in features][:1])
-    if not re.fullmatch(r"u?int\d+|bool|(large_)?string", getattr(_element(features[name]), "dtype", "")):
-        raise UserError(
-            f"--label_column {name}: labels must be integers or strings, or lists of them, not {features[name]}",
-            f"use one of {join_names(features)}",
-        )
+    found = [name for name in features if isinstance(_element(features[name]), ClassLabel)]
+    known = [name for name in LABEL_NAMES if name in features]
+    name = _choose("label", features, wanted, found or known[:1])
+    dtype = getattr(_element(features[name]), "dtype", "")
+    if not re.fullmatch(r"u?int\d+|bool|(large_)?string", dtype):
+        problem = "labels must be integers or strings, or lists of them, not"
+        fix = f"use one of {join_names(features)}"
+        raise UserError(f"--label_column {name}: {problem} {features[name]}", fix)
     return name
 
 
@@ -133,86 +132,72 @@ def _choose(kind: str, features: Collection[str], wanted: str | None, found: lis
     """The column that a flag names, or the only one found. Raises ValueError if there is none."""
     if wanted in features or (wanted is None and len(found) == 1):
         return wanted or found[0]
-    problem = f"each of {join_names(found)} may be the {kind} column" if found else f"there is no {kind} column"
+    problem = f"there is no {kind} column"
     if wanted is not None:
         problem = f"--{kind}_column {wanted}: no such column"
+    elif found:
+        problem = f"each of {join_names(found)} may be the {kind} column"
     raise UserError(problem, f"set --{kind}_column to one of {join_names(features)}")
-
-
-def _is_list(feature) -> bool:
-    from datasets import LargeList, List
-
-    return isinstance(feature, List | LargeList)
 
 
 def _element(feature):
     """The feature of the elements of lists; others unchanged."""
-    return feature.feature if _is_list(feature) else feature
+    return getattr(feature, "feature", feature)
 
 
 def _values(dataset, column: str):
-    """The labels of a column, those in lists one after the other, and the length of each list, if there are any."""
+    """The labels of a column, those in lists one after the other, and the lengths of the lists."""
     from pyarrow import compute
 
     values = dataset.select_columns(column).with_format("arrow")[:][column]
-    if not _is_list(dataset.features[column]):
+    if not hasattr(dataset.features[column], "feature"):
         return values, None
     return compute.list_flatten(values), compute.list_value_length(values)
 
 
-def _classes(dataset, column: str) -> tuple[list[str], list | None, tuple[str, ...]]:
-    """The names of the classes, their values in the label column (None for 0, 1, 2, ...), and lines to print.
+def _classes(dataset, column: str) -> tuple[list[str], Sequence, tuple[str, ...]]:
+    """The names of the classes, their values in the label column, and lines to print.
 
-    Integer labels are class numbers from 0 to the highest label. If fewer than half of these numbers occur, as with
-    0, 1000, 2000, only the numbers that occur are classes, and are their names.
+    Integer labels are class numbers from 0 to the highest label. If fewer than half of these
+    numbers occur, as with 0, 1000, 2000, only the numbers that occur are classes.
     """
     names = getattr(_element(dataset.features[column]), "names", None)
     if names:
-        return [str(name) for name in names], None, ()
+        return list(map(str, names)), range(len(names)), ()
     try:
-        unique = _values(dataset, column)[0].unique().to_pylist()
-        values = sorted(value for value in unique if value is not None)
+        values = sorted(_values(dataset, column)[0].unique().drop_null().to_pylist())
     except UnicodeDecodeError:
-        raise UserError(f"--label_column {column}: a label is not UTF-8 text", "save the column as UTF-8") from None
+        problem = f"--label_column {column}: a label is not UTF-8 text"
+        raise UserError(problem, "save the column as UTF-8") from None
     if values and isinstance(values[0], str):
         return values, values, ()
     values = [int(value) for value in values if value >= 0]
-    highest = max(values, default=-1)
-    if 2 * len(values) >= highest + 1:
-        return [str(number) for number in range(highest + 1)], None, ()
-    note = f"--label_column {column}: only the labels that occur are classes: {join_names(values, 3)}"
-    return [str(value) for value in values], values, (note,)
+    numbers = range(max(values, default=-1) + 1)
+    if 2 * len(values) >= len(numbers):
+        return list(map(str, numbers)), numbers, ()
+    shown = join_names(values, 3)
+    note = f"--label_column {column}: only the labels that occur are classes: {shown}"
+    return list(map(str, values)), values, (note,)
 
 
-def _labels(split: str, values, counts, label_values: list | None, classes: int) -> np.ndarray:
-    """The labels as class indices, int64 [N], below 0 for negative ones; those in lists as multi-hot rows.
+def _labels(split: str, dataset, column: str, classes: Sequence) -> np.ndarray:
+    """The labels as class indices, int64 [N], -1 for negative ones; lists as multi-hot rows.
 
-    `label_values` are the values of class 0, 1, ... Raises ValueError for a null label.
+    `classes` are the values of class 0, 1, ... Raises ValueError for a null label.
     """
-    rows = np.arange(len(values if counts is None else counts))
-    if counts is not None:
-        _refuse_null(split, counts, rows)
-        counts = counts.to_numpy()
-        rows = np.repeat(rows, counts)
-    _refuse_null(split, values, rows)
-    labels = values.to_numpy()
-    if label_values is not None:
-        found, labels = labels, indices_in(label_values, labels)
-        unknown = found[(labels < 0) & (True if isinstance(label_values[0], str) else found >= 0)]
-        if len(unknown):
-            problem = f"split {split!r} has the class {unknown.tolist()[0]!r}, but the training split has only"
-            raise UserError(f"{problem} {join_names(label_values)}", "fix the labels, or choose another split")
-    labels = labels.astype(np.int64)
-    return labels if counts is None else multi_hot(split, counts, labels, classes)
-
-
-def _refuse_null(split: str, values, rows: np.ndarray) -> None:
-    """Raise ValueError if one of these labels is null; `rows` are the rows of their images."""
-    from pyarrow import compute
-
-    if values.null_count:
-        row = rows[compute.index(compute.is_null(values), True).as_py()]
+    values, counts = _values(dataset, column)
+    if values.null_count or (counts is not None and counts.null_count):
+        every = dataset.with_format(None)[column]
+        has_null = (label is None or (counts is not None and None in label) for label in every)
         raise UserError(
-            f"image {row} of split {split!r} has a null label",
-            "fill it in (if a label is a list, an empty one stands for no label), or choose another split",
+            f"image {list(has_null).index(True)} of split {split!r} has a null label",
+            "fill it in (if a label is a list, with an empty one), or choose another split",
         )
+    values = values.to_numpy()
+    labels = indices_in(classes, values)
+    for value in values[labels < 0].tolist():
+        if isinstance(value, str) or value >= 0:
+            problem = f"split {split!r} has the class {value!r}, but the training split has only"
+            fix = "fix the labels, or choose another split"
+            raise UserError(f"{problem} {join_names(classes)}", fix)
+    return labels if counts is None else multi_hot(split, counts.to_numpy(), labels, len(classes))

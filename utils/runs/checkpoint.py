@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from utils.config.settings import TrainConfig
-from utils.errors import USER_ERRORS, UserError
+from utils.errors import UserError
 from utils.files import LOCK, check_output_folder, expand, holder_text, lock
 from utils.launch.environment import can_be_restarted
 from utils.models.sharded import is_sharded, tied_names
@@ -40,7 +40,7 @@ from utils.runs.writing import (
     clean_up,
     complete_files,
     delete_after,
-    deleted_after_error,
+    delete_failed,
     new_partial,
     partial_of,
     publish,
@@ -91,16 +91,16 @@ class CheckpointManager:
         name of a new folder contains the model. Returns the folder, and a line for each part that only the checkpoint
         or only the run has. Raises ValueError, before any file is changed, if the tensors do not fit.
         """
-        self.config, self._tensors = config, (model, optimizer, parts)
+        self.config, self._tensors, lines = config, (model, optimizer, parts), list[str]()
         write_parts(accelerator, model, optimizer, parts)
-        folder, lines = self._open_folder(), list[str]()
         if saved is not None:
             with self.ranks.agree():
                 load_optimizer(saved.path, optimizer)
                 lines = load_parts(saved.path, parts)
-            with self.ranks.agree():
-                if self.ranks.is_main:
-                    delete_after(folder / "checkpoints", saved.state.step, saved.state.best_step)
+        folder = self._open_folder()
+        with self.ranks.agree():
+            if saved is not None and self.ranks.is_main:
+                delete_after(folder / "checkpoints", saved.state.step, saved.state.best_step)
         self.ranks.store_set("started", "yes")  # after a restart, its own checkpoints come before that of --resume
         return folder, lines
 
@@ -121,13 +121,15 @@ class CheckpointManager:
         """The folder into which `Accelerator.save_state` writes a checkpoint, after the last save is complete.
 
         None on ranks that must not call it: with DDP only the main process does, with FSDP2 all ranks do. The folder is
-        not a checkpoint yet. After the block the small `files` are added, and a thread of the main process completes it,
-        see `wait`. Collective. Raises errors on all ranks, except those of the block with FSDP2; older checkpoints do not change.
+        not a checkpoint yet. After the block the small `files` are added, and a thread of the main process completes
+        it, see `wait`. Collective. Errors are raised on all ranks, except those of the block with FSDP2; older
+        checkpoints do not change.
         """
         assert self.folder is not None
         folder = self.folder / "checkpoints"
         model, optimizer, parts = self._tensors
-        partial, sharded, error = partial_of(folder, state.step), is_sharded(model), None
+        partial, sharded = partial_of(folder, state.step), is_sharded(model)
+        error: Exception | None = None
         self.wait()
         with self.ranks.agree():
             if self.ranks.is_main:
@@ -137,22 +139,25 @@ class CheckpointManager:
                 new_partial(folder, state.step, bytes_to_save(model, optimizer, parts))
         self.ranks.mark_waiting()
         try:
-            with deleted_after_error(partial):
-                yield partial if sharded or self.ranks.is_main else None
-        except USER_ERRORS as raised:
-            if sharded:  # the other ranks are in a collective of `save_state`, so this one cannot agree with them
-                raise
-            error = raised
+            yield partial if sharded or self.ranks.is_main else None
+        except Exception as raised:
+            gone = not partial.exists()  # another rank has failed, and says why
+            error = delete_failed(partial, raised)
+            if sharded and not gone:  # the other ranks are in a collective of `save_state`: this one cannot agree
+                raise error from raised
         with self.ranks.agree():
             if error is not None:
                 raise error
             # Each rank deletes its own, because on a network file system the main process may not see it yet.
-            (partial / f"random_states_{self.ranks.topology.rank}.pkl").unlink(missing_ok=True)
+            with suppress(OSError):
+                (partial / f"random_states_{self.ranks.topology.rank}.pkl").unlink()
         with self.ranks.agree():
             if self.ranks.is_main:
-                with deleted_after_error(partial):
+                try:
                     complete_files(partial, files, parts)
-                self._saving = self._thread.submit(self._complete, state.step, state.best_step, [*tied_names(model)])
+                except OSError as raised:
+                    raise delete_failed(partial, raised) from raised
+                self._saving = self._thread.submit(self._complete, state.step, state.best_step)
 
     def wait(self) -> None:
         """Wait until the last save is complete; if it has failed, all ranks raise its error."""
@@ -166,11 +171,11 @@ class CheckpointManager:
         """Whether the thread of the main process has failed; then all ranks should call `wait`. Not collective."""
         return self._saving is not None and self._saving.done() and self._saving.exception() is not None
 
-    def _complete(self, step: int, best_step: int | None, tied: list[str]) -> None:
+    def _complete(self, step: int, best_step: int | None) -> None:
         """Called in a thread, with `self`, which holds the lock of the folder even if training has failed."""
         assert self.folder is not None
         folder = self.folder / "checkpoints"
-        publish(folder, step, tied)
+        publish(folder, step, tied_names(self._tensors[0]))
         update_pointers(folder, step, best_step, self.config.keep)
 
     def _find(self) -> tuple[Path | None, Path | None]:

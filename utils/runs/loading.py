@@ -34,7 +34,8 @@ EMA = "ema"
 class Part(Protocol):
     """What `run.parts` holds. The state is a flat dict, with the same names, shapes and dtypes during the whole run.
 
-    All ranks call `state_dict`. All ranks call `load_state_dict`, with the same state, or `restart`.
+    `state_dict` must not communicate, because it may be called on the main process only; its tensors may be sharded.
+    All ranks call `load_state_dict`, with the same state, or `restart`.
     """
 
     def state_dict(self) -> dict[str, Tensor]: ...
@@ -107,8 +108,8 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def bytes_to_save(module: nn.Module, optimizer: torch.optim.Optimizer, parts: Mapping[str, Part]) -> int:
     """The bytes that a save needs on the disk. With FSDP2 this includes the weights twice."""
-    states = [distinct_state(module), *_unwrapped(optimizer).state.values()]
-    states += [distinct_state(module)] * is_sharded(module) + [part.state_dict() for part in parts.values()]
+    weights = [distinct_state(module)] * (1 + is_sharded(module))
+    states = [*weights, *_unwrapped(optimizer).state.values(), *(part.state_dict() for part in parts.values())]
     tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
@@ -149,7 +150,8 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
     """Load the checkpoint's optimizer state into `optimizer`. Nothing in the file is executed.
 
     Takes one step with zero gradients, which creates the state, restores the weights, and copies the saved state.
-    Parameters are matched by name, so their groups may differ. Settings such as the weight decay stay as in this run. Raises ValueError if the state does not fit.
+    Parameters are matched by name, so their groups may differ. Settings such as the weight decay stay as in this run.
+    Raises ValueError if the state does not fit.
     """
     # Not `Accelerator.load_state`: it unpickles random states, matches the state by position, and replaces the settings
     # of the groups. With FSDP2 it also needs a state for each parameter.

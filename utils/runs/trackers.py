@@ -7,7 +7,6 @@ may not have sent all of them.
 import json
 import math
 import os
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from utils.config.bounds import require
 from utils.config.settings import OF_ONE_START, TrainConfig
 from utils.config.table import Table, suggestion
 from utils.errors import UserError, one_line
-from utils.files import write_file
 
 # Folders and addresses of this machine are private, and of no use elsewhere.
 _NOT_SENT = {*OF_ONE_START, "output_dir", "data_dir", "cache_dir", "report_to"}
@@ -57,6 +55,10 @@ class Trackers(Table):
 TRACKERS = Trackers("report_to", LOGGER_TYPE_TO_CLASS)
 
 
+# By default W&B sends the host name, the command, git's remote and what is printed.
+_OF_WANDB = {"x_disable_meta": True, "disable_git": True, "disable_code": True, "console": "off", "host": "unknown"}
+
+
 @dataclass
 class RunTrackers:
     """Starts and finishes the trackers of a run; `Accelerator.log` sends numbers to them.
@@ -67,6 +69,7 @@ class RunTrackers:
     accelerator: Accelerator
     config: TrainConfig
     folder: Path
+    run_id: str
     say: Callable[[str], None]
 
     def start(self, topology: Mapping[str, Any]) -> None:
@@ -82,12 +85,9 @@ class RunTrackers:
         accelerator.project_configuration.logging_dir = str(folder / "tensorboard")
         # TensorBoard then hides the points of earlier starts, and a run in W&B continues. Other
         # trackers add a run, which has all records.
-        options: dict[str, Any] = {
-            "tensorboard": {"purge_step": 0},
-            "trackio": {"name": folder.name},
-        }
-        if "wandb" in names:
-            options["wandb"] = _options_of_wandb(folder)
+        name = {"name": folder.name}
+        wandb = name | {"id": self.run_id, "resume": "allow", "settings": _OF_WANDB}
+        options = {"tensorboard": {"purge_step": 0}, "trackio": name, "wandb": wandb}
         settings = settings_to_send(self.config) | flatten(topology)
         try:
             accelerator.init_trackers(project, settings, options)
@@ -119,17 +119,6 @@ class RunTrackers:
         with self.guarded():
             while self.accelerator.trackers:
                 self.accelerator.trackers.pop().finish()
-
-
-def _options_of_wandb(folder: Path) -> dict[str, Any]:
-    """Options to continue the last run, and to send only what Lockstep sends."""
-    kept = folder / "wandb.id"
-    if not kept.exists():
-        write_file(kept, uuid.uuid4().hex)
-    # By default W&B sends the host name, the command, git's remote and what is printed.
-    settings = {"x_disable_meta": True, "disable_git": True, "disable_code": True}
-    more = {"settings": settings | {"console": "off", "host": "unknown"}}
-    return {"name": folder.name, "id": kept.read_text(), "resume": "allow", **more}
 
 
 def numbers_to_send(kind: str, values: Mapping[str, Any]) -> dict[str, float]:

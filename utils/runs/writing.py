@@ -3,8 +3,8 @@
 import errno
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from utils.errors import UserError, is_lost_rank, one_line
 from utils.files import naming_file, put_in_place, write_file
+from utils.launch.exits import is_out_of_memory
 from utils.models.weight_files import load_pickled
 from utils.runs.manifest import (
     MODEL,
@@ -36,17 +37,13 @@ def new_partial(folder: Path, step: int, need: int) -> None:
     partial.mkdir()
 
 
-@contextmanager
-def deleted_after_error(partial: Path) -> Iterator[None]:
-    """Delete the folder after an error in the block. Errors of PyTorch and safetensors become a UserError."""
-    try:
-        yield
-    except Exception as error:
-        shutil.rmtree(partial, ignore_errors=True)  # free the space on a full disk
-        if not isinstance(error, RuntimeError | SafetensorError) or is_lost_rank(error):
-            raise
-        problem = f"{partial}: the checkpoint cannot be written ({one_line(error)[:160]})"
-        raise UserError(problem, "check the free space of this disk") from error
+def delete_failed(partial: Path, error: Exception) -> Exception:
+    """Delete the folder, and return the error to raise: errors of PyTorch and safetensors become a UserError."""
+    shutil.rmtree(partial, ignore_errors=True)  # free the space on a full disk
+    if not isinstance(error, RuntimeError | SafetensorError) or is_lost_rank(error) or is_out_of_memory(error):
+        return error
+    problem = f"{partial}: the checkpoint cannot be written ({one_line(error)[:160]})"
+    return UserError(problem, "check the disk, and how much of it is free")
 
 
 def complete_files(partial: Path, files: Mapping[str, bytes], parts: Iterable[str]) -> None:
@@ -57,7 +54,7 @@ def complete_files(partial: Path, files: Mapping[str, bytes], parts: Iterable[st
     kept = {MODEL, OPTIMIZER, _OF_FSDP, *(f"{part}.safetensors" for part in parts)}
     for path in partial.iterdir():
         if path.name not in kept:
-            path.unlink()
+            path.unlink(missing_ok=True)
     for name, contents in files.items():
         with naming_file(partial / name):
             (partial / name).write_bytes(contents)
@@ -66,10 +63,11 @@ def complete_files(partial: Path, files: Mapping[str, bytes], parts: Iterable[st
 def publish(folder: Path, step: int, tied: Iterable[str] = ()) -> None:
     """Complete the checkpoint of `step`: write its manifest, flush it to the disk, rename it.
 
-    With FSDP2, the weights become a safetensors file first, without the `tied` names. If an error occurs, deletes what was written and raises ValueError or OSError.
+    With FSDP2, the weights become a safetensors file first, without the `tied` names. If an error occurs, deletes what
+    was written and raises ValueError or OSError.
     """
     partial = partial_of(folder, step)
-    with deleted_after_error(partial):
+    try:
         if (partial / _OF_FSDP).exists():
             weights = {name: tensor for name, tensor in load_pickled(partial / _OF_FSDP).items() if name not in tied}
             save_file(weights, partial / MODEL, {"format": "pt"})
@@ -80,6 +78,8 @@ def publish(folder: Path, step: int, tied: Iterable[str] = ()) -> None:
                 path.chmod(mode)  # files of safetensors are for the owner only
         write_manifest(partial)
         put_in_place(partial, checkpoint_of(folder, step))
+    except Exception as error:
+        raise delete_failed(partial, error) from error
 
 
 def update_pointers(folder: Path, step: int, best_step: int | None, keep: int | str) -> None:

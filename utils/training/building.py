@@ -23,7 +23,7 @@ from utils.data.sources import SOURCES, absolute_data, check_source
 from utils.data.spec import SMALL, InputSpec, sides
 from utils.data.splits import Data, Split
 from utils.errors import UserError
-from utils.models.checking import bad_tensors, check_batch_norm, has_batch_norm
+from utils.models.checking import bad_tensors, check_batch_norm, has_batch_norm, hash_tensors
 from utils.models.features import accept_features, find_last_part
 from utils.models.layers import checkpoint_blocks, freeze, keep_batch_stats
 from utils.models.matching import copy_matching, fit_names, zero_heads
@@ -49,6 +49,7 @@ from utils.training.schedule import SCHEDULES, total_updates
 
 TABLES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULES, TRACKERS
 """The names that settings can have. --help lists them."""
+SAME_START = "use the same kind of processor, the same versions and the same files on all machines"
 
 
 def check_settings(config: TrainConfig, ranks: Ranks) -> None:
@@ -209,6 +210,11 @@ def adapt_model(
             check_batch_norm(setup.plan, setup.updates, sharing)
         model = convert_batch_norm(model) if config.sync_batchnorm else model
         compile_model(accelerator, model)
+    copies = not config.microbatches and last_part is None and not accelerator.is_fsdp2
+    if saved is None and ranks.topology.world_size > 1 and not copies:
+        # DDP copies the parameters of rank 0, but too late for features, and no buffers; FSDP2 copies nothing.
+        weights = hash_tensors([*model.parameters(), *model.buffers()])
+        ranks.check_same(weights, "different weights at the start", SAME_START)
     return model, last_part, lines
 
 

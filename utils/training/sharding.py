@@ -18,17 +18,11 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from utils.config.bounds import require
 from utils.config.settings import TrainConfig
 from utils.memory import bytes_text
-from utils.models.checking import hash_tensors
 from utils.models.layers import find_blocks
 from utils.models.sharded import count_units, is_sharded, local
 from utils.ranks.ranks import Ranks
 from utils.training.building import Setup
 from utils.training.optim import state_per_value
-
-SAME_START = "use the same kind of processor, the same versions and the same files on all machines"
-
-
-SHARDED = ("parameters", "gradients", "optimizer state")
 
 
 def get_ready_to_shard(model: nn.Module, setup: Setup, accelerator: Accelerator, ranks: Ranks) -> list[int]:
@@ -40,9 +34,6 @@ def get_ready_to_shard(model: nn.Module, setup: Setup, accelerator: Accelerator,
     for name, parameter in model.named_parameters():
         problem = f"FSDP cannot shard {config.model}, because its parameter {name} is a single number"
         require(parameter.ndim > 0, problem, "use another model, or train without FSDP")
-    if setup.resumed_from is None:  # DDP would copy the weights of rank 0; FSDP2 keeps each rank's own values
-        weights = hash_tensors([*model.parameters(), *model.buffers()])
-        ranks.check_same(weights, "different weights at the start", SAME_START)
     model.to(memory_format=torch.contiguous_format)  # FSDP2 needs this; --channels_last still applies to images
     plugin = accelerator.state.fsdp_plugin
     if plugin.auto_wrap_policy in (None, transformer_auto_wrap_policy):
@@ -65,7 +56,10 @@ def describe_shards(model: nn.Module, before: list[int], config: TrainConfig, ra
     """The bytes of the whole and of the sharded model, for the start table; collective."""
     assert is_sharded(model)
     most = [max(sizes) for sizes in zip(*ranks.gather(_bytes(model, config)), strict=True)]
-    texts = [f"{name} {bytes_text(whole)}" for name, whole in zip(SHARDED, before, strict=True)]
+    texts = [
+        f"{name} {bytes_text(whole)}"
+        for name, whole in zip(("parameters", "gradients", "optimizer state"), before, strict=True)
+    ]
     on_each, count = ", ".join(map(bytes_text, most)), count_units(model)
     return f"FSDP2, {count} unit{'s' * (count > 1)}; {', '.join(texts)}; on each rank at most {on_each}"
 
