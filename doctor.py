@@ -25,7 +25,7 @@ from utils.config.scripts import DoctorConfig
 from utils.errors import AgreedError, UserError, is_lost_rank, one_line
 from utils.files import expand, write_output
 from utils.launch.environment import Topology, is_launched
-from utils.launch.exits import delay_exit, exit_with_error, inform_launcher, repeat_after_launcher, reports_for_machine
+from utils.launch.exits import delay_exit, exit_with_error, inform_launcher, reports_for_machine
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 
@@ -114,9 +114,7 @@ def report(title: str, findings: Sequence[Finding], file: str | None) -> None:
     print(f"{show(f'Lockstep doctor  {title}', findings)}\n{summary}", flush=True)
     if wrong:
         faults = [f"{f.name}: {f.value}; {f.fix}" for f in findings if f.red]
-        text = "\n".join([*faults, summary])
-        inform_launcher(text)
-        repeat_after_launcher(text)
+        inform_launcher("\n".join([*faults, summary]))
     if file:
         try:
             write_output(expand(file), as_json(findings))

@@ -32,7 +32,6 @@ from utils.ranks.accelerator import check_precision, make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.report.writing import Evaluated, report_evaluation
-from utils.runs.foreign import Names, find_run
 from utils.runs.inference import (
     given_settings,
     load_for_inference,
@@ -42,6 +41,7 @@ from utils.runs.inference import (
 )
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import SavedRun
+from utils.runs.source import Names, find_run
 from utils.tasks.table import make_task
 from utils.tasks.task import Predictions, Task
 from utils.training.evaluation import Evaluator, check_outputs, make_eval_loader, model_rate
@@ -136,7 +136,6 @@ def evaluate(
     loader = accelerator.prepare(loader)
     evaluator = Evaluator(ranks, accelerator, model, loader, spec, task, config)
     rows = evaluator.rows(keep=config.report or flags.predictions is not None)
-    assert rows is not None  # nothing stops it
     result = evaluator.metrics(accelerator.gather(rows))
     check_outputs(result["loss"], saved.path)
     if flags.tta:

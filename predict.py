@@ -133,7 +133,6 @@ def predict(
     loader = accelerator.prepare(loader)
     evaluator = Evaluator(ranks, accelerator, model, loader, spec, task, config)
     rows = evaluator.collect(lambda outputs, _: task.most_likely(outputs, flags.top))
-    assert rows is not None  # nothing stops it
     _, *found = evaluator.in_order(accelerator.gather(rows))
     top, scores = [found[0][:, :0], *found][-2:]  # some tasks have no `top`
     check_outputs(scores, saved.path)

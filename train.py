@@ -235,8 +235,8 @@ def evaluate(run: Run) -> dict | None:
         keep = run.config.report and weights == kinds[-1]
         with average.applied() if average and weights == "ema" else nullcontext():
             run.ranks.broadcast_buffers(run.module)
-            rows = run.evaluator.rows(run.stopping, keep, state.best)
-        if rows is None:
+            rows = run.evaluator.rows(run.stopping, keep)
+        if not rows:
             return None
         metrics = run.evaluator.metrics(run.accelerator.gather(rows))
         result = {"weights": weights, **metrics} if average else metrics

@@ -24,8 +24,8 @@ from utils.models.small import MLP
 from utils.models.zoo import OWN_MODELS
 from utils.runs.manifest import checkpoints_of, sha256_of
 from utils.training import tree_sum
-from utils.training.loop import watch_ranks
-from utils.training.shares import Exchange, balance
+from utils.training.gradients import Exchange
+from utils.training.loop import balance, watch_ranks
 
 # 4 updates an epoch, the last of 50 samples, which 8 microbatches do not divide evenly.
 SIZES = ["--data", "digits", "--image_size", "16", "--max_train_samples", "350", "--max_eval_samples", "70"]

@@ -18,7 +18,7 @@ from helpers.training_runs import records, rewrite_manifest, same_tensors, train
 
 import eval
 import train
-from utils.config.settings import FORMAT, LAST_OF_FORMATS_2_AND_3, TrainConfig
+from utils.config.settings import FORMAT, OTHER_FORMAT, TrainConfig
 from utils.models import weight_files
 from utils.runs import manifest
 from utils.runs.manifest import damage_of, newest_good, write_manifest
@@ -468,8 +468,8 @@ def test_another_format_is_refused_with_what_reads_it(number):
             (folder / "optimizer.bin").rename(folder / "optimizer.safetensors")
         change_state(lambda values: values.update(format=number, state="of another shape"), folder)
     before = contents(RUN)
-    fix = f"use commit {LAST_OF_FORMATS_2_AND_3}" if number < FORMAT else "use the version that wrote it"
-    text = f"{NEWEST}/state.json: has format {number}, of Lockstep {VERSION}; this version reads format {FORMAT}; {fix}"
+    text = f"{NEWEST}/state.json: has format {number}, of Lockstep {VERSION}; this version reads format {FORMAT}; "
+    text += OTHER_FORMAT
     for main, flags in ((eval.main, EVAL), (train.main, RESUME), (train.main, ("--resume", str(NEWEST)))):
         refused(run_one(main, flags), text)
     assert contents(RUN) == before

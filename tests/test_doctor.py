@@ -137,7 +137,6 @@ FAULTS = [
     (2, no_memory, "memory", "0.1 of 10.0 GB free", "start fewer processes"),
     (2, unshared_gradients, "gradients", "differ from those of one process by", "try another --backend"),
     (2, flags("--slow", "1000"), "all-reduce", ", GB/s: ", "check --interface"),
-    (2, environment(CUDA_VISIBLE_DEVICE="1"), "environment", "CUDA_VISIBLE_DEVICE has no effect", "correct its name"),
     (1, environment(RANK="2", WORLD_SIZE="2", LOCAL_RANK="0"), "launch", "contradictory environment", "below"),
     (2, several_gpus_less, "launch", "2 processes on this machine, but 1 GPU", "launch with --num_processes 1"),
     (2, flags("--backend", "nccl"), "launch", "--backend nccl needs GPUs", "leave it out"),

@@ -170,7 +170,6 @@ def test_gathered_rows_are_put_in_order_without_those_that_fill_up():
         (["--report", "false", "--metrics"], [2, 2]),
         ([], [4, 4]),
         (["--ema_decay", "0.5"], [1, 4, 1, 4]),  # the page shows the average
-        (["--lr", "1e-12"], [4, 1]),  # and the best evaluation: the second one is not better
     ],
 )
 def test_only_what_is_needed_is_gathered(flags, tensors):

@@ -422,12 +422,12 @@ def test_a_few_missing_numbers_stay_classes_and_negative_ones_have_no_label():
     refused("image 2", "has the label -1", "unlabelled", data=numbered("negative", [0, 500, -3, 500, 0]))
 
 
-def test_a_shard_with_other_columns_than_the_others_is_named():
+def test_a_shard_with_other_columns_than_the_others_is_refused():
     made = table([0, 1] * 10, ClassLabel(names=["a", "b"]))
     Path("folder").mkdir()
     made.to_parquet("folder/train-00000-of-00002.parquet")
     made.rename_column("label", "kind").to_parquet("folder/train-00001-of-00002.parquet")
-    refused("folder/train-00001-of-00002.parquet: cannot be read (")
+    refused("folder: cannot be read (Couldn't cast", "fix or remove the damaged file")
 
 
 def test_string_labels_may_hold_newlines_and_must_be_utf8():

@@ -165,6 +165,36 @@ def test_a_killed_run_ends_with_the_bits_of_a_whole_one():
         assert sha256_of(ends[0]) == sha256_of(ends[1]), file
 
 
+WITH_FSDP = [name for name in OPTIMIZERS if name not in ("muon", "adafactor")]
+
+
+@pytest.mark.parametrize(
+    "name", ["adagrad", *(pytest.param(n, marks=pytest.mark.full) for n in WITH_FSDP if n != "adagrad")]
+)
+def test_each_optimizer_resumes_with_the_bits_of_the_checkpoint_and_of_a_whole_run(name):
+    """Also Adagrad, whose state exists before FSDP2 replaces the parameters."""
+    flags = [*VIT, "--optimizer", name, "--lr", "0.001", "--lr_schedule", "constant", "--save_every", "2"]
+    returned(2, sharded, ["--run_name", "whole", *flags, "--max_steps", "4"])
+    returned(2, sharded, ["--run_name", "run", *flags, "--max_steps", "2"])
+    returned(2, sharded_and_compared, ["--run_name", "run", *flags, "--max_steps", "4", "--resume", "auto"])
+    for file in ("model.safetensors", "optimizer.bin"):
+        assert same_tensors(weights("run", file=file), weights("whole", file=file)), file
+
+
+def sharded_and_compared(flags: list[str]) -> None:
+    """Train with FSDP; before the first update, the weights are those of the newest checkpoint."""
+    loop = train.train
+
+    def compared(run, profiler):
+        own = {key: value.full_tensor() for key, value in run.model.named_parameters()}
+        saved = weights("run")
+        assert all(torch.equal(own[key], saved[key]) for key in own)
+        return loop(run, profiler)
+
+    train.train = compared
+    sharded(flags)
+
+
 LARGE = ["--data", "digits", "--image_size", "32", "--model", "vit_b_16", "--optimizer", "adamw", "--lr", "1e-4"]
 LARGE += ["--global_batch_size", "6", "--max_steps", "2", "--max_train_samples", "12", "--max_eval_samples", "6"]
 LARGE += ["--report", "false", "--threads", "1", "--run_name", "run"]

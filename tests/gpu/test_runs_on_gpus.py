@@ -164,7 +164,7 @@ FAULTS = {
 @pytest.mark.parametrize("fix", FAULTS)
 def test_a_fault_of_the_gpu_is_one_line_with_the_fix(fix):
     ended = finish(begin(command(1, "train.py", "--max_steps", "1", *FAULTS[fix])))
-    (line,) = set(error_lines(ended.out))  # it comes again below the launcher's traceback
+    (line,) = error_lines(ended.out)
     assert ended.code and fix in line and ("out of memory" in line) == ("--data" in FAULTS[fix]), ended.out
 
 

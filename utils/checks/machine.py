@@ -12,7 +12,6 @@ from utils.checks.findings import Finding
 from utils.config.scripts import DoctorConfig
 from utils.config.settings import TrainConfig
 from utils.files import check_output_folder, expand
-from utils.launch.devices import misspelled_variables
 from utils.launch.environment import Topology, is_launched, read_topology
 from utils.memory import free_memory
 from utils.ranks.accelerator import check_sharding
@@ -31,7 +30,6 @@ def check_machine(config: DoctorConfig) -> tuple[list[Finding], Topology | None]
     processes = topology.local_world_size if topology else 1
     findings = [launch]
     if topology is None or topology.local_rank == 0:
-        findings += (Finding("environment", line, False, "correct its name") for line in misspelled_variables())
         findings += check_leftovers(), check_memory(processes), check_disk(config)
     return findings, topology
 

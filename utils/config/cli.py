@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from utils.config.bounds import kinds, require
 from utils.config.other_names import fix_for_unknown
-from utils.config.settings import FORMAT, LaunchConfig, TrainConfig, fix_for_format
+from utils.config.settings import FORMAT, OTHER_FORMAT, LaunchConfig, TrainConfig
 from utils.config.table import Table
 from utils.config.yaml_text import load_yaml, read_yaml
 from utils.errors import UserError, one_line
@@ -170,7 +170,7 @@ def _read_file(path: Path, cls: type) -> dict[str, Any]:
         raise UserError(f"{path}: is not a file of settings", "write one 'name: value' on each line")
     if (found := values.pop("format", FORMAT)) != FORMAT:
         problem = f"{path}: has format {str(found)[:40]}; this version reads format {FORMAT}"
-        raise UserError(problem, fix_for_format(found))
+        raise UserError(problem, OTHER_FORMAT)
     names = [setting.name for setting in fields(cls)]
     for name in values:
         if name not in names:

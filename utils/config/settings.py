@@ -44,16 +44,10 @@ from utils.config.recipe import (
 )
 from utils.config.yaml_text import dump_yaml
 
-LAST_OF_FORMATS_2_AND_3 = "65bea51"
-
 FORMAT = 4
 """The format of config.yaml and state.json. A new field that files may lack does not change it."""
 
-
-def fix_for_format(found: object) -> str:
-    """How to read a file of another format."""
-    old = type(found) is int and 2 <= found < FORMAT
-    return f"use commit {LAST_OF_FORMATS_2_AND_3}, the last that reads it" if old else "use the version that wrote it"
+OTHER_FORMAT = "use the version that wrote it; commit 65bea51 is the last that reads formats 2 and 3"
 
 
 Seconds = Annotated[PositiveFloat, at_most(7 * 24 * 3600)]  # gloo and the store count milliseconds

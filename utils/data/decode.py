@@ -24,7 +24,7 @@ EVAL_CROP = 0.875  # fraction of a photograph's shorter side that evaluation use
 LARGE = 200_000  # bytes; for a larger file, reading the image's size first saves time
 _FIX = "fix or remove it (train.py and eval.py leave it out with --bad_images skip)"
 _IO_FIX = "check the disk or the network, then run it again, or resume"
-VERSION = 4  # of the decoded pixels; raise it when they change, so that old caches are not used
+VERSION = 5  # of the decoded pixels; raise it when they change, so that old caches are not used
 Shrink = Callable[[int, int], float]  # from an image's (height, width): how many times smaller it will become
 
 with warnings.catch_warnings():  # PyTorch warns not to write to such a tensor, and this code does not

@@ -4,7 +4,6 @@ import errno
 import re
 import sys
 from collections import defaultdict
-from contextlib import suppress
 from pathlib import Path
 
 from utils.console import join_names
@@ -41,8 +40,8 @@ def read_table_files(path: Path):
     except Exception as error:  # the libraries raise errors of any class for damaged files
         cause = error.__cause__ or error
         _check_cache(cause, path)
-        problem = f"{_unreadable_file(path)}: cannot be read ({one_line(cause)[:300]})"
-        raise UserError(problem, "fix or remove it (a table must have rows)") from error
+        fix = "fix or remove the damaged file (a table must have rows)"
+        raise UserError(f"{path}: cannot be read ({one_line(cause)[:300]})", fix) from error
 
 
 def _check_cache(cause: BaseException, path: Path) -> None:
@@ -106,24 +105,6 @@ def _check_shards(files: list[Path]) -> None:
             count = f"{files[0].parent}: {total - len(numbers)} of {total} shards not found"
             fix = f"add them, or remove -of-{total:05} from the names of the others"
             raise UserError(f"{count}: {join_names(missing, 3)}", fix)
-
-
-def _unreadable_file(path: Path) -> Path:
-    """The first parquet file that is damaged, has no rows, or has other columns than the first.
-
-    `path` itself if there is none.
-    """
-    from pyarrow.parquet import read_metadata
-
-    columns = None
-    for file in sorted(path.glob("*.parquet")):
-        with suppress(ValueError, OSError):
-            found = read_metadata(file)
-            columns = columns or found.schema
-            if found.num_rows and found.schema.equals(columns):
-                continue
-        return file
-    return path
 
 
 def _files_by_split(files: list[Path]) -> dict[str, list[str]]:

@@ -11,13 +11,6 @@ from utils.errors import UserError
 from utils.launch.environment import Topology
 
 
-def misspelled_variables() -> list[str]:
-    """A line for each environment variable with almost the name CUDA_VISIBLE_DEVICES, which CUDA ignores."""
-    near = re.compile(r"(?!CUDA_VISIBLE_DEVICES$)(?i:CUDA_?VIS\w*_?DEV)")
-    text = "has no effect: CUDA does not read it; did you mean CUDA_VISIBLE_DEVICES?"
-    return [f"{name} {text}" for name in os.environ if near.match(name)]
-
-
 def cpu_is_requested(flag: bool) -> bool:
     """Whether --cpu, the accelerate config or the environment selects the CPU."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")  # as accelerate_configs/2cpu.yaml does

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -63,7 +62,6 @@ def print_last_line(prog: str, text: str, is_cause: bool = True) -> None:
     text = shorten(text, 1500)
     print_line(prog, text)
     inform_launcher(f"{prog}: {text}", is_cause)
-    repeat_after_launcher(f"{prog}: {text}")
 
 
 def exit_with_error(
@@ -126,18 +124,6 @@ def inform_launcher(text: str, is_cause: bool = True) -> None:
         info = {"py_callstack": text, "timestamp": str(int(time.time()) - (10 if is_cause else 1))}
         with suppress(OSError):
             write_file(Path(file), json.dumps({"message": {"message": text, "extraInfo": info}}))
-
-
-def repeat_after_launcher(text: str) -> None:
-    """Print the text to stderr again when the launcher has exited, below its traceback, unless it starts a new attempt.
-
-    Another process does this, because the launcher waits for this one. It has its own session, because the
-    launcher ends all processes of this one. Ranks of a notebook do not do this: it does not exit.
-    """
-    if launcher_command() and multiprocessing.parent_process() is None and not attempts_left():
-        command = [sys.executable, "-IS", str(Path(__file__).with_name("repeat.py")), str(os.getppid()), text]
-        with suppress(OSError, ValueError):  # no memory for a process, or a text that an argument cannot hold
-            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 def reports_for_machine() -> bool:

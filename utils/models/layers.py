@@ -1,4 +1,4 @@
-"""What flags change in a model: --drop_path, --freeze, --grad_checkpointing and --tta."""
+"""What flags change in a model: --freeze, --grad_checkpointing and --tta."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -11,36 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
-from torchvision.ops import StochasticDepth
 
 from utils.config.bounds import require
 from utils.config.recipe import BACKBONE
 from utils.config.table import suggestion
 from utils.errors import UserError
 from utils.models.matching import head_prefixes
-
-FAMILIES = "timm models such as timm/vit_* and timm/convnext_*; convnext_*, efficientnet_*, maxvit_t and swin_*"
-
-
-def unsupported(name: str) -> UserError:
-    return UserError(f"--drop_path: {name} does not support it", f"use one of {FAMILIES}")
-
-
-def set_drop_path(model: nn.Module, name: str, rate: float) -> None:
-    """Set the stochastic depth of a torchvision model: its rate grows linearly from block to block, up to `rate`.
-
-    Raises UserError if the model has none.
-    """
-    layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, StochasticDepth)]
-    if not layers:
-        raise unsupported(name)
-    # Not all of torchvision's functions accept a rate, so the rates of the layers are scaled. The last of n blocks has
-    # the full rate, except in EfficientNet, where it has (n - 1) / n of it.
-    last = max(layer.p for layer in layers)
-    require(last > 0, "--drop_path has no effect: --model_args set the stochastic depth to 0", "use only one of them")
-    full = last * len(layers) / (len(layers) - 1) if name.startswith("efficientnet") else last
-    for layer in layers:
-        layer.p *= rate / full
 
 
 def freeze(model: nn.Module, patterns: Sequence[str], new: Mapping[str, str] = {}) -> None:

@@ -16,7 +16,6 @@ from utils.data.order import fold_in
 from utils.data.spec import SMALL, InputSpec, sides
 from utils.errors import UserError, one_line
 from utils.models.checking import MINIMUM_SIZE, check_output
-from utils.models.layers import set_drop_path, unsupported
 from utils.models.matching import find_heads, zero_heads
 from utils.models.published import keep_head, published_input, published_model, resize_input
 from utils.models.small import MLP, FastNet, MnistCNN, some_images
@@ -132,7 +131,7 @@ def build_model(
             own = OWN_MODELS.get(name)
             model = own(spec, classes, **config.model_args) if own else _torchvision(config, spec, classes, load)
             if config.drop_path is not None:
-                set_drop_path(model, name, config.drop_path)
+                raise _without_drop_path(name)
         if images is not None and isinstance(model, FastNet):
             model.initialise(some_images(images))
         if config.pretrained and load:
@@ -156,6 +155,11 @@ def build_model(
     return model.to(memory_format=torch.channels_last) if config.channels_last else model
 
 
+def _without_drop_path(name: str) -> UserError:
+    fix = "use a timm model such as timm/vit_* and timm/convnext_*, or --model_args '{stochastic_depth_prob: RATE}'"
+    return UserError(f"--drop_path: {name} does not support it", fix)
+
+
 def _timm(config: TrainConfig, spec: InputSpec, classes: int, load: bool) -> nn.Module:
     import timm
 
@@ -170,9 +174,9 @@ def _timm(config: TrainConfig, spec: InputSpec, classes: int, load: bool) -> nn.
     except TypeError as error:
         if "'drop_path_rate'" not in str(error):
             raise
-        raise unsupported(config.model) from error
+        raise _without_drop_path(config.model) from error
     if config.drop_path and all(type(layer).__name__ != "DropPath" for layer in model.modules()):
-        raise unsupported(config.model)
+        raise _without_drop_path(config.model)
     return model
 
 

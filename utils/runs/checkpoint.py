@@ -121,8 +121,8 @@ class CheckpointManager:
         """The folder into which `Accelerator.save_state` writes a checkpoint, after the last save is complete.
 
         None on ranks that must not call it: with DDP only the main process does, with FSDP2 all ranks do. The folder is
-        not a checkpoint yet. After the block the small `files` are added, and a thread of the main process completes
-        it, see `wait`. Collective. Errors are raised on all ranks, except those of the block with FSDP2; older
+        not a checkpoint yet. After the block a thread of the main process adds the small `files` and completes it,
+        see `wait`. Collective. Errors are raised on all ranks, except those of the block with FSDP2; older
         checkpoints do not change.
         """
         assert self.folder is not None
@@ -151,13 +151,8 @@ class CheckpointManager:
             # Each rank deletes its own, because on a network file system the main process may not see it yet.
             with suppress(OSError):
                 (partial / f"random_states_{self.ranks.topology.rank}.pkl").unlink()
-        with self.ranks.agree():
-            if self.ranks.is_main:
-                try:
-                    complete_files(partial, files, parts)
-                except OSError as raised:
-                    raise delete_failed(partial, raised) from raised
-                self._saving = self._thread.submit(self._complete, state.step, state.best_step)
+        if self.ranks.is_main:
+            self._saving = self._thread.submit(self._complete, state.step, state.best_step, files)
 
     def wait(self) -> None:
         """Wait until the last save is complete; if it has failed, all ranks raise its error."""
@@ -171,11 +166,16 @@ class CheckpointManager:
         """Whether the thread of the main process has failed; then all ranks should call `wait`. Not collective."""
         return self._saving is not None and self._saving.done() and self._saving.exception() is not None
 
-    def _complete(self, step: int, best_step: int | None) -> None:
+    def _complete(self, step: int, best_step: int | None, files: Mapping[str, bytes]) -> None:
         """Called in a thread, with `self`, which holds the lock of the folder even if training has failed."""
         assert self.folder is not None
-        folder = self.folder / "checkpoints"
-        publish(folder, step, tied_names(self._tensors[0]))
+        folder, (model, _, parts) = self.folder / "checkpoints", self._tensors
+        partial = partial_of(folder, step)
+        try:
+            complete_files(partial, files, parts)
+            publish(folder, step, tied_names(model))
+        except Exception as error:
+            raise delete_failed(partial, error) from error
         update_pointers(folder, step, best_step, self.config.keep)
 
     def _find(self) -> tuple[Path | None, Path | None]:

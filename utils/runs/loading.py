@@ -4,7 +4,7 @@ A part of a run besides model and optimizer is a safetensors file NAME.safetenso
 an object with the methods of `Part` to `make_parts`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -85,7 +85,7 @@ def write_parts(
     if not is_sharded(module):  # otherwise torch.load without map_location would need a GPU
         _unwrapped(optimizer).register_state_dict_post_hook(lambda _, state: send_to_device(state, "cpu"))
 
-    def before_saving(_models: Sequence[nn.Module], weights: list[dict[str, Tensor]], folder: str) -> None:
+    def before_saving(_models: Any, weights: list[dict[str, Tensor]], folder: str) -> None:
         if weights:  # empty with FSDP2. Accelerate would drop tensors that share memory with others
             weights[:] = [{name: _plain(tensor) for name, tensor in distinct_state(module).items()}]
         for part, value in parts.items():

@@ -21,8 +21,8 @@ from utils.config.settings import (
     FORMAT,
     OF_ONE_START,
     OF_THIS_MACHINE,
+    OTHER_FORMAT,
     TrainConfig,
-    fix_for_format,
     to_yaml,
 )
 from utils.data.order import Plan
@@ -70,7 +70,7 @@ class SavedState:
                 raise UserError(f"{path}: {error}", _OTHER) from None
             version = str(wrote.get("lockstep"))[:40] if isinstance(wrote, dict) else "?"
             problem = f"{path}: has format {found}, of Lockstep {version}; this version reads format {FORMAT}"
-            raise UserError(problem, fix_for_format(found)) from None
+            raise UserError(problem, OTHER_FORMAT) from None
 
 
 @dataclass(frozen=True)

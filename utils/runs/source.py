@@ -1,7 +1,7 @@
-"""The weights that a new run starts from (--init_from): another run, a file, or a repository of the Hub."""
+"""The weights that a new run starts from (--init_from), and those of eval.py: of a run, a file or the Hub."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,19 +11,24 @@ from typing import Any
 from torch import Tensor
 
 from utils.config.bounds import require
+from utils.config.scripts import EvalConfig
 from utils.config.settings import TrainConfig
 from utils.console import Terminal
 from utils.errors import UserError, one_line
 from utils.files import expand, read_json
 from utils.models.checking import hash_tensors
-from utils.models.matching import Match
-from utils.models.published import input_of, published_input
+from utils.models.matching import Match, count_outputs, fit_names
+from utils.models.published import input_of, names_of_outputs, published_input, published_outputs
 from utils.models.weight_files import read_any
+from utils.models.zoo import build_model, check_model, input_spec
 from utils.ranks.ranks import Ranks
-from utils.runs.inference import find_saved
+from utils.runs.inference import find_saved, given_settings
+from utils.runs.loading import Weights
 from utils.runs.manifest import MANIFEST, is_checkpoint_name
-from utils.runs.metadata import SavedRun
+from utils.runs.metadata import SavedRun, SavedState
+from utils.runs.state import TrainState
 
+Names = list[str] | Callable[[list[str]], list[str]]  # class names, or a function of those of the data
 WEIGHTS = "model.safetensors"
 _HUB = "hf://"
 _OF_MODEL = ("model", "model_args", "stem")
@@ -186,3 +191,41 @@ def _read_config(path: Path) -> tuple[list[str], dict[str, Any]]:
 def absolute_source(where: str | None) -> str | None:
     """--init_from with an absolute path, unless it is on the Hub."""
     return where if where is None or where.startswith(_HUB) else str(expand(where).absolute())
+
+
+def find_run(flags: EvalConfig, ranks: Ranks) -> tuple[SavedRun, Names]:
+    """The verified checkpoint of --ckpt, or the values that a checkpoint of --model would have; collective.
+
+    Also returns the class names, in the form that `load_split` takes.
+    """
+    if flags.ckpt:
+        saved = find_saved(flags.ckpt, flags.weights, ranks)
+        return saved, saved.class_names
+    assert flags.model
+    config = TrainConfig(model=flags.model, pretrained=flags.pretrained, task="classification", report=False)
+    config = replace(config, **given_settings(flags))
+    with ranks.agree():
+        check_model(config)
+        if flags.pretrained:
+            values = SavedState(state=TrainState(), input=input_spec(config, 3, None))
+            outputs = published_outputs(config.model)
+            return SavedRun(Path(config.model), config, values, [], None), partial(names_of_outputs, outputs, True)
+    return run_of_file(config, f"{flags.weights}", ranks)
+
+
+def run_of_file(config: TrainConfig, file: str, ranks: Ranks) -> tuple[SavedRun, Names]:
+    """Like `find_run`, for weights in a file; collective."""
+    where = f"--weights {file}"
+    source = read_source("--weights", file, config.model, ranks)
+    ranks.check_same(source.weights, f"different weights in {where}")
+    with ranks.agree("building the model"):
+        config = fill_input(config, source.settings)
+        spec = input_spec(config, 3, None)
+        model = build_model(config, spec, classes=1, load=False)  # for the names of its tensors
+        tensors = fit_names(source.tensors, model, where, config.model, config.init_match == "order")
+        outputs = count_outputs(tensors, model)
+        require(outputs > 0, f"{where}: has no head for {config.model}", "set --model to the model of these weights")
+    weights = Weights(Path(source.name), "model", False, tensors)
+    values = SavedState(state=TrainState(), input=spec)
+    saved = SavedRun(weights.checkpoint, config, values, [], None, weights)
+    return saved, source.class_names or partial(names_of_outputs, outputs, False)

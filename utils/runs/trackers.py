@@ -88,7 +88,7 @@ class RunTrackers:
         name = {"name": folder.name}
         wandb = name | {"id": self.run_id, "resume": "allow", "settings": _OF_WANDB}
         options = {"tensorboard": {"purge_step": 0}, "trackio": name, "wandb": wandb}
-        settings = settings_to_send(self.config) | flatten(topology)
+        settings = settings_to_send(self.config) | as_scalars(topology)
         try:
             accelerator.init_trackers(project, settings, options)
         except Exception as error:  # of any class, as trackers are other people's code
@@ -136,18 +136,11 @@ def settings_to_send(config: TrainConfig) -> dict[str, Any]:
     """The settings that differ from their defaults, without folders and host names."""
     default = vars(TrainConfig())
     sent = {name: value for name, value in vars(config).items() if name not in _NOT_SENT}
-    return flatten({name: value for name, value in sent.items() if value != default[name]})
+    return as_scalars({name: value for name, value in sent.items() if value != default[name]})
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values as {"outer/inner": number or text}; of an absolute path only the last part."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        text = str(value)
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float):
-            flat[prefix + name] = value
-        else:
-            flat[prefix + name] = Path(text).name if text.startswith(("/", "~")) else text
-    return flat
+def as_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as numbers and strings, as trackers take them; of an absolute path only the last part."""
+    texts = {name: str(value) for name, value in values.items() if not isinstance(value, int | float)}
+    private = {name: Path(text).name for name, text in texts.items() if text.startswith(("/", "~"))}
+    return {**values, **texts, **private}

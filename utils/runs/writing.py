@@ -63,23 +63,19 @@ def complete_files(partial: Path, files: Mapping[str, bytes], parts: Iterable[st
 def publish(folder: Path, step: int, tied: Iterable[str] = ()) -> None:
     """Complete the checkpoint of `step`: write its manifest, flush it to the disk, rename it.
 
-    With FSDP2, the weights become a safetensors file first, without the `tied` names. If an error occurs, deletes what
-    was written and raises ValueError or OSError.
+    With FSDP2, the weights become a safetensors file first, without the `tied` names.
     """
     partial = partial_of(folder, step)
-    try:
-        if (partial / _OF_FSDP).exists():
-            weights = {name: tensor for name, tensor in load_pickled(partial / _OF_FSDP).items() if name not in tied}
-            save_file(weights, partial / MODEL, {"format": "pt"})
-            (partial / _OF_FSDP).unlink()
-        mode = (partial / OPTIMIZER).stat().st_mode
-        for path in partial.iterdir():
-            if path.stat().st_mode != mode:
-                path.chmod(mode)  # files of safetensors are for the owner only
-        write_manifest(partial)
-        put_in_place(partial, checkpoint_of(folder, step))
-    except Exception as error:
-        raise delete_failed(partial, error) from error
+    if (partial / _OF_FSDP).exists():
+        weights = {name: tensor for name, tensor in load_pickled(partial / _OF_FSDP).items() if name not in tied}
+        save_file(weights, partial / MODEL, {"format": "pt"})
+        (partial / _OF_FSDP).unlink()
+    mode = (partial / OPTIMIZER).stat().st_mode
+    for path in partial.iterdir():
+        if path.stat().st_mode != mode:
+            path.chmod(mode)  # files of safetensors are for the owner only
+    write_manifest(partial)
+    put_in_place(partial, checkpoint_of(folder, step))
 
 
 def update_pointers(folder: Path, step: int, best_step: int | None, keep: int | str) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -62,14 +61,11 @@ class Evaluator:
         self.batches = Batches(self.loader, self.spec, self.config, self.accelerator.device, training=False)
 
     @torch.no_grad()
-    def rows(
-        self, stopping: Stopping | None = None, keep: bool = False, best: float | None = None
-    ) -> list[Tensor] | None:
+    def rows(self, stopping: Stopping | None = None, keep: bool = False) -> list[Tensor]:
         """This rank's rows for `accelerator.gather`, see `collect`; collective.
 
         They are the indices, and the predictions if a metric needs them. `keep` adds the columns of
-        `Predictions`, unless the sums show that the task's metric is not better than `best`. Returns
-        None if the ranks were asked to stop.
+        `Predictions`. There are none if the ranks were asked to stop.
         """
         if self.config.metrics and self.ranks.is_main:  # takes seconds, which are not counted
             import utils.tasks.metrics  # noqa: F401
@@ -83,14 +79,11 @@ class Evaluator:
             return *([predicted] if self.needs_predictions else []), *kept
 
         rows = self.collect(step, stopping)
-        if rows is None:
-            return None
+        if not rows:
+            return []
         totals = self.accelerator.reduce(sums, "sum").tolist()
         named = dict(zip(task.evaluation, totals, strict=True))
         self.summary = task.summary(named, len(self.batches.labels))
-        sign = 1 if task.higher_is_better else -1
-        if best is not None and sign * self.summary.get(task.metric, math.nan) <= sign * best:
-            return rows[: 1 + self.needs_predictions]
         return rows
 
     def metrics(self, gathered: list[Tensor]) -> dict:
@@ -122,7 +115,7 @@ class Evaluator:
         stopping: Stopping | None = None,
         shape: Sequence[int] = (),
         what: str = "evaluating",
-    ) -> list[Tensor] | None:
+    ) -> list[Tensor]:
         """This rank's rows: the indices, and what `step(outputs, labels)` returns; collective.
 
         `accelerator.gather` needs the same shapes on all ranks: rows with the index -1 are added
@@ -161,7 +154,7 @@ class Evaluator:
             self.batches.check()
         if stopped and stopping:
             stopping.agreed = True
-            return None
+            return []
         return rows
 
     def join_others(self, passes: int) -> None:

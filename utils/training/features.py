@@ -80,7 +80,7 @@ class FeatureCache:
             name, found = fingerprint_of(how, split.cache_key, spec, key), False
             path = folder / f"v{VERSION}-{name}.npy"
             with self.ranks.local_main_first("checking cached features"), suppress(OSError):
-                found = is_cached(path, "computing the features again")
+                found = is_cached(path, "computing the features again", (len(images),))
             if self.ranks.any_rank(not found):
                 array, computed = self._compute(images, spec, epoch), computed + 1
                 with self.ranks.local_main_first("writing features"):
@@ -131,6 +131,5 @@ class FeatureCache:
         with torch.compiler.set_stance("force_eager"):
             evaluator = Evaluator(ranks, accelerator, frozen, loader, spec, self.setup.task, config)
             rows = evaluator.collect(lambda outputs, _: (outputs,), shape=shape, what="features")
-        assert rows is not None  # only with `stopping`
         frozen.model.train()
         return evaluator.in_order(accelerator.gather(rows))[1]

@@ -3,8 +3,10 @@
 To add another way, write a subclass of `Gradients` and choose it in `make_gradients`.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -17,8 +19,35 @@ from utils.data.order import Plan, fold_in
 from utils.models.sharded import is_sharded
 from utils.ranks.accelerator import prepare_buckets
 from utils.training.building import Setup
-from utils.training.shares import Exchange
 from utils.training.tree_sum import TreeSum
+
+
+class Exchange:
+    """A context manager that measures the exchange of gradients. The host does not wait for the device."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.seconds = device, 0.0
+        self.marks: list[Any] = []
+        self.computed: list[float] = []  # seconds of each rank since the first train record
+
+    def __enter__(self) -> None:
+        self.marks.append(self._mark())
+
+    def __exit__(self, *_error: object) -> None:
+        self.marks.append(self._mark())
+
+    def _mark(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add_up(self) -> None:
+        """Add the seconds of the exchanges since the last call. A GPU must have completed them."""
+        for begin, end in zip(self.marks[::2], self.marks[1::2], strict=True):
+            self.seconds += begin.elapsed_time(end) / 1e3 if self.device.type == "cuda" else end - begin
+        self.marks.clear()
 
 
 class Gradients:

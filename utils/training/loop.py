@@ -3,9 +3,10 @@
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from utils.training.first_batch import write_first_batch
 from utils.training.meter import SyncInterval
 from utils.training.run import Run
 from utils.training.schedule import learning_rate
-from utils.training.shares import balance
 
 
 def batches_of_update(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -135,6 +135,17 @@ def watch_ranks(run: Run, seconds: float) -> dict[str, list[float]]:
         slow, fast = total.index(max(total)), total.index(min(total))
         run.log.say(f"rank {fast} waits for rank {slow} for {part:.0%} of the computing time; {advice}")
     return {"computing": computing, "waiting": [own - min(each)[0] for own, _ in each]}
+
+
+def balance(shares: Sequence[int], seconds: Sequence[float]) -> list[int]:
+    """Shares with which all ranks need the same time, if they needed these `seconds` for their `shares`.
+
+    Returns `shares` if a rank would get none.
+    """
+    speeds = [share / max(time, 1e-9) for share, time in zip(shares, seconds, strict=True)]
+    ends = [round(sum(shares) * end / sum(speeds)) for end in accumulate(speeds, initial=0.0)]
+    found = [end - begin for begin, end in pairwise(ends)]
+    return found if min(found) > 0 else list(shares)
 
 
 WAIT, WARM_UP, ACTIVE = 8, 2, 10  # updates that are not recorded, recorded and discarded, recorded and kept

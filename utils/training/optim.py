@@ -160,6 +160,8 @@ def init_optimizer(prepared: AcceleratedOptimizer, accelerator: Accelerator) -> 
     a parameter gets its first gradient in a later update than others.
     """
     optimizer = prepared.optimizer
+    if accelerator.is_fsdp2:
+        optimizer.state.clear()  # that of Adagrad belongs to parameters that FSDP2 has replaced
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
         if accelerator.is_fsdp2:
             group["fused"] = False  # fused SGD does not support DTensor

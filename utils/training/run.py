@@ -21,8 +21,7 @@ from utils.data.datasets import Features, describe_place
 from utils.data.sources import has_columns
 from utils.files import size_of, write_file
 from utils.launch.command import resume_command, script_command
-from utils.launch.devices import misspelled_variables
-from utils.launch.exits import inform_launcher, repeat_after_launcher
+from utils.launch.exits import inform_launcher
 from utils.memory import bytes_text
 from utils.models.weight_average import WeightAverage
 from utils.models.zoo import OWN_MODELS
@@ -108,7 +107,6 @@ def log_start(run: Run) -> None:
     has_momentum = any("momentum" in group for group in run.optimizer.param_groups)
     centre = isinstance(run.train_batches.dataset, Features) and not config.feature_views
     lines = [
-        *misspelled_variables(),
         *warn_about_data(run.data, config),
         *advice(config, small, by_loader, has_columns(config.data), processes, has_momentum, centre),
     ]
@@ -183,7 +181,6 @@ def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
         following = f"resume with: {resume_command(command, config.output_dir, folder.name)}"
         if run.ranks.topology.local_rank == 0:  # each machine has its own launcher
             inform_launcher(f"{title}\n{following}")
-            repeat_after_launcher(following)
     run.log.say(f"{table(title, result_rows(run, result, done))}\n{following}")
     run.trackers.close()
     run.log.close()

@@ -19,7 +19,7 @@ from utils.config.bounds import require
 from utils.config.settings import TrainConfig
 from utils.memory import bytes_text
 from utils.models.layers import find_blocks
-from utils.models.sharded import count_units, is_sharded, local
+from utils.models.sharded import count_units, local
 from utils.ranks.ranks import Ranks
 from utils.training.building import Setup
 from utils.training.optim import state_per_value
@@ -54,7 +54,6 @@ def get_ready_to_shard(model: nn.Module, setup: Setup, accelerator: Accelerator,
 
 def describe_shards(model: nn.Module, before: list[int], config: TrainConfig, ranks: Ranks) -> str:
     """The bytes of the whole and of the sharded model, for the start table; collective."""
-    assert is_sharded(model)
     most = [max(sizes) for sizes in zip(*ranks.gather(_bytes(model, config)), strict=True)]
     texts = [
         f"{name} {bytes_text(whole)}"
