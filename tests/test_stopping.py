@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from accelerate import Accelerator
 from helpers.make_data import image_folder
 from helpers.ranks import Outcome, start_ranks
 from helpers.training_runs import MLP as FLAGS
@@ -18,7 +19,6 @@ from helpers.waiting import SOON, error_lines, has_logged, newest, until
 
 import train
 from utils.launch.command import resume_command
-from utils.runs import checkpoint
 from utils.runs.manifest import sha256_of
 from utils.training import building
 
@@ -141,15 +141,15 @@ def test_a_stop_while_a_checkpoint_is_written_leaves_after_it(processes):
 
 
 def _train_and_save_slowly(flags):
-    complete = checkpoint.complete_files
+    write = Accelerator.save_state
 
-    def slow(*arguments):
-        complete(*arguments)
-        if arguments[0].name == ".step-00000030.partial":
+    def slow(accelerator, folder):
+        write(accelerator, folder)
+        if folder.name == ".step-00000030.partial":
             Path("written").touch()
             until(Path("told").exists)
 
-    checkpoint.complete_files = slow
+    Accelerator.save_state = slow
     slow_train(flags)
 
 

@@ -93,7 +93,7 @@ def test_after_a_kill_and_a_resume_trackers_show_each_point_of_the_log_once(monk
     assert points_of_tensorboard(folder) == expected
     settings = max(folder.glob("*/hparams.yml")).read_text()
     assert "log_every: 3\n" in settings and "processes: 2\n" in settings
-    assert "versions/torch: " in settings
+    assert "torch" in settings
     assert os.getcwd() not in settings and "output_dir" not in settings
     sent = records_so_far(SENT)
     first, second = [entry for entry in sent if "step" not in entry]
@@ -154,7 +154,7 @@ def test_only_changed_settings_are_sent_and_no_folder_or_host_name():
     named = {"data": "/home/someone/pets", "init_from": "~/weights.safetensors"}
     config = replace(TrainConfig(**named, **places), optimizer_args={"betas": [0.9, 0.95]})
     sent = {"data": "pets", "init_from": "weights.safetensors", "optimizer": "adamw"}
-    sent["optimizer_args/betas"] = "[0.9, 0.95]"
+    sent["optimizer_args"] = "{'betas': [0.9, 0.95]}"
     assert settings_to_send(config) == sent and settings_to_send(TrainConfig()) == {}
 
 

@@ -16,7 +16,7 @@ What a start resumes from (`CheckpointManager.newest`):
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -152,7 +152,8 @@ class CheckpointManager:
             with suppress(OSError):
                 (partial / f"random_states_{self.ranks.topology.rank}.pkl").unlink()
         if self.ranks.is_main:
-            self._saving = self._thread.submit(self._complete, state.step, state.best_step, files)
+            # In a thread, the `state_dict` behind these names would free weights that FSDP2 has gathered.
+            self._saving = self._thread.submit(self._complete, state.step, state.best_step, files, tied_names(model))
 
     def wait(self) -> None:
         """Wait until the last save is complete; if it has failed, all ranks raise its error."""
@@ -166,14 +167,14 @@ class CheckpointManager:
         """Whether the thread of the main process has failed; then all ranks should call `wait`. Not collective."""
         return self._saving is not None and self._saving.done() and self._saving.exception() is not None
 
-    def _complete(self, step: int, best_step: int | None, files: Mapping[str, bytes]) -> None:
+    def _complete(self, step: int, best_step: int | None, files: Mapping[str, bytes], tied: Iterable[str]) -> None:
         """Called in a thread, with `self`, which holds the lock of the folder even if training has failed."""
         assert self.folder is not None
-        folder, (model, _, parts) = self.folder / "checkpoints", self._tensors
+        folder = self.folder / "checkpoints"
         partial = partial_of(folder, step)
         try:
-            complete_files(partial, files, parts)
-            publish(folder, step, tied_names(model))
+            complete_files(partial, files, self._tensors[2])
+            publish(folder, step, tied)
         except Exception as error:
             raise delete_failed(partial, error) from error
         update_pointers(folder, step, best_step, self.config.keep)
