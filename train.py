@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         stopping.training_begins()
         with gc_frozen(), make_profiler(run) as profiler:
             result = train(run, profiler)
-        if result is None:  # else `evaluate` has written the page
+        if result is None:  # the run was complete; a page may be missing
             report_training(run)
         stopped = log_end(run, result, command)
     if stopped:
@@ -111,7 +111,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     with ranks.local_main_first("building the model"):  # a resumed run needs no published weights
         names = data.class_names
         model = build_model(setup.config, spec, task.outputs, not saved, names, train_set)
-    model, last_part, notes = adapt_model(model, setup, saved, accelerator, ranks)
+    model, last_part, notes = adapt_model(model, setup, saved, accelerator, ranks)  # its weights
     optimizer = build_optimizer(setup.config, model)
     sets: Sequence[AnyDataset] = train_set, eval_set
     if last_part is not None:  # the outputs of the other layers are computed once
@@ -124,7 +124,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
         model, optimizer, train_loader, eval_loader
     )  # fmt: skip
     sharding = describe_shards(model, whole, setup.config, ranks) if whole else ""
-    optimizer = init_optimizer(optimizer, accelerator)
+    optimizer = init_optimizer(optimizer, accelerator)  # without the wrapper, unless fp16
     average = make_average(module, setup.config.ema_decay)  # of `prepare`'s weights
     parts = make_parts(accelerator, module, average)
     folder, lines = checkpoints.restore(setup.config, saved, accelerator, module, optimizer, parts)
@@ -238,7 +238,7 @@ def evaluate(run: Run) -> dict | None:
             rows = run.evaluator.rows(run.stopping, keep)
         if not rows:
             return None
-        metrics = run.evaluator.metrics(run.accelerator.gather(rows))
+        metrics = run.evaluator.metrics(run.accelerator.gather(rows))  # each sample once
         result = {"weights": weights, **metrics} if average else metrics
         log(run, "eval", evaluation_record(run, result))
     state.add_evaluation(result, run.task.metric, run.task.higher_is_better)

@@ -259,6 +259,11 @@ def test_the_readme_has_the_size_of_the_code():
     assert len((ROOT / "train.py").read_text().splitlines()) <= 270 and "`train.py` is 270 lines" in text
 
 
+def test_the_loop_in_the_readme_is_that_of_train_py():
+    loop = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    assert loop in (ROOT / "train.py").read_text() and len(loop.splitlines()) == 12
+
+
 def test_functions_that_the_page_for_ddp_users_names_are_where_it_says():
     page = " ".join((ROOT / "docs/from-ddp.md").read_text().split())
     named = re.findall(r"((?:`[\w.]+`(?:,| and)? ?)+)(?:\(| in )`(utils/[\w/]+\.py)`", page)

@@ -158,7 +158,7 @@ def test_the_code_in_the_documentation_is_that_of_a_card(exported):
 
 @pytest.mark.full
 def test_the_lines_of_the_readme_print_the_predicted_classes(exported, tmp_path):
-    (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    _, lines = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     (tmp_path / "model").symlink_to(exported / "grey-onnx")
     inputs = exported / "grey-onnx/inputs.npz"
     command = [sys.executable, "-I", "-c", f"import numpy\nimages = numpy.load({str(inputs)!r})['n7']\n{lines}"]
