@@ -3,8 +3,13 @@
 The pretended GPU is in helpers/pretended_gpu.py, which says what it finds. Each run is in a process of its own.
 """
 
+import os
+
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate.state import PartialState
+from accelerate.utils import DynamoBackend
 from helpers.make_data import image_folder
 from helpers.pretended_gpu import PretendedGpu
 from helpers.ranks import returned
@@ -12,7 +17,10 @@ from helpers.training_runs import records
 
 import eval
 import train
+from utils.config.settings import TrainConfig
 from utils.data import batches
+from utils.ranks.accelerator import make_accelerator
+from utils.ranks.session import distributed_session
 from utils.tasks.classification import Classification
 
 pytestmark = pytest.mark.full
@@ -88,6 +96,27 @@ def test_a_resumed_run_and_its_evaluation_have_no_fault():
     assert faults == [] and len(operations) == 6
     returned(1, train.main, ["--run_name", "cpu", "--cpu", *resumed, "--max_steps", "6"])
     assert losses("gpu")[-1] == pytest.approx(losses("cpu")[-1], abs=TOLERANCE)
+
+
+def accelerator_of_a_compiled_run():
+    """Whether TF32 is on, the precision of products, the compiler, and the backend that `gather` is written for."""
+    PretendedGpu().install()
+    os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with distributed_session("train.py", TrainConfig()) as ranks:
+        ranks.backend = "gloo"
+        accelerator = make_accelerator(ranks, TrainConfig(deterministic=True, mixed_precision="no"))
+        precision = torch.get_float32_matmul_precision()
+    return (
+        torch.backends.cuda.matmul.allow_tf32,
+        precision,
+        accelerator.state.dynamo_plugin.backend,
+        PartialState().backend,
+    )
+
+
+def test_a_compiled_deterministic_run_has_no_tf32_and_gathers_over_its_own_backend():
+    assert returned(1, accelerator_of_a_compiled_run) == [(False, "highest", DynamoBackend.INDUCTOR, "gloo")]
 
 
 def plant_a_wait():

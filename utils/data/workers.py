@@ -10,12 +10,14 @@ import sys
 import threading
 from collections.abc import Sequence
 from functools import partial
+from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from utils.config.settings import TrainConfig
 from utils.data.datasets import AnyDataset, Batch, ResidentImages
@@ -101,6 +103,17 @@ def worker_processes(count: int, ahead: int = 2) -> dict:
         "worker_init_fn": partial(_leave_signals_to_parent, os.getpid()),
         "generator": torch.Generator(),  # because starting workers must not draw from the global generator
     }
+
+
+def _end_worker(worker: BaseProcess) -> None:
+    threading.excepthook = lambda _error: None  # of the thread that pins batches, which loses its connection
+    worker.terminate()
+
+
+# When a process with a GPU exits, older versions of PyTorch wait 5 s for each of its workers, which were never told to
+# end: 160 s with two loaders of 16 workers (https://github.com/pytorch/pytorch/issues/81794; PyTorch 2.15 tells them).
+if hasattr(_MultiProcessingDataLoaderIter, "_clean_up_worker"):
+    _MultiProcessingDataLoaderIter._clean_up_worker = staticmethod(_end_worker)
 
 
 def _leave_signals_to_parent(parent: int, worker: int) -> None:

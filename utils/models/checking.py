@@ -22,9 +22,9 @@ ONE_SIZE = ("mnist_cnn", "mlp")  # they take images of the size that they were m
 def check_output(
     model: nn.Module, config: TrainConfig, spec: InputSpec, classes: int, in_evaluation: bool = False
 ) -> None:
-    """Run the model on one image and on an empty batch, which a rank without samples computes.
+    """Run the model on one image, and let it accept an empty batch, which a rank without samples computes.
 
-    A model that does not accept an empty batch is changed so that it does. Raises UserError for all other problems.
+    Raises UserError for a model that does not take these images or has other outputs.
     """
     name, training = config.model, model.training
     fix_of_size = "leave out --eval_size, or use a model that takes images of any size, such as resnet18"
@@ -45,13 +45,14 @@ def check_output(
     if found != [1, classes]:
         problem = f"{name} returns {found} for an image, not one score per class, [1, {classes}]"
         raise UserError(problem, "leave out --model_args, or use another model")
-    try:
-        with torch.no_grad():
-            model(images[:0])
-    except (RuntimeError, AssertionError, ValueError) as error:
-        if config.sync_batchnorm:  # ranks share batch statistics, so all of them must be in training mode
+    if config.sync_batchnorm:  # ranks share batch statistics, so all of them must be in training mode
+        try:
+            with torch.no_grad():
+                model(images[:0])
+        except (RuntimeError, AssertionError, ValueError) as error:
             problem = f"--sync_batchnorm: {name} does not accept an empty batch, which a rank may get"
             raise UserError(f"{problem} ({one_line(error)[:100]})", "leave it out, or use another model") from error
+    elif not in_evaluation:
         accept_empty_batches(model)
     model.train(training)
 
@@ -80,12 +81,13 @@ def hash_tensors(tensors: Iterable[Tensor]) -> str:
 def accept_empty_batches(model: nn.Module) -> None:
     """Let the model compute an image of zeros instead of an empty batch, and return no row of its output.
 
-    All gradients are then zero. The model is in evaluation mode meanwhile, so batch statistics do not change.
+    Some kernels of a GPU do not accept an empty batch: cuDNN's attention returns None (PyTorch 2.11). All gradients are
+    then zero. The model is in evaluation mode meanwhile, so batch statistics do not change.
     """
     forward = model.forward
 
     def accepting(images: Tensor) -> Tensor:
-        if len(images):
+        if images.shape[0] != 0:  # not `len`, which would fix the size of a batch in an exported model
             return forward(images)
         modes = [(module, module.training) for module in model.modules()]
         model.eval()

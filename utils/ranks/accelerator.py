@@ -101,7 +101,6 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
         print("FSDP has no effect: one process has the whole model")
         shards = False
     config, on_gpu = config if isinstance(config, TrainConfig) else TrainConfig(), ranks.device.type == "cuda"
-    choose_kernels(ranks.device, config.deterministic or (on_gpu and config.microbatches is not None), config.tf32)
     # DDP would broadcast the running batch statistics in each update. Only evaluation uses them, and it first
     # broadcasts those of the main process (`Ranks.broadcast_buffers`).
     # PyTorch has deprecated this argument of DDP, but Accelerate does not have its successor yet.
@@ -131,6 +130,10 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
             accelerator = make(kwargs_handlers=[AutocastKwargs(cache_enabled=False)], fsdp_plugin=plugin)
             if not on_gpu:
                 use_fsdp(plugin)
+    # After the constructor, which turns TF32 on if the model is to be compiled in float32.
+    choose_kernels(ranks.device, config.deterministic or (on_gpu and config.microbatches is not None), config.tf32)
+    if on_gpu and ranks.backend == "gloo":  # Accelerate takes NCCL for granted, whose `gather` gloo does not have
+        PartialState._shared_state["backend"] = "gloo"
     assert accelerator.num_processes == ranks.topology.world_size
     return accelerator
 
