@@ -130,6 +130,18 @@ def test_a_worker_that_ends_half_way_through_a_batch_is_reported_with_its_cause_
     assert "/dev/shm" in str(with_known_fix(caught.value)) and DataWait.current is None
 
 
+def test_the_workers_of_a_loader_start_with_sigterm_blocked_and_no_later_item_is_waited_for_so():
+    def blocked():
+        return signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+    class Prepared:  # like Accelerate's loader, it starts the workers when the first item is asked for
+        def __iter__(self):
+            yield blocked()
+            yield blocked()
+
+    assert [(item, blocked()) for item in wait_for_items(Prepared(), "a batch")] == [(True, False), (False, False)]
+
+
 # Real runs whose data comes from a dead disk: a pipe that nobody writes to
 
 

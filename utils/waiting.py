@@ -31,13 +31,18 @@ class DataWait:
 
 
 def wait_for_items(items: Iterable[Item], what: str) -> Iterator[Item]:
-    """Yield the items while the watchdog measures how long each takes to arrive. `what` names an item."""
+    """Yield the items while the watchdog measures how long each takes to arrive. `what` names an item.
+
+    The workers of a loader start with SIGTERM blocked, so that only their own rank can stop them: a worker already has
+    threads when our code starts in it, and any of them could receive the signal.
+    """
     iterator = None
     while True:
         DataWait.current = DataWait(what)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM} if iterator is None else set())
         try:
-            iterator = _start(items) if iterator is None else iterator
-            item = next(iterator)
+            iterator = iter(items) if iterator is None else iterator
+            item = next(iterator)  # a prepared loader starts its workers here, and others in the line above
         except StopIteration:
             return
         except (ConnectionError, EOFError) as error:  # a worker exited while it was sending an item
@@ -45,20 +50,9 @@ def wait_for_items(items: Iterable[Item], what: str) -> Iterator[Item]:
             problem = f"a loader process exited while it was sending {what} ({one_line(error)})"
             raise UserError(problem, "if memory ran out, lower --num_workers") from error
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             DataWait.current = None
         yield item
-
-
-def _start(items: Iterable[Item]) -> Iterator[Item]:
-    """The iterator of the items. Its workers start with SIGTERM blocked, so that only their own rank can stop them.
-
-    A worker already has threads when our code starts in it, and any of them could receive the signal.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        return iter(items)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def call_with_timeout(action: Callable[[], Result], seconds: float) -> Result:
