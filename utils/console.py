@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+import unicodedata
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -37,6 +38,11 @@ def join_names(names: Iterable, most: int = 12) -> str:
     """The first `most` names on one line, and the total number if there are more. Names with a comma are quoted."""
     texts = [repr(text) if "," in text else text for text in (printable(str(name)) for name in names)]
     return ", ".join(texts[:most]) + (f", ... ({len(texts)} in all)" if len(texts) > most else "")
+
+
+def nfc(name: Any) -> Any:
+    """Text in the form in which names are compared: é may be one character, or e and an accent. Others unchanged."""
+    return unicodedata.normalize("NFC", name) if isinstance(name, str) else name
 
 
 def printable(name: str) -> str:

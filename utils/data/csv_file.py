@@ -15,9 +15,11 @@ from utils.data.splits import (
     Files,
     Source,
     Split,
+    distinct,
     fingerprint_of,
     indices_in,
     multi_hot,
+    note_forms,
     split_that_defines_classes,
     whole_split,
 )
@@ -46,7 +48,7 @@ def open_csv(path: str, config: TrainConfig) -> Source:
     notes = (f"{note}; --train_split and --eval_split select others",) if others else ()
     train = rows["split"] == split_that_defines_classes(counts, asked[0])
     found = sorted(set(rows["label"][train].explode().dropna()))
-    class_names = sorted(found, key=int if all(map(str.isdecimal, found)) else str)
+    class_names = distinct(sorted(found, key=int if all(map(str.isdecimal, found)) else str))
 
     def make(name: str) -> Split:
         own = rows[rows["split"] == name]
@@ -60,10 +62,10 @@ def open_csv(path: str, config: TrainConfig) -> Source:
             numbers = multi_hot(name, lengths, numbers, len(class_names))
         images = Files([os.path.join(file.parent, path) for path in own["path"]], str(file.parent))
         split = whole_split(name, images, numbers, fingerprint_of(file.resolve()))
-        return replace(split, notes=notes)
+        return replace(split, notes=note_forms(f"{file}, split {name}", class_names, labels))
 
     aliases = {alias: name for alias, name in names.items() if alias not in counts}
-    return Source({name: partial(make, name) for name in counts}, class_names, aliases)
+    return Source({name: partial(make, name) for name in counts}, class_names, aliases, notes)
 
 
 def _read(file: Path, config: TrainConfig) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from utils.console import join_names, nfc
 from utils.data.order import fold_in, permutation
 from utils.data.scan import Scan
 from utils.errors import UserError
@@ -170,7 +171,7 @@ class Source:
     """The splits of a data set by name, each opened when it is first needed.
 
     `aliases` are other names that users may give for splits. `class_names` may be filled by the first split that is
-    opened. `check` is applied to each split when it is opened.
+    opened. `notes` are lines to print about all splits. `check` is applied to each split when it is opened.
     """
 
     def __init__(
@@ -178,8 +179,10 @@ class Source:
         openers: Mapping[str, Callable[[], Split]],
         class_names: list[str],
         aliases: Mapping[str, str] | None = None,
+        notes: tuple[str, ...] = (),
     ):
         self.openers, self.class_names, self.aliases = openers, class_names, aliases or {}
+        self.notes = notes
         self.check: Callable[[Split], Split] = lambda split: split
         self.opened: dict[str, Split] = {}
 
@@ -198,7 +201,7 @@ class Source:
                     else "fix the labels"
                 )
                 raise UserError(f"{split.describe(wrong[0])} has the label {label}, outside 0..{classes - 1}", fix)
-            self.opened[name] = self.check(split)
+            self.opened[name] = self.check(replace(split, notes=(*self.notes, *split.notes)))
         return self.opened[name]
 
 
@@ -229,9 +232,24 @@ def multi_hot(split: str, counts: np.ndarray, flat: np.ndarray, classes: int) ->
 
 
 def indices_in(names: Iterable, labels: Iterable) -> np.ndarray:
-    """The index in `names` of each label, int64 [n]; -1 for one that is not there."""
-    number = {name: index for index, name in enumerate(names)}
-    return np.asarray([number.get(label, -1) for label in labels], np.int64)
+    """The index in `names` of each label, int64 [n]; -1 for one that is not there. Text is compared in NFC form."""
+    number = {nfc(name): index for index, name in enumerate(names)}
+    return np.asarray([number.get(nfc(label), -1) for label in labels], np.int64)
+
+
+def distinct(names: Iterable) -> list:
+    """The names in their order; of those that are equal in NFC form, the first."""
+    first: dict = {}
+    for name in names:
+        first.setdefault(nfc(name), name)
+    return list(first.values())
+
+
+def note_forms(where: Any, class_names: Collection[str], found: Iterable[str]) -> tuple[str, ...]:
+    """A line about the names of classes that are written in another Unicode form than in `class_names`."""
+    other = sorted(name for name in set(found) - set(class_names) if isinstance(name, str))
+    line = f"{where}: another Unicode form of a class's name counts as the same name: {join_names(other)}"
+    return (line,) if other else ()
 
 
 def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
