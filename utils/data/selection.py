@@ -73,7 +73,8 @@ def load_split(
         shown = split.name
     else:
         asked = name or _eval_name(source, "", None)
-        split = source.split(_existing(source, asked or _train_name(source, None), "--split"))
+        default = "train" if len(source.openers) > 1 else next(iter(source.openers))
+        split = source.split(_existing(source, asked or default, "--split"))
         _report_trained_on(record, split, terminal)
         shown = split.name if asked or len(source.openers) > 1 else "all images"
     split = random_subset(_drop_unreadable(split, config, terminal), config.max_eval_samples, config.seed)
