@@ -80,6 +80,8 @@ def load_split(
     split = random_subset(_drop_unreadable(split, config, terminal), config.max_eval_samples, config.seed)
     check_kind(split, config)
     wanted = class_names(source.class_names) if callable(class_names) else class_names
+    if callable(class_names):
+        terminal.print(f"the outputs of the weights, in order, are the classes {join_names(wanted, 6)}")
     return replace(renumber(split, source.class_names, wanted), name=shown), wanted
 
 

@@ -26,7 +26,8 @@ from utils.errors import UserError
 from utils.models.checking import bad_tensors, check_batch_norm, has_batch_norm, hash_tensors
 from utils.models.features import accept_features, find_last_part
 from utils.models.layers import checkpoint_blocks, freeze, keep_batch_stats
-from utils.models.matching import copy_matching, fit_names, zero_heads
+from utils.models.matching import copy_matching, count_outputs, fit_names, zero_heads
+from utils.models.published import names_of_outputs
 from utils.models.weight_files import read_weights
 from utils.models.zoo import OWN_MODELS, check_model, input_spec
 from utils.ranks.accelerator import check_precision, check_sharding, compile_model
@@ -249,6 +250,8 @@ def load_source(module: nn.Module, source: InitialWeights, class_names: list[str
     where = f"--init_from {source.name}"
     tensors = fit_names(tensors, module, where, config.model, config.init_match == "order")
     zero_heads(module)
+    if not source.class_names and count_outputs(tensors, module) == len(class_names):
+        source.class_names = source.placed = names_of_outputs(len(class_names), False, class_names)
     source.match = copy_matching(module, tensors, source.class_names, class_names)
     if bad := bad_tensors(module.state_dict()):
         raise UserError(f"{where}: {join_names(bad, 3)} is NaN or infinite", "use other weights")
