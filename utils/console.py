@@ -46,5 +46,5 @@ def nfc(name: Any) -> Any:
 
 
 def printable(name: str) -> str:
-    """The name on one line. Characters that cannot be printed, such as escape codes, become question marks."""
-    return "".join(char if char.isprintable() else "?" for char in " ".join(name.split()))
+    """The name on one line. Characters that cannot be seen, such as a zero-width space, become their code points."""
+    return "".join(char if char.isprintable() else f"<U+{ord(char):04X}>" for char in " ".join(name.split()))

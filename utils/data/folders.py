@@ -14,7 +14,7 @@ from pathlib import Path
 from utils.config.settings import TrainConfig
 from utils.console import join_names
 from utils.data.scan import (
-    IMG_EXTENSIONS,
+    ENDINGS,
     Scan,
     class_name_of,
     class_names_in,
@@ -217,7 +217,7 @@ def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
     scan.count_beside_classes()
     split = whole_split(name, Files(paths, str(folder), scan), labels, fingerprint_of(folder.resolve()))
     used = set(names) - set(scan.empty_classes)
-    return replace(split, notes=(*note_forms(folder, class_names, used), *scan.notes()))
+    return replace(split, notes=(*note_forms(class_names, used), *scan.notes()))
 
 
 def _no_images(scan: Scan) -> UserError:
@@ -234,5 +234,5 @@ def _no_images(scan: Scan) -> UserError:
         )
     if scan.not_images:
         problem = f"{folder}: no images of a supported type, only {scan.kinds()}"
-        return UserError(problem, f"convert them to one of {join_names(IMG_EXTENSIONS)}")
+        return UserError(problem, f"convert them to one of {join_names(ENDINGS)}")
     return UserError(f"{folder}: no images in it", "an image folder holds CLASS/IMAGE.jpg")

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from utils.config.bounds import require
 from utils.console import join_names, nfc
 from utils.data.order import fold_in, permutation
 from utils.data.scan import Scan
@@ -48,6 +49,7 @@ class Split:
     ends: Any = None
     bad: Mapping[int, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # lines to print about how the data set was read
+    bits: int = 16  # of 16-bit grey images, those that are used
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -90,7 +92,9 @@ class Split:
         if isinstance(self.images, Files):
             paths = (self.images.paths[row] for row in self.rows[self.readable])
             stamps = [(path, *stamp_of(path)) for path in paths]
-        return fingerprint_of(self.fingerprint, np.ascontiguousarray(self.rows).data, *sorted(self.bad), *stamps)
+        return fingerprint_of(
+            self.fingerprint, self.bits, np.ascontiguousarray(self.rows).data, *sorted(self.bad), *stamps
+        )
 
     @cached_property
     def label_fingerprint(self) -> str:
@@ -212,7 +216,9 @@ def split_that_defines_classes(names: Collection[str], wanted: str | None) -> st
 
 def whole_split(name: str, images: Images, labels, fingerprint: str) -> Split:
     """A split with all images in order; `labels` are classes, [N], or multi-hot, [N, classes]."""
-    labels = np.ascontiguousarray(labels, np.uint8 if np.ndim(labels) == 2 else np.int64)
+    given = np.asarray(labels)
+    labels = np.ascontiguousarray(given, np.uint8 if given.ndim == 2 else np.int64)
+    require((labels == given).all(), f"split {name!r} has labels that are not integers", "give class numbers")
     return Split(name, images, labels, np.arange(len(labels)), fingerprint)
 
 
@@ -245,11 +251,10 @@ def distinct(names: Iterable) -> list:
     return list(first.values())
 
 
-def note_forms(where: Any, class_names: Collection[str], found: Iterable[str]) -> tuple[str, ...]:
+def note_forms(class_names: Collection[str], found: Iterable[str]) -> tuple[str, ...]:
     """A line about the names of classes that are written in another Unicode form than in `class_names`."""
     other = sorted(name for name in set(found) - set(class_names) if isinstance(name, str))
-    line = f"{where}: another Unicode form of a class's name counts as the same name: {join_names(other)}"
-    return (line,) if other else ()
+    return (f"names in another Unicode form count as the same class: {join_names(other)}",) * bool(other)
 
 
 def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:

@@ -7,6 +7,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+from utils.config.bounds import require
 from utils.console import join_names
 from utils.data.splits import EVAL_NAMES, fingerprint_of, stamp_of
 from utils.errors import UserError, one_line
@@ -33,7 +34,7 @@ def _is_saved(path: Path) -> bool:
 def read_table_files(path: Path):
     """The splits of a save_to_disk folder, a folder of parquet or arrow files, or one such file."""
     if path.is_file() and path.suffix not in (".parquet", ".arrow"):
-        fix = "give a folder, or a .parquet or .arrow file"
+        fix = "give a folder, a .parquet or .arrow file, or a .csv file that lists images"
         raise UserError(f"{path}: is neither a folder nor a table", fix)
     _check_files(path)
     try:
@@ -75,7 +76,7 @@ def _read(path: Path):
     data_files = {"train": [str(path)]} if path.is_file() else _files_by_split(files)
     # The cache of `datasets` compares only paths and times, which another file can have, too.
     kind, stamps = "parquet" if parquet else "arrow", fingerprint_of(*map(stamp_of, files))
-    splits = {}
+    splits: dict = {}
     for name, paths in data_files.items():  # each alone, because all would get the class names of one of them
         _check_class_names(paths)
         # In a path, * ? and [ ] would be patterns.
@@ -88,17 +89,17 @@ def _check_class_names(paths: list[str]) -> None:
     from datasets import Dataset, Features
     from pyarrow import parquet
 
-    first: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
     for path in paths:
         if path.endswith(".arrow"):
             features = Dataset.from_file(path).features
         else:
             features = Features.from_arrow_schema(parquet.read_schema(path))
-        for column, names in ((column, names_of_feature(features[column])) for column in features):
-            if names and first.setdefault(column, names) != names:
-                problem = f"{path}: {column} has the classes {join_names(names)}, but in {paths[0]}"
-                fix = "write all files of a split with the same classes"
-                raise UserError(f"{problem} {join_names(first[column])}", fix)
+        for column, kind in features.items():
+            if names := names_of_feature(kind):
+                other = found.setdefault(column, names)
+                problem = f"{path}: {column} has the classes {join_names(names)}, but in {paths[0]} {join_names(other)}"
+                require(names == other, problem, "write all files of a split with the same classes")
 
 
 def names_of_feature(feature) -> list[str]:

@@ -98,7 +98,7 @@ def table_source(splits, config: TrainConfig) -> Source:
         images = Table(dataset, image_column)
         stamps = [stamp_of(file) for file in images.files() if Path(file).is_file()]
         split = whole_split(name, images, labels, fingerprint_of(dataset._fingerprint, image_column, *stamps))
-        return replace(split, notes=note_forms(f"split {name}", classes, found))
+        return replace(split, notes=note_forms(classes, found))
 
     return Source({name: partial(make, name) for name in splits}, class_names, notes=notes)
 

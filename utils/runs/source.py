@@ -13,7 +13,7 @@ from torch import Tensor
 from utils.config.bounds import require
 from utils.config.scripts import EvalConfig
 from utils.config.settings import TrainConfig
-from utils.console import Terminal, join_names
+from utils.console import Terminal
 from utils.errors import UserError, one_line
 from utils.files import expand, read_json
 from utils.models.checking import hash_tensors
@@ -45,9 +45,8 @@ class InitialWeights:
     tensors: Mapping[str, Tensor]
     class_names: list[str]
     settings: dict[str, Any]
-    taken: list[str] = field(default_factory=list)  # the settings that were not given
+    taken: list[str] = field(default_factory=list)  # settings that were not given, and the order of outputs
     match: Match | None = None  # once the model has the weights
-    placed: list[str] = field(default_factory=list)  # the classes of outputs without names, in their order
 
     def __post_init__(self) -> None:
         self.weights = hash_tensors(self.tensors.values())
@@ -55,8 +54,7 @@ class InitialWeights:
     def describe(self) -> str:
         """What the run took from it, for the start table."""
         taken = f"; its {', '.join(self.taken)}" if self.taken else ""
-        placed = f"; its outputs, in order, are the classes {join_names(self.placed, 6)}" if self.placed else ""
-        return f"{self.name}: {self.match.line() if self.match else ''}{placed}{taken}"
+        return f"{self.name}: {self.match.line() if self.match else ''}{taken}"
 
 
 def find_source(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> tuple[TrainConfig, InitialWeights | None]:
