@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
 
 def settings_of(saved: SavedRun, flags: EvalConfig) -> tuple[TrainConfig, bool]:
     """The run's settings, overridden by the given flags, and whether the data is that of the run."""
-    own_data = not flags.data or absolute_data(flags.data) == saved.settings.data
+    own_data = bool(flags.ckpt) and (not flags.data or absolute_data(flags.data) == saved.settings.data)
     given = given_settings(flags)
     if not own_data:  # other data has other splits
         given |= {"train_split": None, "eval_split": None, "eval_fraction": None}

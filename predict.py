@@ -102,7 +102,7 @@ def find_split(flags: PredictConfig, config: TrainConfig, ranks: Ranks) -> Split
     """The images to predict, the same on all ranks; collective."""
     progress = Terminal(ranks.is_main).progress("checking images")
     with ranks.local_main_first("checking the images"):
-        split = check_all(find_images(flags.paths), config.cache_dir, progress)
+        split = check_all(replace(find_images(flags.paths), bits=config.image_bits), config.cache_dir, progress)
     fingerprint = fingerprint_of(split.fingerprint, split.content, *sorted(split.bad))
     ranks.check_same(fingerprint, "different images")
     return split

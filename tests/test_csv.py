@@ -149,7 +149,7 @@ REFUSED = {
     "path,label,split\na.png,cat\n": ", row 2: the split is empty",
     "path,label\n,cat\n": ", row 2: the path is empty",
     "path,label\na, b.png,cat\n": ": cannot be read (Error tokenizing data. C error: Expected 2 fields in line 2",
-    "path,label\na.png,cat\nb.png,dog\na.png,dog\n": ", row 4: a.png is also in row 2",
+    "path,label\na.png,cat\nb.png,dog\na.png,dog\n": ", row 4: CWD/a.png is also in row 2",
     'path,label\n"a\n.png",cat\nb.png,\n': ", row 3: the label is empty",  # as a spreadsheet counts
     'path,label\na.png,cat\n"b.png,dog\nc.png,cat\n': ": cannot be read (Error tokenizing",
     b"path,label\na.png,caf\xe9\n": ": cannot be read ('utf-8' codec can't decode",
@@ -161,7 +161,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_a_file_that_cannot_be_right_is_refused_with_its_name_and_row(text):
-    assert error(text).startswith(f"{Path('labels.csv').resolve()}{REFUSED[text]}")
+    assert error(text).startswith(f"{Path('labels.csv').resolve()}{REFUSED[text].replace('CWD', os.getcwd())}")
 
 
 def test_an_image_that_is_listed_in_two_spellings_is_refused_as_in_one():
@@ -171,9 +171,16 @@ def test_an_image_that_is_listed_in_two_spellings_is_refused_as_in_one():
     found = Path("real").resolve()
     for second in ("./real/a/x.png", "real/a/../a/x.png", f"{found}/../linked/a/x.png", "short/../a/x.png"):
         line = error(f"path,label,split\nreal/a/x.png,cat,train\ny.png,dog,train\n{second},dog,val\n")
-        assert f"labels.csv, row 4: {second} is also in row 2" in line
+        assert f"labels.csv, row 4: {os.path.join(os.getcwd(), second)} is also in row 2" in line
     text = "path,label\nx.png,cat\nshort/../x.png,dog\nreal/a/x.png,dog\nREAL/a/x.png,cat\nnone/../y.png,cat\n"
     assert len(opened(write(text)).split("train")) == 5
+
+
+def test_paths_with_backslashes_or_without_endings_are_refused_with_the_file_that_may_be_meant():
+    image_folder("photos", {"cat": 2})
+    for written in ("photos\\cat\\000.png", "photos/cat/000", "photos\\cat\\000"):
+        line = error(f"path,label\n{written},cat\ny.png,dog\n")
+        assert f"row 2: there is no file {os.getcwd()}/{written}, but {os.getcwd()}/photos/cat/000.png; write" in line
 
 
 def test_a_column_of_a_flag_and_a_file_must_exist():

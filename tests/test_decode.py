@@ -3,6 +3,7 @@
 import io
 import struct
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,13 +20,15 @@ from torchvision.transforms import InterpolationMode, v2
 
 from utils.config.settings import TrainConfig
 from utils.data.augment import Crop, crop_box
-from utils.data.cache import make_dataset
+from utils.data.cache import decode_all, make_dataset
 from utils.data.decode import EVAL_CROP, LARGE, center, center_factor, decode, peek
 from utils.data.order import Microbatch
+from utils.data.selection import load_data
 from utils.data.spec import InputSpec
 from utils.data.splits import Files, whole_split
 from utils.data.tables import Table
 from utils.models.zoo import input_spec
+from utils.training.building import resolve_input
 
 PICTURE = smooth(24, 40)
 ALPHA = np.concatenate([PICTURE, PICTURE[..., :1]], -1)
@@ -376,10 +379,10 @@ def test_training_crops_are_resized_as_the_weights_were(interpolation):
 def test_peek_tells_grey_from_colour_and_one_size_from_many():
     grey, colour = pictures(1, channels=1)[0], pictures(1)[0]
     for images, expected in (
-        ([grey, grey], (1, (8, 8))),
-        ([np.stack([grey] * 3, -1)], (1, (8, 8))),
-        ([grey, colour], (3, (8, 8))),
-        ([colour, colour[:5]], (3, None)),
+        ([grey, grey], (1, (8, 8), grey.max())),
+        ([np.stack([grey] * 3, -1)], (1, (8, 8), grey.max())),
+        ([grey, colour], (3, (8, 8), max(grey.max(), colour.max()))),
+        ([colour // 9, colour[:5] // 9], (3, None, colour.max() // 9)),
     ):
         assert peek(split_of([encoded(image, "PNG") for image in images])) == expected
 
@@ -388,3 +391,22 @@ def test_peek_tells_grey_from_colour_and_one_size_from_many():
 def test_pixels_of_32_bits_have_no_fixed_range_and_are_refused(dtype):
     with pytest.raises(ValueError, match="32-bit pixels"):
         pixels_of(encoded(Image.fromarray(np.full((4, 4), 200, dtype)), "TIFF"), 1)
+
+
+def test_grey_images_of_16_bits_that_use_12_are_scaled_by_a_setting_and_cached_apart():
+    deep = np.random.default_rng(0).integers(0, 4096, (20, 8, 8)).astype(np.uint16)
+    for place, pixels in enumerate(deep):
+        path = Path(f"photos/{'ab'[place % 2]}/{place:02}.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded(pixels, "PNG"))
+    for bits in (16, 12, 16):
+        train = load_data(TrainConfig(data="photos", cache_dir="cache", image_bits=bits)).train
+        own = deep[[int(Path(path).stem) for path in train.images.paths]][train.rows]
+        assert (decode_all(train, 8, 8, 1, "cache", iter)[..., 0] == own >> bits - 8).all()
+    lines = resolve_input(TrainConfig(data="photos"), None, train)[1]
+    assert (
+        "the largest value of a pixel is 15 of 255; if the images have 16 bits and use fewer, set --image_bits 12"
+        in lines
+    )
+    bright = load_data(TrainConfig(data="photos", cache_dir="cache", image_bits=12)).train
+    assert not any("--image_bits" in line for line in resolve_input(TrainConfig(data="photos"), None, bright)[1])

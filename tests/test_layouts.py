@@ -335,7 +335,7 @@ def test_class_names_that_are_not_utf8_or_hold_a_newline_are_trained_saved_and_r
     labels = next(Path("runs/run/checkpoints").glob("step-*/labels.json")).read_bytes()
     assert json.loads(labels) == ["caf\udce9", "cat", "new\nline"]
     (found,) = run_ranks(1, eval.main, ["--ckpt", "runs/run"])
-    assert found.code == 0 and "caf? " in found.out and "new line " in found.out
+    assert found.code == 0 and "caf<U+DCE9> " in found.out and "new line " in found.out
     found.out.encode()
     train_run(1, "run", *flags, "--resume", "auto", "--max_steps", "4")
 
@@ -440,8 +440,54 @@ def test_string_labels_may_hold_newlines_and_must_be_utf8():
     refused("--label_column label: a label is not UTF-8 text", data="bad.parquet")
 
 
+# -- what may surprise -----------------------------------------------------------------------------------------------
+
+
+def test_folders_with_images_below_the_classes_are_said_not_to_be_classes():
+    for name in ("a", "b", "c"):
+        image_folder(f"folder/pets/{name}", {"": 2})
+        image_folder(f"folder/wild/{name}", {"": 2})
+    data = load()
+    assert data.class_names == ["pets", "wild"]
+    assert data.train.notes == (
+        "folder: folders below the class folders hold images, and are not classes themselves: 6",
+    )
+
+
+def test_images_are_known_by_other_endings_and_without_one_by_their_content():
+    paths = image_folder("folder", {"cat": 12, "dog": 12}, kind="jpg")
+    for place, path in enumerate(paths):
+        path.rename(path.with_suffix(("", ".jfif", ".JPE", ".jpg")[place % 4]))
+    Path("folder/cat/README").write_text("no image")
+    os.mkfifo("folder/dog/pipe")  # must not be opened
+    os.symlink("itself", "folder/dog/itself")
+    data = load()
+    assert len(data.train) + len(data.evaluation) == 24
+    assert data.train.notes == ("folder: files of unsupported types are left out: no extension (3)",)
+
+
+def test_a_single_class_is_refused_with_what_was_left_out():
+    image_folder("folder", {"cat": 20})
+    Path("folder/dog").mkdir()
+    Path("folder/dog/1.heic").touch()
+    refused("has one class, cat; folder: class folders without readable images are left out: dog; folder: files of")
+
+
 # -- lines at the start of a run -------------------------------------------------------------------------------------
 
 
 def test_a_name_with_escape_codes_is_printed_without_them():
-    assert printable("cat\x1b[31m\n two\udce9") == "cat?[31m two?"
+    assert printable("cat\x1b[31m\n two\udce9\u200b") == "cat<U+001B>[31m two<U+DCE9><U+200B>"
+
+
+@pytest.mark.full
+def test_a_test_split_that_chooses_the_checkpoint_is_named_at_the_start_and_on_the_page():
+    for other in ("test", "val"):
+        for split in ("train", other):
+            image_folder(f"{other}-set/{split}", PETS)
+        flags = ["--data", f"{other}-set", *SHORT, "--run_name", other, "--report", "true"]
+        (outcome,) = run_ranks(1, train.main, flags)
+        start = "split test chooses the best checkpoint, so its score will be slightly too high; "
+        assert (start in outcome.out) == (other == "test")
+        page = Path(f"runs/{other}/report.html").read_text()
+        assert ("The split test chose the best checkpoint" in page) == (other == "test")

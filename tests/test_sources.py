@@ -58,13 +58,13 @@ def test_digits_are_the_scans_scaled_to_255_with_a_tenth_held_out():
         pixels = decode_all(split, 8, 8, 1, "cache", None)[..., 0]
         assert np.abs(pixels - scans.images[split.rows] * 255 / 16).max() <= 0.5
         assert (split.labels == scans.target[split.rows]).all()
-    assert data.class_names == [str(i) for i in range(10)] and peek(data.train) == (1, (8, 8))
+    assert data.class_names == [str(i) for i in range(10)] and peek(data.train) == (1, (8, 8), 255)
 
 
 def test_synthetic_sets_have_the_shape_that_their_name_says_and_can_be_learned():
     data = load("synthetic/4x16x3000")
     assert (len(data.train), len(data.evaluation), data.evaluation.name) == (3000, 300, "test")
-    assert data.class_names == ["0", "1", "2", "3"] and peek(data.train) == (3, (16, 16))
+    assert data.class_names == ["0", "1", "2", "3"] and peek(data.train)[:2] == (3, (16, 16))
     assert sorted(set(data.train.labels)) == [0, 1, 2, 3]
     for position in (0, 1, 2, 3, 2999):  # each class is a brighter band
         bands = decode(data.train, position, 3).numpy().reshape(4, -1).mean(1)
@@ -116,7 +116,7 @@ def test_mnist_files_are_found_in_the_data_dir_or_in_the_cache():
         for split, images in ((data.train, train), (data.evaluation, test)):
             assert (decode_all(split, 28, 28, 1, "cache", None)[..., 0] == images).all()
             assert split.labels.tolist() == labels_of(len(images), 10)
-        assert len(data.class_names) == 10 and peek(data.train) == (1, (28, 28))
+        assert len(data.class_names) == 10 and peek(data.train)[:2] == (1, (28, 28))
         assert decode_all(data.train, 32, 32, 1, "cache", iter).shape == (40, 32, 32, 1)
 
 
@@ -143,6 +143,21 @@ def test_a_set_held_as_a_colour_array_is_read_whole(monkeypatch):
         images = pictures(20, (32, 32), seed=seed)
         assert same_images(split, images) and (decode_all(split, 32, 32, 3, "cache", None) == images).all()
     assert data.class_names == list("abcdefghij") and data.train.labels.tolist() == labels_of(20, 10)
+
+
+def test_a_folder_with_the_name_of_a_bundled_set_is_said_not_to_be_used():
+    image_folder("digits", {"cat": 20, "dog": 20})
+    assert load("digits").train.notes == ("--data digits is not the folder of this name, which is --data ./digits",)
+    assert load("./digits").class_names == ["cat", "dog"]
+
+
+def test_labels_of_an_own_source_that_are_not_integers_are_refused():
+    images = np.zeros((3, 2, 2), np.uint8)
+    with pytest.raises(ValueError, match="split 'train' has labels that are not integers; give class numbers"):
+        whole_split("train", images, np.array([0.37, 1.9, 2.5]), "made")
+    with pytest.raises(ValueError, match="not integers"):
+        whole_split("train", images, np.array([[0, 0.5], [1, 0], [0, 1]]), "made")
+    assert whole_split("train", images, [0.0, 1.0, 2.0], "made").labels.dtype == np.int64
 
 
 # -- image folders ---------------------------------------------------------------------------------------------------
@@ -184,7 +199,7 @@ def test_a_folder_that_holds_no_data_set_is_refused_with_what_it_should_hold():
     parquet("clone/data", train=table(labels_of(9), NAMED))
     refused("clone", "clone: no images in it", "give clone/data")
     Path("file.txt").touch()
-    refused("file.txt", "file.txt: is neither a folder nor a table")
+    refused("file.txt", "file.txt: is neither a folder nor a table", "a .csv file that lists images")
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------
@@ -212,6 +227,12 @@ def test_tables_of_two_splits_are_read(layout):
         assert split.labels.tolist() == labels_of(len(images[name]))
         assert same_images(split, images[name])
         assert (decode_all(split, 8, 8, 3, "cache", iter) == images[name]).all()
+
+
+def test_a_folder_of_tables_may_have_any_name():
+    images, splits = tables()
+    data = load(parquet("my [1] set*", **splits))
+    assert data.class_names == ANIMALS and same_images(data.train, images["train"])
 
 
 def test_files_are_read_without_asking_the_network(monkeypatch):

@@ -303,3 +303,23 @@ def test_the_rate_of_the_model_alone_is_that_of_all_ranks():
     rate = outcomes[0].value["model_images_per_second"]
     assert rate == outcomes[1].value["model_images_per_second"] > 0
     assert re.search(rf"model alone +{rate:,.1f} images/s", outcomes[0].out) and "CUDA" not in outcomes[0].err
+
+
+def test_a_head_without_names_goes_to_classes_named_by_numbers_in_numeric_order():
+    torch.save(state := model_of(12).state_dict(), "W.pth")
+    numbers = [str(number) for number in range(1, 13)]
+    image_folder("photos/train", dict.fromkeys(numbers, 2), size=(110, 120), kind="jpg")
+    words = ["--data", "photos", "--init_from", "W.pth", "--model", MODEL, "--max_steps", "1", "--lr", "1e-9"]
+    words += ["--global_batch_size", "4", "--run_name", "run", "--num_workers", "0", "--report", "false"]
+    (outcome,) = run_ranks(1, train.main, words)
+    assert outcome.code == 0, outcome.err
+    assert "outputs in the order of classes 1, 2, 3, 4, 5, 6, ... (12 in all)" in outcome.out
+    order = [int(name) - 1 for name in sorted(numbers)]  # the run's own classes are sorted as text
+    assert torch.allclose(weights("run")["fc.bias"], state["fc.bias"][order], atol=1e-6)
+    Path("photos/list.csv").write_text(
+        "path,label\n" + "\n".join(f"train/{name}/{place:03}.jpg,{name}" for name in numbers for place in (0, 1))
+    )
+    words = ["--model", MODEL, "--weights", "W.pth", "--num_workers", "0", "--data"]
+    found = [run_ranks(1, eval.main, [*words, data])[0] for data in ("photos", "photos/list.csv")]
+    assert found[0].value["loss"] == pytest.approx(found[1].value["loss"], rel=1e-6)
+    assert all("the outputs of the weights, in order, are the classes 1, 2, 3" in each.out for each in found)

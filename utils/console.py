@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+import unicodedata
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -39,6 +40,11 @@ def join_names(names: Iterable, most: int = 12) -> str:
     return ", ".join(texts[:most]) + (f", ... ({len(texts)} in all)" if len(texts) > most else "")
 
 
+def nfc(name: Any) -> Any:
+    """Text in the form in which names are compared: é may be one character, or e and an accent. Others unchanged."""
+    return unicodedata.normalize("NFC", name) if isinstance(name, str) else name
+
+
 def printable(name: str) -> str:
-    """The name on one line. Characters that cannot be printed, such as escape codes, become question marks."""
-    return "".join(char if char.isprintable() else "?" for char in " ".join(name.split()))
+    """The name on one line. Characters that cannot be seen, such as a zero-width space, become their code points."""
+    return "".join(char if char.isprintable() else f"<U+{ord(char):04X}>" for char in " ".join(name.split()))

@@ -145,6 +145,8 @@ class DataSettings:
     """Column with the images (default: found by its type, or named path in a CSV file)."""
     label_column: str | None = None
     """Column with the labels (default: found by its type, or named label in a CSV file)."""
+    image_bits: Fixed[Annotated[int, at_least(8), at_most(16)]] = 16
+    """Bits that grey images of 16 bits use: with 12, 4095 is white."""
     max_train_samples: PositiveInt | None = None
     """Train on a random subset of this many samples, for debugging."""
     max_eval_samples: PositiveInt | None = None

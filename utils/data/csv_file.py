@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from utils.config.settings import TrainConfig
-from utils.console import join_names, printable
+from utils.console import join_names, nfc, printable
 from utils.data.folders import split_word
 from utils.data.splits import (
     EVAL_NAMES,
     Files,
     Source,
     Split,
+    distinct,
     fingerprint_of,
     indices_in,
     multi_hot,
+    note_forms,
     split_that_defines_classes,
     whole_split,
 )
@@ -33,6 +35,13 @@ def open_csv(path: str, config: TrainConfig) -> Source:
     for name in ("path", "split") if several else ("path", "split", "label"):
         for row in rows.index[rows[name] == ""]:
             raise _error(file, row, f"the {name} is empty", "fill it in, or remove the row")
+    paths = rows["path"].map(partial(os.path.join, file.parent))
+    first, meant = paths.iloc[0], _on_disk(file.parent, paths.iloc[0])
+    if nfc(first) != nfc(meant):
+        fix = "write paths with / and with the endings of the files"
+        raise _error(file, rows.index[0], f"there is no file {printable(first)}, but {printable(meant)}", fix)
+    rows["path"] = [path if path.isascii() else _on_disk(file.parent, path) for path in paths]
+    other = join_names(paths[paths != rows["path"]], 3)
     _refuse_repeated(file, rows["path"])
     if several:  # without the spaces around the bars
         rows["label"] = rows["label"].str.findall(r"[^|\s](?:[^|]*[^|\s])?")
@@ -43,10 +52,11 @@ def open_csv(path: str, config: TrainConfig) -> Source:
     others = counts.keys() - {"train", *EVAL_NAMES, *asked}
     left_out = join_names(f"{name} ({counts[name]})" for name in sorted(others))
     note = f"{file}: rows of other splits are left out: {left_out}"
-    notes = (f"{note}; --train_split and --eval_split select others",) if others else ()
+    notes = [f"{note}; --train_split and --eval_split select others"] * bool(others)
+    notes += [f"{file}: files whose names have another Unicode form are used: {other}"] * bool(other)
     train = rows["split"] == split_that_defines_classes(counts, asked[0])
     found = sorted(set(rows["label"][train].explode().dropna()))
-    class_names = sorted(found, key=int if all(map(str.isdecimal, found)) else str)
+    class_names = distinct(sorted(found, key=int if all(map(str.isdecimal, found)) else str))
 
     def make(name: str) -> Split:
         own = rows[rows["split"] == name]
@@ -58,12 +68,12 @@ def open_csv(path: str, config: TrainConfig) -> Source:
         if several:
             lengths = own["label"].str.len().to_numpy()
             numbers = multi_hot(name, lengths, numbers, len(class_names))
-        images = Files([os.path.join(file.parent, path) for path in own["path"]], str(file.parent))
+        images = Files(own["path"].tolist(), str(file.parent))
         split = whole_split(name, images, numbers, fingerprint_of(file.resolve()))
-        return replace(split, notes=notes)
+        return replace(split, notes=note_forms(class_names, labels))
 
     aliases = {alias: name for alias, name in names.items() if alias not in counts}
-    return Source({name: partial(make, name) for name in counts}, class_names, aliases)
+    return Source({name: partial(make, name) for name in counts}, class_names, aliases, tuple(notes))
 
 
 def _read(file: Path, config: TrainConfig) -> Any:
@@ -106,12 +116,23 @@ def _read(file: Path, config: TrainConfig) -> Any:
     return rows
 
 
+def _on_disk(folder: Path, path: str) -> str:
+    """The file that a path may mean if it does not exist: in another Unicode form, with / for \\, or with an ending."""
+    return path if os.path.exists(path) else _files_below(folder).get(nfc(path.replace("\\", "/")), path)
+
+
+@cache
+def _files_below(folder: Path) -> dict[str, str]:
+    """The files below a folder by their paths in NFC form, with and without their endings."""
+    files = [*map(str, folder.rglob("*"))]
+    return {nfc(os.path.splitext(file)[0]): file for file in files} | {nfc(file): file for file in files}
+
+
 def _refuse_repeated(file: Path, paths: Any) -> None:
     """Two spellings of one path are equal when the links in its folder are resolved."""
     parts = paths.str.rpartition("/")
     folders = parts[0] + parts[1]
-    real = cache(lambda folder: os.path.realpath(os.path.join(file.parent, folder)))
-    files = folders.map(real) + "/" + parts[2]
+    files = folders.map(cache(os.path.realpath)) + "/" + parts[2]
     for row in files.index[files.duplicated()]:
         problem = f"{printable(paths[row])} is also in row {files.eq(files[row]).idxmax()}"
         raise _error(file, row, problem, "list each image once")

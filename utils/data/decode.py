@@ -40,7 +40,7 @@ def decode(split: Split, position: int, channels: int, raw=None, shrink: Shrink 
     which is faster.
     """
     try:
-        return _pixels(split.images[int(split.rows[position])] if raw is None else raw, channels, shrink)
+        return _pixels(split.images[int(split.rows[position])] if raw is None else raw, channels, shrink, split.bits)
     except Exception as error:  # decoders raise any type of error for damaged bytes
         if isinstance(error, OSError) and error.errno:  # Pillow's own errors have no errno
             raise UserError(f"{split.describe(position)}: {error.strerror}", _IO_FIX) from error
@@ -60,13 +60,13 @@ def _reason(error: Exception) -> str:
     return re.sub(r" <_io\.BytesIO[^>]*>", "", one_line(error))[:120]  # Pillow names its buffer
 
 
-def _pixels(raw, channels: int, shrink: Shrink | None) -> Tensor:
+def _pixels(raw, channels: int, shrink: Shrink | None, bits: int = 16) -> Tensor:
     if isinstance(raw, bytes):
         raw = _jpeg(raw, channels, shrink) if raw.startswith(b"\xff\xd8") else Image.open(io.BytesIO(raw))
     if isinstance(raw, Tensor):
         return raw
     if isinstance(raw, Image.Image):
-        raw = np.array(_eight_bit(_upright(raw), raw.format).convert("L" if channels == 1 else "RGB"))
+        raw = np.array(_eight_bit(_upright(raw), raw.format, bits).convert("L" if channels == 1 else "RGB"))
         return torch.from_numpy(raw.reshape(*raw.shape[:2], channels))
     if not isinstance(raw, np.ndarray):
         raise ValueError("there is no image")
@@ -119,27 +119,28 @@ def _upright(image: Image.Image) -> Image.Image:
     return image if image.format == "PNG" and not image.info else ImageOps.exif_transpose(image)
 
 
-def _eight_bit(image: Image.Image, file_format: str | None) -> Image.Image:
-    """Scale 16-bit grey to 8 bits; Pillow's own conversion would clip it to white."""
+def _eight_bit(image: Image.Image, file_format: str | None, bits: int) -> Image.Image:
+    """Scale 16-bit grey, of which `bits` are used, to 8 bits; Pillow's own conversion would clip it to white."""
     if image.mode.startswith("I;16") or (image.mode == "I" and file_format in ("PNG", "PPM")):
-        return Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).clip(0, 255).astype(np.uint8))
+        return Image.fromarray((np.asarray(image).astype(np.uint32) >> bits - 8).clip(0, 255).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise UserError(f"32-bit pixels (mode {image.mode}) have no fixed range", "save the image with 8 or 16 bits")
     return image
 
 
-def peek(split: Split, count: int = 64) -> tuple[int, tuple[int, int] | None]:
-    """Decode some images; returns (1 if all are grey, else 3; their (height, width), or None if they differ).
+def peek(split: Split, count: int = 64) -> tuple[int, tuple[int, int] | None, int]:
+    """Decode some images; returns (1 if all are grey, else 3; their size, or None if they differ; the largest value).
 
     Raises UserError for an image that cannot be read.
     """
     sizes: set[tuple[int, int]] = set()
-    grey = True
+    grey, largest = True, 0
     for position in np.unique(np.linspace(0, len(split) - 1, count).astype(int)).tolist():
         pixels = decode(split, position, 3)
         sizes.add((pixels.shape[0], pixels.shape[1]))
         grey = grey and bool((pixels[..., :1] == pixels).all())
-    return (1 if grey else 3), (sizes.pop() if len(sizes) == 1 else None)
+        largest = max(largest, int(pixels.max()))
+    return (1 if grey else 3), (sizes.pop() if len(sizes) == 1 else None), largest
 
 
 def center_factor(whole_height: int, whole_width: int, height: int, width: int) -> float:

@@ -14,7 +14,7 @@ from pathlib import Path
 from utils.config.settings import TrainConfig
 from utils.console import join_names
 from utils.data.scan import (
-    IMG_EXTENSIONS,
+    ENDINGS,
     Scan,
     class_name_of,
     class_names_in,
@@ -22,7 +22,18 @@ from utils.data.scan import (
     holds_image,
     loose_images,
 )
-from utils.data.splits import EVAL_NAMES, Files, Source, Split, fingerprint_of, split_that_defines_classes, whole_split
+from utils.data.splits import (
+    EVAL_NAMES,
+    Files,
+    Source,
+    Split,
+    distinct,
+    fingerprint_of,
+    indices_in,
+    note_forms,
+    split_that_defines_classes,
+    whole_split,
+)
 from utils.data.table_files import has_tables
 from utils.errors import UserError
 
@@ -48,13 +59,10 @@ def image_folder(path: Path, config: TrainConfig) -> Source:
         raise UserError(f"{path}: is neither a folder nor a regular file", "give a folder of images or tables")
     layout = _layout(path, config)
     wanted = config.train_split and layout.aliases.get(config.train_split, config.train_split)
-    class_names = class_names_in(layout.folders[split_that_defines_classes(layout.folders, wanted)])
+    class_names = distinct(class_names_in(layout.folders[split_that_defines_classes(layout.folders, wanted)]))
 
-    def make(name: str) -> Split:
-        split = _folder_split(name, layout.folders[name], class_names)
-        return replace(split, notes=(*layout.notes, *split.notes))
-
-    return Source({name: partial(make, name) for name in layout.folders}, class_names, layout.aliases)
+    openers = {name: partial(_folder_split, name, folder, class_names) for name, folder in layout.folders.items()}
+    return Source(openers, class_names, layout.aliases, layout.notes)
 
 
 def split_word(name: str) -> str | None:
@@ -187,29 +195,29 @@ def _inner(folder: Path) -> Path:
 
 
 def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
-    number = {class_name: index for index, class_name in enumerate(class_names)}
     children = folders_in(folder)
     scan = Scan(folder, children)
     paths: list[str] = []
     labels: list[int] = []
-    for child in children:
-        class_name = class_name_of(child)
+    names = [class_name_of(child) for child in children]
+    for child, class_name, number in zip(children, names, indices_in(class_names, names), strict=True):
         files = scan.images(child.path, class_name)
         if not files:
             scan.empty_classes.append(class_name)
             continue
-        if class_name not in number:
+        if number < 0:
             raise UserError(
                 f"{child.path}: the training split has no class of this name, only {join_names(class_names)}",
                 "rename or move the folder",
             )
         paths += files
-        labels += [number[class_name]] * len(files)
+        labels += [number] * len(files)
     if not paths:
         raise _no_images(scan)
     scan.count_beside_classes()
     split = whole_split(name, Files(paths, str(folder), scan), labels, fingerprint_of(folder.resolve()))
-    return replace(split, notes=scan.notes())
+    used = set(names) - set(scan.empty_classes)
+    return replace(split, notes=(*note_forms(class_names, used), *scan.notes()))
 
 
 def _no_images(scan: Scan) -> UserError:
@@ -226,5 +234,5 @@ def _no_images(scan: Scan) -> UserError:
         )
     if scan.not_images:
         problem = f"{folder}: no images of a supported type, only {scan.kinds()}"
-        return UserError(problem, f"convert them to one of {join_names(IMG_EXTENSIONS)}")
+        return UserError(problem, f"convert them to one of {join_names(ENDINGS)}")
     return UserError(f"{folder}: no images in it", "an image folder holds CLASS/IMAGE.jpg")

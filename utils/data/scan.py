@@ -2,14 +2,17 @@
 
 import os
 from collections import Counter
+from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
 
+from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from utils.console import join_names
 from utils.errors import UserError
 
+ENDINGS = (*IMG_EXTENSIONS, ".jfif", ".jpe")
 # Folders that systems and tools add. Folders whose names begin with a dot are hidden too.
 _JUNK = ("__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found", "system volume information", "__pycache__")
 
@@ -21,6 +24,7 @@ class Scan:
         self.folder = folder
         self.not_images: Counter[str] = Counter()  # other files by their extension, such as .heic
         self.empty_classes: list[str] = []
+        self.deeper = 0  # folders below class folders that hold images
         self.loose = 0  # images next to the class folders, which have no class
         self.linked: list[str] = []  # links to folders that are already included
         # The class of each folder that is entered, so that no image is read twice; "" for the split and its parents.
@@ -36,8 +40,10 @@ class Scan:
         for entry in sorted(os.scandir(folder), key=attrgetter("name")):
             if is_folder(entry):
                 if self._enters(entry, class_name):
-                    found += self.images(entry.path, class_name)
-            elif _looks_like_image(entry.name):
+                    inner = self.images(entry.path, class_name)
+                    self.deeper += bool(inner and class_name)
+                    found += inner
+            elif _looks_like_image(entry):
                 found.append(entry.path)
             else:
                 self._count_other(entry.name)
@@ -46,8 +52,9 @@ class Scan:
     def count_beside_classes(self) -> None:
         """Count the files next to the class folders."""
         for entry in os.scandir(self.folder):
-            if not is_folder(entry):
-                self.loose += _looks_like_image(entry.name)
+            if _looks_like_image(entry):
+                self.loose += 1
+            elif not is_folder(entry):
                 self._count_other(entry.name)
 
     def kinds(self) -> str:
@@ -61,6 +68,7 @@ class Scan:
             "files of unsupported types are left out: ": self.kinds(),
             "images next to the class folders have no class and are left out: ": str(self.loose or ""),
             "links to folders that are already included are left out: ": join_names(self.linked, 3),
+            "folders below the class folders hold images, and are not classes themselves: ": str(self.deeper or ""),
         }
         return tuple(f"{self.folder}: {line}{found}" for line, found in lines.items() if found)
 
@@ -78,7 +86,7 @@ class Scan:
         return False
 
     def _count_other(self, name: str) -> None:
-        if not (_is_hidden(name) or _looks_like_image(name)):
+        if not _is_hidden(name):
             self.not_images[os.path.splitext(name)[1].lower()] += 1
 
 
@@ -108,7 +116,7 @@ def holds_image(folder: str | Path, entered: set[str] | None = None) -> bool:
         for entry in entries:
             if is_folder(entry):
                 below += [] if _is_hidden(entry.name) else [entry]
-            elif _looks_like_image(entry.name):
+            elif _looks_like_image(entry):
                 return True
     for entry in below:
         if entry.is_symlink():  # only links can form circles
@@ -122,15 +130,23 @@ def holds_image(folder: str | Path, entered: set[str] | None = None) -> bool:
 
 def loose_images(folder: Path) -> int:
     """The number of images directly in a folder."""
-    return sum(_looks_like_image(entry.name) and not is_folder(entry) for entry in os.scandir(folder))
+    return sum(map(_looks_like_image, os.scandir(folder)))
 
 
 def _is_hidden(name: str) -> bool:
     return name.startswith(".") or name.lower() in _JUNK
 
 
-def _looks_like_image(name: str) -> bool:
-    return name.lower().endswith(IMG_EXTENSIONS) and name[0] != "."
+def _looks_like_image(entry: os.DirEntry) -> bool:
+    """Whether a file that is not hidden has the ending of an image, or no ending and the content of one."""
+    ending = os.path.splitext(entry.name)[1].lower()
+    if ending or entry.name[0] == ".":
+        return ending in ENDINGS and entry.name[0] != "." and not is_folder(entry)
+    with suppress(Exception):  # of any class, also for a link to itself
+        if entry.is_file():  # opening a pipe may wait forever
+            Image.open(entry.path, formats=("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")).close()
+            return True
+    return False
 
 
 def is_folder(entry: os.DirEntry) -> bool:

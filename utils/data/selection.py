@@ -44,7 +44,8 @@ def load_data(config: TrainConfig, record: Record | None = None, terminal: Termi
     for split in (train, evaluation):
         check_kind(split, config)
     if len(source.class_names) < 2:
-        raise UserError(f"--data {config.data} has one class, {join_names(source.class_names)}", "give at least two")
+        problem = f"--data {config.data} has one class, {join_names(source.class_names)}"
+        raise UserError("; ".join([problem, *train.notes]), "give at least two")
     return Data(train, evaluation, source.class_names, record, bad)
 
 
@@ -73,20 +74,23 @@ def load_split(
         shown = split.name
     else:
         asked = name or _eval_name(source, "", None)
-        split = source.split(_existing(source, asked or _train_name(source, None), "--split"))
+        default = "train" if len(source.openers) > 1 else next(iter(source.openers))
+        split = source.split(_existing(source, asked or default, "--split"))
         _report_trained_on(record, split, terminal)
         shown = split.name if asked or len(source.openers) > 1 else "all images"
     split = random_subset(_drop_unreadable(split, config, terminal), config.max_eval_samples, config.seed)
     check_kind(split, config)
-    wanted = class_names(source.class_names) if callable(class_names) else class_names
-    return replace(renumber(split, source.class_names, wanted), name=shown), wanted
+    if callable(class_names):
+        class_names = class_names(source.class_names)
+        terminal.print(f"the outputs of the weights, in order, are the classes {join_names(class_names, 6)}")
+    return replace(renumber(split, source.class_names, class_names), name=shown), class_names
 
 
 def _open_checked(config: TrainConfig, terminal: Terminal) -> Source:
     """The source that --data names. The images of a split are checked when the split is opened."""
     source, progress = open_source(config), terminal.progress("checking images")
     full = config.check_images == "full" or config.bad_images == "skip"  # all must be known before samples are counted
-    source.check = lambda split: check_images(split, full, config.cache_dir, progress)
+    source.check = lambda split: check_images(replace(split, bits=config.image_bits), full, config.cache_dir, progress)
     return source
 
 

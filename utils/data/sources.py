@@ -171,9 +171,12 @@ def _check_names(config: TrainConfig) -> None:
 def open_source(config: TrainConfig) -> Source:
     """The data set that --data names. Raises ValueError or OSError if it cannot be read."""
     key, rest = _find(config.data)
-    if key:
-        return SOURCES[key](rest, config)
     path = expand(config.data)
+    if key:
+        source = SOURCES[key](rest, config)
+        if not key.startswith(".") and path.exists():
+            source.notes = (f"--data {config.data} is not the folder of this name, which is --data ./{config.data}",)
+        return source
     if not path.exists():
         return load_hub(config)
     if path.is_file() or has_tables(path):

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from utils.config.bounds import require
+from utils.console import join_names, nfc
 from utils.data.order import fold_in, permutation
 from utils.data.scan import Scan
 from utils.errors import UserError
@@ -47,6 +49,7 @@ class Split:
     ends: Any = None
     bad: Mapping[int, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # lines to print about how the data set was read
+    bits: int = 16  # of 16-bit grey images, those that are used
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -89,7 +92,9 @@ class Split:
         if isinstance(self.images, Files):
             paths = (self.images.paths[row] for row in self.rows[self.readable])
             stamps = [(path, *stamp_of(path)) for path in paths]
-        return fingerprint_of(self.fingerprint, np.ascontiguousarray(self.rows).data, *sorted(self.bad), *stamps)
+        return fingerprint_of(
+            self.fingerprint, self.bits, np.ascontiguousarray(self.rows).data, *sorted(self.bad), *stamps
+        )
 
     @cached_property
     def label_fingerprint(self) -> str:
@@ -170,7 +175,7 @@ class Source:
     """The splits of a data set by name, each opened when it is first needed.
 
     `aliases` are other names that users may give for splits. `class_names` may be filled by the first split that is
-    opened. `check` is applied to each split when it is opened.
+    opened. `notes` are lines to print about all splits. `check` is applied to each split when it is opened.
     """
 
     def __init__(
@@ -178,8 +183,10 @@ class Source:
         openers: Mapping[str, Callable[[], Split]],
         class_names: list[str],
         aliases: Mapping[str, str] | None = None,
+        notes: tuple[str, ...] = (),
     ):
         self.openers, self.class_names, self.aliases = openers, class_names, aliases or {}
+        self.notes = notes
         self.check: Callable[[Split], Split] = lambda split: split
         self.opened: dict[str, Split] = {}
 
@@ -198,7 +205,7 @@ class Source:
                     else "fix the labels"
                 )
                 raise UserError(f"{split.describe(wrong[0])} has the label {label}, outside 0..{classes - 1}", fix)
-            self.opened[name] = self.check(split)
+            self.opened[name] = self.check(replace(split, notes=(*self.notes, *split.notes)))
         return self.opened[name]
 
 
@@ -209,7 +216,9 @@ def split_that_defines_classes(names: Collection[str], wanted: str | None) -> st
 
 def whole_split(name: str, images: Images, labels, fingerprint: str) -> Split:
     """A split with all images in order; `labels` are classes, [N], or multi-hot, [N, classes]."""
-    labels = np.ascontiguousarray(labels, np.uint8 if np.ndim(labels) == 2 else np.int64)
+    given = np.asarray(labels)
+    labels = np.ascontiguousarray(given, np.uint8 if given.ndim == 2 else np.int64)
+    require((labels == given).all(), f"split {name!r} has labels that are not integers", "give class numbers")
     return Split(name, images, labels, np.arange(len(labels)), fingerprint)
 
 
@@ -229,9 +238,23 @@ def multi_hot(split: str, counts: np.ndarray, flat: np.ndarray, classes: int) ->
 
 
 def indices_in(names: Iterable, labels: Iterable) -> np.ndarray:
-    """The index in `names` of each label, int64 [n]; -1 for one that is not there."""
-    number = {name: index for index, name in enumerate(names)}
-    return np.asarray([number.get(label, -1) for label in labels], np.int64)
+    """The index in `names` of each label, int64 [n]; -1 for one that is not there. Text is compared in NFC form."""
+    number = {nfc(name): index for index, name in enumerate(names)}
+    return np.asarray([number.get(nfc(label), -1) for label in labels], np.int64)
+
+
+def distinct(names: Iterable) -> list:
+    """The names in their order; of those that are equal in NFC form, the first."""
+    first: dict = {}
+    for name in names:
+        first.setdefault(nfc(name), name)
+    return list(first.values())
+
+
+def note_forms(class_names: Collection[str], found: Iterable[str]) -> tuple[str, ...]:
+    """A line about the names of classes that are written in another Unicode form than in `class_names`."""
+    other = sorted(name for name in set(found) - set(class_names) if isinstance(name, str))
+    return (f"names in another Unicode form count as the same class: {join_names(other)}",) * bool(other)
 
 
 def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:

@@ -1,11 +1,13 @@
 """Read Hugging Face tables from files: parquet and arrow files, and save_to_disk folders."""
 
 import errno
+import glob
 import re
 import sys
 from collections import defaultdict
 from pathlib import Path
 
+from utils.config.bounds import require
 from utils.console import join_names
 from utils.data.splits import EVAL_NAMES, fingerprint_of, stamp_of
 from utils.errors import UserError, one_line
@@ -32,11 +34,13 @@ def _is_saved(path: Path) -> bool:
 def read_table_files(path: Path):
     """The splits of a save_to_disk folder, a folder of parquet or arrow files, or one such file."""
     if path.is_file() and path.suffix not in (".parquet", ".arrow"):
-        fix = "give a folder, or a .parquet or .arrow file"
+        fix = "give a folder, a .parquet or .arrow file, or a .csv file that lists images"
         raise UserError(f"{path}: is neither a folder nor a table", fix)
     _check_files(path)
     try:
         return _read(path)
+    except UserError:
+        raise
     except Exception as error:  # the libraries raise errors of any class for damaged files
         cause = error.__cause__ or error
         _check_cache(cause, path)
@@ -71,8 +75,36 @@ def _read(path: Path):
     files = parquet or _visible(path, "*.arrow")
     data_files = {"train": [str(path)]} if path.is_file() else _files_by_split(files)
     # The cache of `datasets` compares only paths and times, which another file can have, too.
-    stamps = fingerprint_of(*map(stamp_of, files))
-    return load_dataset("parquet" if parquet else "arrow", stamps, data_files=data_files)
+    kind, stamps = "parquet" if parquet else "arrow", fingerprint_of(*map(stamp_of, files))
+    splits: dict = {}
+    for name, paths in data_files.items():  # each alone, because all would get the class names of one of them
+        _check_class_names(paths)
+        # In a path, * ? and [ ] would be patterns.
+        splits |= load_dataset(kind, stamps, data_files={name: [*map(glob.escape, paths)]})
+    return splits
+
+
+def _check_class_names(paths: list[str]) -> None:
+    """Raise ValueError if the files of a split have other names for the same integers."""
+    from datasets import Dataset, Features
+    from pyarrow import parquet
+
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        if path.endswith(".arrow"):
+            features = Dataset.from_file(path).features
+        else:
+            features = Features.from_arrow_schema(parquet.read_schema(path))
+        for column, kind in features.items():
+            if names := names_of_feature(kind):
+                other = found.setdefault(column, names)
+                problem = f"{path}: {column} has the classes {join_names(names)}, but in {paths[0]} {join_names(other)}"
+                require(names == other, problem, "write all files of a split with the same classes")
+
+
+def names_of_feature(feature) -> list[str]:
+    """The names that a column, or the lists in it, have for integers; empty if there are none."""
+    return list(map(str, getattr(getattr(feature, "feature", feature), "names", None) or []))
 
 
 def _check_files(path: Path) -> None:

@@ -13,14 +13,16 @@ from utils.console import join_names
 from utils.data.splits import (
     Source,
     Split,
+    distinct,
     fingerprint_of,
     indices_in,
     multi_hot,
+    note_forms,
     split_that_defines_classes,
     stamp_of,
     whole_split,
 )
-from utils.data.table_files import hide_bars_without_terminal
+from utils.data.table_files import hide_bars_without_terminal, names_of_feature
 from utils.errors import UserError, one_line
 
 LABEL_NAMES = ("label", "labels", "class", "category", "target", "fine_label")
@@ -83,7 +85,8 @@ def table_source(splits, config: TrainConfig) -> Source:
     train = splits[split_that_defines_classes(splits, config.train_split)]
     image_column = _image_column(train.features, config.image_column)
     label_column = _label_column(train.features, config.label_column)
-    class_names, label_values, notes = _classes(train, label_column)
+    class_names, classes, notes = _classes(train, label_column)
+    train_names = names_of_feature(train.features[label_column])
 
     def make(name: str) -> Split:
         dataset = splits[name]
@@ -91,13 +94,13 @@ def table_source(splits, config: TrainConfig) -> Source:
             if column not in dataset.features:
                 problem = f"split {name!r} has no column {column!r}, only"
                 raise UserError(f"{problem} {join_names(dataset.features)}", "choose another split")
-        labels = _labels(name, dataset, label_column, label_values)
+        labels, found = _labels(name, dataset, label_column, classes, train_names)
         images = Table(dataset, image_column)
         stamps = [stamp_of(file) for file in images.files() if Path(file).is_file()]
-        split = whole_split(name, images, labels, fingerprint_of(dataset._fingerprint, *stamps))
-        return replace(split, notes=notes)
+        split = whole_split(name, images, labels, fingerprint_of(dataset._fingerprint, image_column, *stamps))
+        return replace(split, notes=note_forms(classes, found))
 
-    return Source({name: partial(make, name) for name in splits}, class_names)
+    return Source({name: partial(make, name) for name in splits}, class_names, notes=notes)
 
 
 def _image_column(features, wanted: str | None) -> str:
@@ -156,16 +159,15 @@ def _values(dataset, column: str):
 
 
 def _classes(dataset, column: str) -> tuple[list[str], Sequence, tuple[str, ...]]:
-    """The names of the classes, their values in the label column, and lines to print.
+    """The names of the classes; their names again, or the integers that stand for them; and lines to print.
 
     Integer labels are class numbers from 0 to the highest label. If fewer than half of these
     numbers occur, as with 0, 1000, 2000, only the numbers that occur are classes.
     """
-    names = getattr(_element(dataset.features[column]), "names", None)
-    if names:
-        return list(map(str, names)), range(len(names)), ()
+    if names := distinct(names_of_feature(dataset.features[column])):
+        return names, names, ()
     try:
-        values = sorted(_values(dataset, column)[0].unique().drop_null().to_pylist())
+        values = distinct(sorted(_values(dataset, column)[0].unique().drop_null().to_pylist()))
     except UnicodeDecodeError:
         problem = f"--label_column {column}: a label is not UTF-8 text"
         raise UserError(problem, "save the column as UTF-8") from None
@@ -180,10 +182,12 @@ def _classes(dataset, column: str) -> tuple[list[str], Sequence, tuple[str, ...]
     return list(map(str, values)), values, (note,)
 
 
-def _labels(split: str, dataset, column: str, classes: Sequence) -> np.ndarray:
-    """The labels as class indices, int64 [N], -1 for negative ones; lists as multi-hot rows.
+def _labels(split: str, dataset, column: str, classes: Sequence, names: list[str]) -> tuple[np.ndarray, list]:
+    """The labels as class indices, int64 [N], -1 for negative ones; lists as multi-hot rows. And the different labels.
 
-    `classes` are the values of class 0, 1, ... Raises ValueError for a null label.
+    `classes` are the classes of the training split, as names or integers. Names decide if both splits have them: the
+    integers of a split stand for its own names, or for the training split's `names` if it has none. Raises
+    ValueError for a null label.
     """
     values, counts = _values(dataset, column)
     if values.null_count or (counts is not None and counts.null_count):
@@ -193,11 +197,14 @@ def _labels(split: str, dataset, column: str, classes: Sequence) -> np.ndarray:
             f"image {list(has_null).index(True)} of split {split!r} has a null label",
             "fill it in (if a label is a list, with an empty one), or choose another split",
         )
-    values = values.to_numpy()
-    labels = indices_in(classes, values)
-    for value in values[labels < 0].tolist():
-        if isinstance(value, str) or value >= 0:
-            problem = f"split {split!r} has the class {value!r}, but the training split has only"
+    own, unique = names_of_feature(dataset.features[column]), values.unique().to_pylist()
+    called = dict(enumerate(own or names))
+    found = [called.get(value, value) for value in unique]
+    numbers = indices_in(classes, found)
+    for value, number in zip(found, numbers, strict=True):
+        if number < 0 and (isinstance(value, str) or value >= 0):
+            problem = f"split {split!r} has the class {value!r}, but the training split has only {join_names(classes)}"
             fix = "fix the labels, or choose another split"
-            raise UserError(f"{problem} {join_names(classes)}", fix)
-    return labels if counts is None else multi_hot(split, counts.to_numpy(), labels, len(classes))
+            raise UserError(f"{problem} (split {split!r}: {join_names(own or found)})", fix)
+    labels = numbers[indices_in(unique, values.to_numpy())]
+    return (labels if counts is None else multi_hot(split, counts.to_numpy(), labels, len(classes))), found

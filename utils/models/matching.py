@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.config.bounds import require
-from utils.console import join_names
+from utils.console import join_names, nfc
 from utils.errors import UserError
 
 
@@ -145,9 +145,9 @@ def copy_matching(model: nn.Module, tensors: Mapping[str, Tensor], there: Sequen
     """
     state, found = model.state_dict(), Match()
     heads = head_prefixes(model)
-    counts = Counter(there)
-    row_of = {name: row for row, name in enumerate(there) if counts[name] == 1}
-    pairs = [(row, row_of[name]) for row, name in enumerate(here) if name in row_of]
+    counts = Counter(map(nfc, there))
+    row_of = {nfc(name): row for row, name in enumerate(there) if counts[nfc(name)] == 1}
+    pairs = [(row, row_of[nfc(name)]) for row, name in enumerate(here) if nfc(name) in row_of]
     for name, own in state.items():
         theirs = tensors.get(name)
         if theirs is None:

@@ -102,7 +102,8 @@ def names_of_outputs(count: int, published: bool, names: Sequence[str]) -> list[
 
     `names` are the classes of the data set. Weights with 1,000 outputs have ImageNet's classes (`names_as_in`). If
     `names` are synsets, weights with 21,841 outputs, and some other numbers, have the classes of a larger ImageNet.
-    Other weights, unless they are `published`, have the classes of the data set. Raises UserError if nothing fits.
+    Other weights, unless they are `published`, have the classes of the data set, in numeric order if all are numbers.
+    Raises UserError if nothing fits.
     """
     own = len(names) == count and not published
     if count == len(CLASSES):
@@ -117,7 +118,7 @@ def names_of_outputs(count: int, published: bool, names: Sequence[str]) -> list[
             return known
     problem = f"the weights have {count:,} classes, and --data has {len(names):,}"
     require(own, problem, "use data with the classes of these weights")
-    return list(names)
+    return sorted(names, key=int) if all(map(str.isdecimal, names)) else list(names)
 
 
 def names_as_in(names: Sequence[str]) -> list[str]:

@@ -45,7 +45,7 @@ class InitialWeights:
     tensors: Mapping[str, Tensor]
     class_names: list[str]
     settings: dict[str, Any]
-    taken: list[str] = field(default_factory=list)  # the settings that were not given
+    taken: list[str] = field(default_factory=list)  # settings that were not given, and the order of outputs
     match: Match | None = None  # once the model has the weights
 
     def __post_init__(self) -> None:

@@ -26,7 +26,8 @@ from utils.errors import UserError
 from utils.models.checking import bad_tensors, check_batch_norm, has_batch_norm, hash_tensors
 from utils.models.features import accept_features, find_last_part
 from utils.models.layers import checkpoint_blocks, freeze, keep_batch_stats
-from utils.models.matching import copy_matching, fit_names, zero_heads
+from utils.models.matching import copy_matching, count_outputs, fit_names, zero_heads
+from utils.models.published import names_of_outputs
 from utils.models.weight_files import read_weights
 from utils.models.zoo import OWN_MODELS, check_model, input_spec
 from utils.ranks.accelerator import check_precision, check_sharding, compile_model
@@ -163,11 +164,14 @@ def resolve_input(
     """
     if saved is not None and all(getattr(saved.settings, name) == getattr(config, name) for name in OF_INPUT):
         return config, [], saved.spec
-    channels, size = peek(train)
+    channels, size, largest = peek(train)
     small = size is not None and max(size) <= SMALL
     # mnist_cnn takes images of one size.
     small_input = max(sides(config.image_size or 0)) <= SMALL and config.eval_size is None
     config, lines = choose_images(config, small, small_input, saved is None)
+    if largest < 2**7:
+        fix = f"if the images have 16 bits and use fewer, set --image_bits {8 + largest.bit_length()}"
+        lines.append(f"the largest value of a pixel is {largest} of 255; {fix}")
     return config, lines, input_spec(config, channels, size)
 
 
@@ -249,6 +253,9 @@ def load_source(module: nn.Module, source: InitialWeights, class_names: list[str
     where = f"--init_from {source.name}"
     tensors = fit_names(tensors, module, where, config.model, config.init_match == "order")
     zero_heads(module)
+    if not source.class_names and count_outputs(tensors, module) == len(class_names):
+        source.class_names = names_of_outputs(len(class_names), False, class_names)
+        source.taken.append(f"outputs in the order of classes {join_names(source.class_names, 6)}")
     source.match = copy_matching(module, tensors, source.class_names, class_names)
     if bad := bad_tensors(module.state_dict()):
         raise UserError(f"{where}: {join_names(bad, 3)} is NaN or infinite", "use other weights")
