@@ -17,7 +17,7 @@ from utils.config.bounds import require
 from utils.config.settings import LaunchConfig
 from utils.errors import USER_ERRORS, AgreedError, UserError, as_lost_rank, one_line, split_error
 from utils.launch.command import launcher
-from utils.launch.devices import choose_backend, choose_device, cpu_is_requested
+from utils.launch.devices import choose_backend, choose_device, cpu_is_requested, processor_of
 from utils.launch.environment import Topology, is_launched, is_set, shards_model, threads_per_process
 from utils.launch.exits import exit_now, exit_with_error
 from utils.launch.network import address_of, set_interface
@@ -263,6 +263,11 @@ class Ranks:
         place, late = self.watch.place, self.watch.describe_late()
         self.watch.end(one_line(error))
         return as_lost_rank(error, place, late)
+
+    @property
+    def rounding(self) -> str:
+        """What decides how this rank rounds: its processor, its threads and its version of PyTorch."""
+        return f"{processor_of(self.device)}, {self.threads} threads, torch {torch.__version__}"
 
     def describe(self) -> str:
         """This rank's machine, device and process, for the start table."""

@@ -123,6 +123,15 @@ def check_savable(optimizer: torch.optim.Optimizer) -> None:
         require(key == "params" or isinstance(value, Tensor) or _is_plain(value), problem, "use another --optimizer")
 
 
+def trained_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The parameters, and the tensors of the optimizer's state, which are named PARAMETER, KEY."""
+    own, tensors = _unwrapped(optimizer), dict[str, Tensor](module.named_parameters())
+    for name, parameter in _by_name(own.param_groups).items():
+        state = own.state.get(parameter, {}).items()
+        tensors |= {f"{name}, {key}": value for key, value in state if isinstance(value, Tensor)}
+    return tensors
+
+
 def read_optimizer(checkpoint: Path) -> tuple[list[str], dict[str, dict[str, Any]]]:
     """The names of all parameters of a saved optimizer, and the state of those that have one, by name.
 

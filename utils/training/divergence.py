@@ -5,11 +5,15 @@ This happens before a checkpoint is saved. A training loss that is far too high 
 
 import math
 import shlex
+from functools import cache
 
 from utils.console import join_names
 from utils.errors import UserError
 from utils.launch.command import script_command
-from utils.models.checking import bad_tensors
+from utils.models.checking import bad_tensors, sum_bits
+from utils.models.sharded import is_sharded
+from utils.runs.loading import trained_tensors
+from utils.runs.log import RunLog
 from utils.training.run import Run
 
 _ALSO = "increase --warmup_steps or set --clip_norm"
@@ -77,3 +81,30 @@ def check_weights(run: Run) -> None:
         step = run.state.step
         of = f"after update {step} on samples {join_names(find_samples(run, step - 1), _SHOWN)}"
         raise UserError(f"weights are NaN or infinite {of}, although its loss was finite", _FIX)
+
+
+def compare_ranks(run: Run) -> None:
+    """Raise UserError on all ranks if their weights or the states of their optimizers are not the same bits; collective.
+
+    All ranks apply the same gradients, so a difference does not go away. If their processors may round differently,
+    this is said once, and the run continues. Buffers are not compared, because batch statistics are those of each
+    rank's own samples.
+    """
+    if run.ranks.topology.world_size == 1 or is_sharded(run.module):
+        return
+    found = run.ranks.gather((run.ranks.rounding, sum_bits(trained_tensors(run.module, run.optimizer))))
+    for name in found[0][1]:
+        values = [sums.get(name) for _, sums in found]
+        usual = max(values, key=values.count)
+        if values.count(usual) == len(values):
+            continue
+        if len(kinds := sorted({kind for kind, _ in found})) > 1:
+            what = "the weights of the ranks differ, because their processors round differently"
+            return _say_once(run.log, f"{what} ({'; '.join(kinds)}); checkpoints have those of rank 0")
+        odd = next(rank for rank, value in enumerate(values) if value != usual)
+        problem = f"after update {run.state.step}, ranks {values.index(usual)} and {odd} differ in {name}"
+        fix = "own code must change gradients and weights in the same way on all ranks; if there is none, a device"
+        raise UserError(problem, f"{fix} may be faulty: test them, then resume from the last checkpoint")
+
+
+_say_once = cache(RunLog.say)
