@@ -212,6 +212,7 @@ def test_a_resume_with_another_optimizer_model_or_data_is_refused_by_name():
         (("--optimizer", "adamw"), "was trained with a --optimizer of sgd, not adamw"),
         (("--model", "mlp"), "was trained with a --model of mnist_cnn, not mlp"),
         (("--global_batch_size", "60"), "was trained with a global batch size of 120, not 60"),
+        (("--drop_last",), "was trained with a --drop_last of False, not True"),  # other updates would end an epoch
         (("--max_train_samples", "400"), "was trained with training samples of 480, not 400"),
         (("--data", "synthetic/10x12x480"), "split 'train' had 1797 samples and now has 480"),
     ):

@@ -79,9 +79,7 @@ def restore_state(
     done = [each for each in saved.state.evaluations if (each["step"] or 0) < first_repeated]
     state = replace(saved.state, evaluations=done)
     problem = f"{saved.path / 'state.json'}: step {state.step} and the position in the data contradict each other"
-    require(state.can_follow(plan), problem, "use another checkpoint")
-    if not plan.update_size(state.position):  # --drop_last was not set before: the epoch ends here
-        state.epoch, state.position = state.epoch + 1, 0
+    require(state.place[1:] == plan.at(state.step), problem, "use another checkpoint")
     state.batch_size = max(state.batch_size, batch_size)
     metric = saved.settings.best_metric
     if folder is None or saved.path.parent.parent.resolve() != folder.resolve():

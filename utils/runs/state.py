@@ -92,10 +92,3 @@ class TrainState:
         if is_better_than(self.best_value):
             self.best_value, self.evaluations_since_best = value, 0
         self.owes_evaluation = False
-
-    def can_follow(self, plan: Plan) -> bool:
-        """Whether a run with this plan can reach this state, with or without --drop_last in any epoch."""
-        full, rest = divmod(plan.samples, plan.global_batch_size)
-        before, odd = divmod(self.position, plan.global_batch_size)
-        least = self.epoch * full + before
-        return not odd and self.position < plan.samples and least <= self.step <= least + self.epoch * (rest > 0)

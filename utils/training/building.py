@@ -126,6 +126,7 @@ def resolve(
     _, grad_accum, global_batch_size = choose_batch(config, saved, processes)
     check_elastic_sizes(config, global_batch_size)
     plan = make_plan(config, data.train, global_batch_size, config.microbatches or grad_accum * processes)
+    updates = total_updates(config, plan)
     state = restore_state(saved, folder, config, plan, data)
     config, images, spec = resolve_input(config, saved, data.train)
     config, task = make_task(config, data.class_names, data.train.labels)
@@ -146,7 +147,7 @@ def resolve(
         source=source,
         data=data,
         plan=plan,
-        updates=total_updates(config, plan),
+        updates=updates,
         spec=spec,
         task=task,
         state=state,

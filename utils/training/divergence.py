@@ -84,7 +84,7 @@ def check_weights(run: Run) -> None:
 
 
 def compare_ranks(run: Run) -> None:
-    """Raise UserError on all ranks if their weights or the states of their optimizers are not the same bits; collective.
+    """Raise UserError on all ranks if the bits of their weights or optimizer states differ; collective.
 
     All ranks apply the same gradients, so a difference does not go away. If their processors may round differently,
     this is said once, and the run continues. Buffers are not compared, because batch statistics are those of each
