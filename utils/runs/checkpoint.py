@@ -95,12 +95,12 @@ class CheckpointManager:
         write_parts(accelerator, model, optimizer, parts)
         if saved is not None:
             with self.ranks.agree():
-                load_optimizer(saved.path, optimizer)
-                lines = load_parts(saved.path, parts)
+                lines = load_optimizer(saved.path, optimizer) + load_parts(saved.path, parts)
         folder = self._open_folder()
-        with self.ranks.agree():
-            if saved is not None and self.ranks.is_main:
-                delete_after(folder / "checkpoints", saved.state.step, saved.state.best_step)
+        if saved is not None:
+            with self.ranks.agree():
+                if self.ranks.is_main:
+                    delete_after(folder / "checkpoints", saved.state.step, saved.state.best_step)
         self.ranks.store_set("started", "yes")  # after a restart, its own checkpoints come before that of --resume
         return folder, lines
 
