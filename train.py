@@ -99,7 +99,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     """
     checkpoints = CheckpointManager(config, ranks)
     saved = checkpoints.newest()  # None if the run is new
-    config, source = fill_settings(config, given, saved, ranks)
+    config, source = fill_settings(config, given, saved, checkpoints.begun, ranks)
     accelerator: Accelerator = make_accelerator(ranks, config)
     data = find_data(config, saved, ranks)
     with ranks.agree("resolving the settings"):  # the only place where they follow from the data

@@ -74,14 +74,20 @@ class SavedState:
 
 
 @dataclass(frozen=True)
-class SavedRun:
+class Begun:
+    """A run folder, or a checkpoint, and the settings in it."""
+
+    path: Path
+    settings: TrainConfig
+
+
+@dataclass(frozen=True)
+class SavedRun(Begun):
     """A verified checkpoint and its contents besides its tensors; `record` is None for published weights.
 
     `weights` are those to evaluate, which eval.py chooses.
     """
 
-    path: Path
-    settings: TrainConfig
     values: SavedState
     class_names: list[str]
     record: Record | None

@@ -15,7 +15,7 @@ from utils.data.order import Plan
 from utils.data.splits import Data
 from utils.errors import UserError, shorten
 from utils.launch.command import precision_is_chosen
-from utils.runs.metadata import SavedRun
+from utils.runs.metadata import Begun, SavedRun
 from utils.runs.state import TrainState
 
 
@@ -45,13 +45,17 @@ def choose_batch(config: TrainConfig, saved: SavedRun | None, processes: int) ->
     return batch_size, share // batch_size, total
 
 
-def keep_settings(config: TrainConfig, given: Set[str], saved: SavedRun) -> TrainConfig:
-    """The settings: the checkpoint's, except those that are `given` or belong to this machine.
+def keep_settings(config: TrainConfig, given: Set[str], saved: Begun) -> TrainConfig:
+    """The settings: those of the checkpoint, or of a run that has none yet, except those that are `given` or belong to this machine.
 
     Raises UserError if they contradict each other.
     """
     own = {name for name in given if name not in KEPT or getattr(config, name) != getattr(TrainConfig, name)}
-    own |= {*OF_THIS_MACHINE, "batch_size", "grad_accum"}  # `choose_batch` chooses these two
+    own |= {*OF_THIS_MACHINE}
+    if isinstance(saved, SavedRun):
+        own |= {"batch_size", "grad_accum"}  # `choose_batch` chooses them
+    elif given & {"batch_size", "grad_accum"}:
+        own |= {"batch_size", "grad_accum", "global_batch_size"}  # which these two imply, as in a new run
     own |= {"max_steps"} if "epochs" in given else set()
     own |= {"mixed_precision"} if precision_is_chosen() else set()
     there = vars(saved.settings)
