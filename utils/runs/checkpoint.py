@@ -33,7 +33,7 @@ from utils.launch.environment import can_be_restarted
 from utils.models.sharded import is_sharded, tied_names
 from utils.ranks.ranks import Ranks
 from utils.runs.loading import Part, bytes_to_save, check_savable, load_optimizer, load_parts, write_parts
-from utils.runs.manifest import find_checkpoint, newest_good, verify
+from utils.runs.manifest import check_identity, find_checkpoint, newest_good, verify
 from utils.runs.metadata import Begun, SavedRun, read_checkpoint, read_settings
 from utils.runs.state import TrainState
 from utils.runs.writing import (
@@ -201,7 +201,9 @@ class CheckpointManager:
             if checkpoint is None:
                 checkpoint = find_checkpoint(named, prefer=("latest",))
                 verify(checkpoint)
-        if checkpoint is None and path is not None and (path / "config.yaml").exists():
+        if checkpoint is not None:
+            check_identity(checkpoint, path)
+        elif path is not None and (path / "config.yaml").exists():
             print(f"{path} has no checkpoint; starting from the beginning, with the settings of its config.yaml")
             begun = Begun(path, read_settings(path))
         return path, checkpoint, begun

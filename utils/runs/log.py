@@ -121,11 +121,11 @@ def _reopen(path: Path, state: TrainState) -> int:
 def is_kept(record: Any, state: TrainState) -> bool:
     """Whether a run resumed from this state keeps the record.
 
-    The run repeats later updates and a due evaluation.
+    The run repeats later updates, a due evaluation, and the end.
     """
     try:
         is_last = record["kind"] == "eval" and record["step"] == state.step
-        return record["step"] <= state.step and not (is_last and state.owes_evaluation)
+        return record["step"] <= state.step and record["kind"] != "end" and not (is_last and state.owes_evaluation)
     except (KeyError, TypeError):
         return False
 

@@ -46,7 +46,7 @@ def choose_batch(config: TrainConfig, saved: SavedRun | None, processes: int) ->
 
 
 def keep_settings(config: TrainConfig, given: Set[str], saved: Begun) -> TrainConfig:
-    """The settings: those of the checkpoint, or of a run that has none yet, except those that are `given` or belong to this machine.
+    """The settings: those that are `given` or belong to this machine, else those of the checkpoint or the run.
 
     Raises UserError if they contradict each other.
     """

@@ -71,8 +71,9 @@ def fill_settings(
 ) -> tuple[TrainConfig, InitialWeights | None]:
     """The settings of this start, and for a new run the weights of --init_from, if given; collective.
 
-    Settings that are not `given` are those of the checkpoint, if there is one, or of a run that has `begun`, or follow
-    from the weights. With None, all are given. Raises ValueError or OSError, before the data is loaded, if they or the batch sizes do not work.
+    Settings that are not `given` are those of the checkpoint, or of the run if it has `begun`, or follow from the
+    weights. With None, all are given. Raises ValueError or OSError, before the data is loaded, if they or the batch
+    sizes do not work.
     """
     with ranks.agree():
         if (before := saved or begun) is not None and given is not None:

@@ -167,7 +167,7 @@ def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
     state, config, folder = run.state, run.config, run.folder
     done = bool(run.ended) and not state.owes_evaluation
     if done:
-        if result and state.step < run.updates:
+        if state.step < run.updates:
             run.log.write("end", step=state.step, reason=run.ended, seconds=state.seconds)
         trained = result or state.best_step or run.setup.resumed_from is None
         checkpoint = folder if trained else run.setup.resumed_from
