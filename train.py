@@ -135,7 +135,6 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
         ranks=ranks,
         stopping=stopping,
         accelerator=accelerator,
-        folder=folder,
         checkpoints=checkpoints,
         model=model,
         module=module,
@@ -160,7 +159,7 @@ def make_batches(sets: Sequence[AnyDataset], setup: Setup, ranks: Ranks) -> list
     with ranks.agree():
         train_set, eval_set = keep_on_device(sets, config, ranks.device)
     updates = max(0, setup.updates - state.step)
-    order = UpdateSampler(setup.plan, ranks.topology.world_size, updates, state.place)
+    order = UpdateSampler(setup.plan, ranks.topology.world_size, updates, state.step)
     blocks = evaluation_blocks(len(eval_set), config.eval_batch_size)
     parts = [(train_set, order), (eval_set, blocks)]
     return make_loaders(parts, config, ranks.threads, ranks.device)

@@ -516,14 +516,6 @@ def test_a_state_may_lack_fields_that_were_added_later_and_no_other():
         LaterState.from_dict(values)
 
 
-def test_a_resumed_run_forgets_the_evaluations_after_its_checkpoint():
-    later = [{"step": step, "accuracy": 0.5} for step in (8, 9, 10)]
-    change_state(lambda values: values["state"]["evaluations"].extend(later))
-    train_run(1, "run", *RESUME[2:])
-    found = json.loads((CHECKPOINTS / "step-00000010/state.json").read_text())["state"]["evaluations"]
-    assert [evaluation["step"] for evaluation in found] == [8, 8, 10]  # update 8 had one already
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
 def test_a_manifest_that_does_not_name_a_needed_file_is_refused(name):
     listed = json.loads((NEWEST / "manifest.json").read_text())

@@ -175,7 +175,8 @@ def test_a_run_killed_before_its_first_checkpoint_continues_with_its_own_setting
     assert batch_of(records("run", "start")[-1]) == (2, 30, 2, 120) and same_tensors(weights("run"), weights("whole"))
     shutil.rmtree("runs/run/checkpoints")
     train_run(1, "run", "--batch_size", "60", "--seed", "4", "--max_steps", "2", "--resume", "auto")  # given: used
-    assert batch_of(records("run", "start")[-1]) == (1, 60, 1, 60) and read_config(Path("runs/run/config.yaml")).seed == 4
+    assert batch_of(records("run", "start")[-1]) == (1, 60, 1, 60)
+    assert read_config(Path("runs/run/config.yaml")).seed == 4
 
 
 def _train_until_killed(flags):

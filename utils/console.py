@@ -7,6 +7,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from utils.errors import printable
+
 
 class Terminal:
     """Shows progress bars and prints lines on the main process; does nothing on other ranks."""
@@ -37,8 +39,3 @@ def join_names(names: Iterable, most: int = 12) -> str:
     """The first `most` names on one line, and the total number if there are more. Names with a comma are quoted."""
     texts = [repr(text) if "," in text else text for text in (printable(str(name)) for name in names)]
     return ", ".join(texts[:most]) + (f", ... ({len(texts)} in all)" if len(texts) > most else "")
-
-
-def printable(name: str) -> str:
-    """The name on one line. Characters that cannot be printed, such as escape codes, become question marks."""
-    return "".join(char if char.isprintable() else "?" for char in " ".join(name.split()))

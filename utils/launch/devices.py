@@ -1,11 +1,9 @@
 """The device that a rank computes on, and the backend of its process group."""
 
 import os
-import platform
 import re
 import subprocess
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 
@@ -43,16 +41,6 @@ def choose_device(topology: Topology, cpu: bool) -> torch.device:
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)  # before any other CUDA call, or every rank would open a context on GPU 0
     return device
-
-
-def processor_of(device: torch.device) -> str:
-    """The kind of GPU, or of CPU and its instructions, on which the rounding of sums and products depends."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    name = ""
-    with suppress(OSError):  # a system without this file
-        name = "".join(re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[:1])
-    return f"{name or platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _check_unusable_gpus() -> None:

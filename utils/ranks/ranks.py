@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from utils.config.bounds import require
 from utils.config.settings import LaunchConfig
 from utils.errors import USER_ERRORS, AgreedError, UserError, as_lost_rank, one_line, split_error
 from utils.launch.command import launcher
-from utils.launch.devices import choose_backend, choose_device, cpu_is_requested, processor_of
+from utils.launch.devices import choose_backend, choose_device, cpu_is_requested
 from utils.launch.environment import Topology, is_launched, is_set, shards_model, threads_per_process
 from utils.launch.exits import exit_now, exit_with_error
 from utils.launch.network import address_of, set_interface
@@ -267,7 +268,12 @@ class Ranks:
     @property
     def rounding(self) -> str:
         """What decides how this rank rounds: its processor, its threads and its version of PyTorch."""
-        return f"{processor_of(self.device)}, {self.threads} threads, torch {torch.__version__}"
+        processor = torch.backends.cpu.get_cpu_capability()
+        if self.device.type == "cuda":
+            processor = torch.cuda.get_device_name(self.device)
+        elif Path("/proc/cpuinfo").exists():
+            processor += "".join(re.findall(r"model name\s*:(.*)", Path("/proc/cpuinfo").read_text())[:1])
+        return f"{processor}, {self.threads} threads, torch {torch.__version__}"
 
     def describe(self) -> str:
         """This rank's machine, device and process, for the start table."""

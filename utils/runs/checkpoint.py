@@ -33,8 +33,8 @@ from utils.launch.environment import can_be_restarted
 from utils.models.sharded import is_sharded, tied_names
 from utils.ranks.ranks import Ranks
 from utils.runs.loading import Part, bytes_to_save, check_savable, load_optimizer, load_parts, write_parts
-from utils.runs.manifest import check_identity, find_checkpoint, newest_good, verify
-from utils.runs.metadata import Begun, SavedRun, read_checkpoint, read_settings
+from utils.runs.manifest import find_checkpoint, newest_good, verify
+from utils.runs.metadata import Begun, SavedRun, check_identity, read_checkpoint, read_settings
 from utils.runs.state import TrainState
 from utils.runs.writing import (
     clean_up,
@@ -75,7 +75,10 @@ class CheckpointManager:
         # The main process may have to wait for the lock, and it verifies large files.
         self.folder, checkpoint, self.begun = self.ranks.from_main(self._find, patient=True)
         with self.ranks.agree():
-            return read_checkpoint(checkpoint) if checkpoint else None
+            saved = read_checkpoint(checkpoint) if checkpoint else None
+            if saved is not None and saved.is_in(self.folder):
+                check_identity(saved)
+            return saved
 
     def restore(
         self,
@@ -201,9 +204,7 @@ class CheckpointManager:
             if checkpoint is None:
                 checkpoint = find_checkpoint(named, prefer=("latest",))
                 verify(checkpoint)
-        if checkpoint is not None:
-            check_identity(checkpoint, path)
-        elif path is not None and (path / "config.yaml").exists():
+        if checkpoint is None and path is not None and (path / "config.yaml").exists():
             print(f"{path} has no checkpoint; starting from the beginning, with the settings of its config.yaml")
             begun = Begun(path, read_settings(path))
         return path, checkpoint, begun

@@ -6,7 +6,6 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from utils.config.bounds import require
 from utils.data.record import FILE as SAMPLES
 from utils.errors import UserError, split_error
 from utils.files import read_json, read_text, write_file
@@ -71,29 +70,6 @@ def verify(checkpoint: Path) -> None:
     with suppress(OSError):
         good, _ = newest_good(checkpoint.parent)
     raise UserError(damage, f"{good or 'no other checkpoint there'} is good")
-
-
-def check_identity(checkpoint: Path, run: Path | None) -> None:
-    """Raise UserError if a checkpoint was renamed, or if it is in the folder of `run`, beside one of another run.
-
-    Resumes and saves delete checkpoints by their names. Damaged ones are left to `newest_good`.
-    """
-    inside = run is not None and checkpoint.parent.parent.resolve() == run.resolve()
-    own = _identity(checkpoint)
-    for path in checkpoints_of(checkpoint.parent) if inside else [checkpoint] * is_checkpoint_name(checkpoint.name):
-        found = _identity(path)
-        if own is None or found in (None, (path.name, own[1])) or damage_of(path):
-            continue
-        require(found[0] == path.name, f"{path}: holds {found[0]}", f"rename it to {found[0]}")
-        raise UserError(f"{path}: is of another run than {checkpoint.name}", "move one of them to another folder")
-
-
-def _identity(checkpoint: Path) -> tuple[str, str] | None:
-    """The name of a checkpoint and its run by its state.json; None if this is malformed."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        state = read_json(checkpoint / "state.json")["state"]
-        return checkpoint_of(checkpoint, state["step"]).name, state["run_id"]
-    return None
 
 
 def files_of(checkpoint: Path) -> dict[str, dict]:

@@ -51,11 +51,12 @@ def keep_settings(config: TrainConfig, given: Set[str], saved: Begun) -> TrainCo
     Raises UserError if they contradict each other.
     """
     own = {name for name in given if name not in KEPT or getattr(config, name) != getattr(TrainConfig, name)}
+    batch = {"batch_size", "grad_accum"}
     own |= {*OF_THIS_MACHINE}
     if isinstance(saved, SavedRun):
-        own |= {"batch_size", "grad_accum"}  # `choose_batch` chooses them
-    elif given & {"batch_size", "grad_accum"}:
-        own |= {"batch_size", "grad_accum", "global_batch_size"}  # which these two imply, as in a new run
+        own |= batch  # `choose_batch` chooses them
+    elif given & batch:
+        own |= batch | {"global_batch_size"}  # which they imply, as in a new run
     own |= {"max_steps"} if "epochs" in given else set()
     own |= {"mixed_precision"} if precision_is_chosen() else set()
     there = vars(saved.settings)
@@ -79,14 +80,12 @@ def restore_state(
     if saved is None:
         return TrainState(batch_size=batch_size, run_id=uuid.uuid4().hex)
     check_same_run(saved, config, plan, data)
-    first_repeated = saved.state.step + (not saved.state.owes_evaluation)
-    done = [each for each in saved.state.evaluations if (each["step"] or 0) < first_repeated]
-    state = replace(saved.state, evaluations=done)
+    state = replace(saved.state)
     problem = f"{saved.path / 'state.json'}: step {state.step} and the position in the data contradict each other"
-    require(state.place[1:] == plan.at(state.step), problem, "use another checkpoint")
+    require((state.epoch, state.position) == plan.at(state.step), problem, "use another checkpoint")
     state.batch_size = max(state.batch_size, batch_size)
     metric = saved.settings.best_metric
-    if folder is None or saved.path.parent.parent.resolve() != folder.resolve():
+    if not saved.is_in(folder):
         state.run_id = uuid.uuid4().hex
         state.best = state.best_step = None  # the best checkpoint belongs to the earlier run
         if metric != config.best_metric:
