@@ -158,7 +158,7 @@ def make_batches(sets: Sequence[AnyDataset], setup: Setup, ranks: Ranks) -> list
     config, state = setup.config, setup.state
     with ranks.agree():
         train_set, eval_set = keep_on_device(sets, config, ranks.device)
-    updates = max(0, setup.updates - state.step)
+    updates = max(1, setup.updates - state.step)  # one, even if the run is complete, for a dry run
     order = UpdateSampler(setup.plan, ranks.topology.world_size, updates, state.step)
     blocks = evaluation_blocks(len(eval_set), config.eval_batch_size)
     parts = [(train_set, order), (eval_set, blocks)]

@@ -147,14 +147,16 @@ def _train_and_change_rank_1(flags, what, kinds):
 def test_ranks_that_train_different_weights_end_at_the_next_save_which_saves_nothing(what):
     line = refused(partial(_train_and_change_rank_1, what=what, kinds=False), *FLAGS, processes=2)
     name = {"weight": "output.weight", "momentum": "output.weight, momentum_buffer"}[what]
-    assert f"after update 6, ranks 0 and 1 differ in {name}; " in line and "a device may be faulty" in line
+    assert (
+        f"after update 6, {name} of rank 1 differs from that of rank 0; " in line and "a device may be faulty" in line
+    )
     assert newest_good(Path("runs/run/checkpoints"))[0].name == "step-00000004"
 
 
 def test_ranks_with_different_processors_may_round_differently_which_is_said_once():
     main, other = run_ranks(2, _train_and_change_rank_1, FLAGS, "weight", True)
     assert (main.code, other.code) == (0, 0), main.err
-    assert main.out.count("processors round differently (processor 0; processor 1)") == 1 and other.out == ""
+    assert main.out.count("processors round differently: processor 0; processor 1;") == 1 and other.out == ""
     assert newest_good(Path("runs/run/checkpoints"))[0].name == "step-00000009"
 
 

@@ -89,12 +89,12 @@ def sum_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _sum_bits(tensor: Tensor) -> Tensor:
-    in_memory = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)  # in this order, `reshape` copies nothing
-    values = tensor.permute(in_memory).reshape(-1)
+    # The values as they are in memory, which copies nothing.
+    values = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True)).reshape(-1)
     fits = values.nbytes % 8 == values.storage_offset() * values.itemsize % 8 == 0
     words = values.view(torch.int64 if fits else torch.uint8)  # larger words are faster
-    rows = len(words) // _COLUMNS
-    sums, rest = words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0), words[rows * _COLUMNS :]
+    end = len(words) // _COLUMNS * _COLUMNS
+    sums, rest = words[:end].view(-1, _COLUMNS).sum(0), words[end:]
     sums[: len(rest)] += rest
     return (sums * torch.arange(1, 2 * _COLUMNS, 2, device=sums.device)).sum()  # odd: no bit changes unseen
 

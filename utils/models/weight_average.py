@@ -6,8 +6,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from utils.console import join_names
-from utils.models.checking import bad_tensors
 from utils.models.sharded import copy_into, distinct_state, local
 
 
@@ -51,8 +49,6 @@ class WeightAverage:
         return self._state
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        if bad := bad_tensors(state_dict):
-            raise ValueError(f"NaN or infinite: {join_names(bad, 3)}")
         for name, average in self._state.items():
             copy_into(average, state_dict[name])
 

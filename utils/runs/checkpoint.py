@@ -75,8 +75,10 @@ class CheckpointManager:
         # The main process may have to wait for the lock, and it verifies large files.
         self.folder, checkpoint, self.begun = self.ranks.from_main(self._find, patient=True)
         with self.ranks.agree():
-            saved = read_checkpoint(checkpoint) if checkpoint else None
-            if saved is not None and saved.is_in(self.folder):
+            if checkpoint is None:
+                return None
+            saved = read_checkpoint(checkpoint)
+            if saved.is_in(self.folder):
                 check_identity(saved)
             return saved
 

@@ -252,6 +252,8 @@ def load_parts(checkpoint: Path, parts: Mapping[str, Part]) -> list[str]:
             tensors = load_safetensors(path)
             if difference := _difference(tensors, part.state_dict()):
                 raise ValueError(f"{difference} in this run")
+            if name == EMA and (bad := bad_tensors(tensors)):
+                raise ValueError(f"NaN or infinite: {join_names(bad, 3)}")
             part.load_state_dict(tensors)
         except Exception as error:  # of any class, if a value is malformed
             problem = f"{path}: does not fit this run's {name} ({one_line(error)[:160]})"

@@ -51,12 +51,10 @@ def keep_settings(config: TrainConfig, given: Set[str], saved: Begun) -> TrainCo
     Raises UserError if they contradict each other.
     """
     own = {name for name in given if name not in KEPT or getattr(config, name) != getattr(TrainConfig, name)}
-    batch = {"batch_size", "grad_accum"}
     own |= {*OF_THIS_MACHINE}
-    if isinstance(saved, SavedRun):
-        own |= batch  # `choose_batch` chooses them
-    elif given & batch:
-        own |= batch | {"global_batch_size"}  # which they imply, as in a new run
+    batch = {"batch_size", "grad_accum", "global_batch_size"}  # given together: one follows from the others
+    if isinstance(saved, SavedRun) or given & batch:
+        own |= batch  # `choose_batch` takes those of a checkpoint
     own |= {"max_steps"} if "epochs" in given else set()
     own |= {"mixed_precision"} if precision_is_chosen() else set()
     there = vars(saved.settings)

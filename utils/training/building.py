@@ -76,7 +76,7 @@ def fill_settings(
     sizes do not work.
     """
     with ranks.agree():
-        if (before := saved or begun) is not None and given is not None:
+        if (before := saved or begun) and given is not None:
             config = keep_settings(config, given, before)
             check_settings(config, ranks)
         for names in TABLES:

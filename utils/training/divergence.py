@@ -7,6 +7,7 @@ import math
 import shlex
 from functools import cache
 
+from utils.config.bounds import require
 from utils.console import join_names
 from utils.errors import UserError
 from utils.launch.command import script_command
@@ -93,18 +94,18 @@ def compare_ranks(run: Run) -> None:
     if run.ranks.topology.world_size == 1 or is_sharded(run.module):
         return
     found = run.ranks.gather((run.ranks.rounding, sum_bits(trained_tensors(run.module, run.optimizer))))
+    kinds = sorted({kind for kind, _ in found})
     for name in found[0][1]:
         values = [sums.get(name) for _, sums in found]
         usual = max(values, key=values.count)
-        if values.count(usual) == len(values):
-            continue
-        if len(kinds := sorted({kind for kind, _ in found})) > 1:
-            what = "the weights of the ranks differ, because their processors round differently"
-            return _say_once(run.log, f"{what} ({'; '.join(kinds)}); checkpoints have those of rank 0")
-        odd = next(rank for rank, value in enumerate(values) if value != usual)
-        problem = f"after update {run.state.step}, ranks {values.index(usual)} and {odd} differ in {name}"
+        odd = [rank for rank, value in enumerate(values) if value != usual]
+        if odd and len(kinds) > 1:
+            between = f"{'; '.join(kinds)}; checkpoints have those of rank 0"
+            return _say_once(run.log, f"the ranks' weights differ, as their processors round differently: {between}")
+        where = f"after update {run.state.step}, {name} of rank {join_names(odd)} differs from that of rank"
         fix = "own code must change gradients and weights in the same way on all ranks; if there is none, a device"
-        raise UserError(problem, f"{fix} may be faulty: test them, then resume from the last checkpoint")
+        fix = f"{fix} may be faulty: test them, then resume from the last checkpoint"
+        require(not odd, f"{where} {values.index(usual)}", fix)
 
 
 _say_once = cache(RunLog.say)

@@ -43,9 +43,6 @@ def dry_run(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> dict:
     block = evaluation_blocks(len(run.data.evaluation), run.config.eval_batch_size).largest
     where = "GPU memory" if run.accelerator.device.type == "cuda" else "memory of a process"
     try:
-        if run.state.step >= run.updates:
-            run.log.say(f"dry run: all {run.state.step} updates were already done; raise --epochs or --max_steps")
-            return {}
         seconds, memory = _measured(run, lambda: _first_update(run, update))
         eval_seconds, eval_memory = _measured(run, lambda: _first_block(run))
         run.log.say(
