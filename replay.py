@@ -11,14 +11,12 @@ from utils.output import guard_output  # the first import: see its docstring
 
 # isort: split
 import heapq
-import json
 import math
 import pdb
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -37,6 +35,7 @@ from utils.models.layers import restored_buffers
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import Stopping
 from utils.runs.inference import given_settings
+from utils.runs.log import read_log
 from utils.runs.manifest import checkpoints_of, damage_of, step_of
 from utils.training.first_batch import label_lines, picture
 from utils.training.loop import synchronise, training_record
@@ -79,14 +78,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         batches = iter(run.train_batches)
         recompute(run, batches, flags.update - 1)
         return show(run, batches, flags)
-
-
-def read_log(folder: Path) -> list[dict[str, Any]]:
-    """The records of a run. Raises ValueError if its folder has no log."""
-    path = folder / "log.jsonl"
-    require(path.is_file(), f"--run {folder}: has no log.jsonl", "name a run folder, such as runs/NAME")
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # a run may be writing the last line
-    return [json.loads(line) for line in lines]
 
 
 def make_settings(flags: ReplayConfig, records: list[dict], scratch: str) -> TrainConfig:
@@ -165,8 +156,8 @@ def compare_losses(run: Run, loss: float, flags: ReplayConfig) -> str:
     first = different[0]
     return (
         f"logged losses recomputed: {len(again)}; {len(different)} differ, the first at update {first}: "
-        f"{ours[first]} instead of {logged[first]}. On another number of processes, only runs with --microbatches "
-        "repeat every bit"
+        f"{ours[first]} instead of {logged[first]}. Another number of processes repeats every bit only with "
+        "--microbatches, and a GPU only with these or --deterministic"
     )
 
 

@@ -99,7 +99,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     """
     checkpoints = CheckpointManager(config, ranks)
     saved = checkpoints.newest()  # None if the run is new
-    config, source = fill_settings(config, given, saved, ranks)
+    config, source = fill_settings(config, given, saved, checkpoints.begun, ranks)
     accelerator: Accelerator = make_accelerator(ranks, config)
     data = find_data(config, saved, ranks)
     with ranks.agree("resolving the settings"):  # the only place where they follow from the data
@@ -135,7 +135,6 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
         ranks=ranks,
         stopping=stopping,
         accelerator=accelerator,
-        folder=folder,
         checkpoints=checkpoints,
         model=model,
         module=module,
@@ -159,8 +158,8 @@ def make_batches(sets: Sequence[AnyDataset], setup: Setup, ranks: Ranks) -> list
     config, state = setup.config, setup.state
     with ranks.agree():
         train_set, eval_set = keep_on_device(sets, config, ranks.device)
-    updates = max(0, setup.updates - state.step)
-    order = UpdateSampler(setup.plan, ranks.topology.world_size, updates, state.place)
+    updates = max(1, setup.updates - state.step)  # one, even if the run is complete, for a dry run
+    order = UpdateSampler(setup.plan, ranks.topology.world_size, updates, state.step)
     blocks = evaluation_blocks(len(eval_set), config.eval_batch_size)
     parts = [(train_set, order), (eval_set, blocks)]
     return make_loaders(parts, config, ranks.threads, ranks.device)

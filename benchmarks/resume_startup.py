@@ -73,7 +73,7 @@ def make_order(samples: int, step: int, whole: bool) -> dict[str, float]:
     if whole:
         name, held = "Order alone", permutation(samples, plan.seed, epoch=0)
     else:
-        name, held = "Sampler's first microbatch", iter(UpdateSampler(plan, 1, 1, (step, *plan.at(step))))
+        name, held = "Sampler's first microbatch", iter(UpdateSampler(plan, 1, 1, step))
         next(held)
     seconds, peak, kept = time.process_time() - begun, resident("VmHWM") - before, resident("VmRSS") - before
     return {f"{name}, processor time, s": seconds, f"{name}, peak memory, MB": peak, f"{name}, memory kept, MB": kept}

@@ -2,6 +2,7 @@
 
 import re
 import signal
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,8 @@ from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
 from utils.data.order import permutation
 from utils.data.selection import load_data
+from utils.models.checking import sum_bits
+from utils.ranks.ranks import Ranks
 from utils.runs.manifest import newest_good, write_manifest
 
 FLAGS = ["--model", "mlp", "--global_batch_size", "12", "--threads", "1", "--lr", "0.01", "--run_name", "run"]
@@ -118,3 +121,54 @@ def test_a_nan_evaluation_at_the_end_of_a_run_is_reported():
 def _enlarge(parameters):
     for parameter in parameters:
         parameter.data.mul_(1e38)
+
+
+# Ranks that train different weights.
+
+
+def _train_and_change_rank_1(flags, what, kinds):
+    """After update 6, a bit of rank 1 differs; with `kinds`, so do the kinds of processor."""
+    update = train.train_update
+
+    def changing(run, batches):
+        update(run, batches)
+        if run.state.step == 6 and run.ranks.topology.rank == 1:
+            parameter = dict(run.module.named_parameters())["output.weight"]
+            tensor = parameter.data if what == "weight" else run.optimizer.state[parameter]["momentum_buffer"]
+            tensor.view(torch.int32)[3, 5] ^= 1
+
+    train.train_update = changing
+    if kinds:
+        Ranks.rounding = property(lambda ranks: f"processor {ranks.topology.rank}")
+    train.main(flags)
+
+
+@pytest.mark.parametrize("what", ["weight", "momentum"])
+def test_ranks_that_train_different_weights_end_at_the_next_save_which_saves_nothing(what):
+    line = refused(partial(_train_and_change_rank_1, what=what, kinds=False), *FLAGS, processes=2)
+    name = {"weight": "output.weight", "momentum": "output.weight, momentum_buffer"}[what]
+    assert (
+        f"after update 6, {name} of rank 1 differs from that of rank 0; " in line and "a device may be faulty" in line
+    )
+    assert newest_good(Path("runs/run/checkpoints"))[0].name == "step-00000004"
+
+
+def test_ranks_with_different_processors_may_round_differently_which_is_said_once():
+    main, other = run_ranks(2, _train_and_change_rank_1, FLAGS, "weight", True)
+    assert (main.code, other.code) == (0, 0), main.err
+    assert main.out.count("processors round differently: processor 0; processor 1;") == 1 and other.out == ""
+    assert newest_good(Path("runs/run/checkpoints"))[0].name == "step-00000009"
+
+
+def test_a_sum_of_bits_changes_with_each_bit_and_each_exchange():
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.bool):
+        tensor = torch.randn(5, 3, 37, 33).round().to(dtype)
+        other = tensor.clone(memory_format=torch.channels_last)
+        cases = tensor, tensor.clone(), tensor.flip(0), other, other.clone()
+        found = [sum_bits({"a": values})["a"] for values in cases]
+        assert found[0] == found[1] != found[2] and found[3] == found[4]
+        changed = tensor.clone().flatten()
+        changed.view(torch.uint8)[-1] ^= 1
+        assert sum_bits({"a": changed.view_as(tensor)})["a"] != found[0]
+    scalars = {"step": torch.tensor(3.0), "odd": torch.randn(8)[1:], "empty": torch.randn(0, 4)}
+    assert sum_bits(scalars) == sum_bits({name: tensor.clone() for name, tensor in scalars.items()})

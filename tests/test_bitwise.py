@@ -379,7 +379,16 @@ def test_a_replay_computes_the_logged_losses_again(more):
         assert f"logged losses recomputed: {again}, all bit-identical" in outcome.out
         assert f"update {update}: loss {logged[update]}\n" in outcome.out
         assert "dropout masks" not in outcome.out  # a replay computes the microbatches of the run
+        assert "the run continues without it" not in outcome.out  # every sink can show the records
     assert not list(Path("home").rglob("*.npy"))  # the run's folder of decoded images is used
+    log = Path("runs/run/log.jsonl")
+    log.write_text(log.read_text().replace(f'"loss": {logged[6]}', '"loss": 7.0'))
+    (outcome,) = run_ranks(1, replay.main, ["--run", "runs/run", "--cpu", "--update", "6"])
+    assert f"1 differ, the first at update 6: {logged[6]} instead of 7.0. Another number of processes" in outcome.out
+    assert "and a GPU only with these or --deterministic" in outcome.out
+    log.write_text(log.read_text() + "half\n")
+    line = refused(replay.main, "--run", "runs/run", "--cpu", "--update", "6")
+    assert "runs/run/log.jsonl: line " in line and line.endswith(" is damaged; delete it")
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -212,6 +212,7 @@ def test_a_resume_with_another_optimizer_model_or_data_is_refused_by_name():
         (("--optimizer", "adamw"), "was trained with a --optimizer of sgd, not adamw"),
         (("--model", "mlp"), "was trained with a --model of mnist_cnn, not mlp"),
         (("--global_batch_size", "60"), "was trained with a global batch size of 120, not 60"),
+        (("--drop_last",), "was trained with a --drop_last of False, not True"),  # other updates would end an epoch
         (("--max_train_samples", "400"), "was trained with training samples of 480, not 400"),
         (("--data", "synthetic/10x12x480"), "split 'train' had 1797 samples and now has 480"),
     ):
@@ -349,6 +350,45 @@ def test_a_part_that_does_not_fit_is_one_line_and_changes_nothing():
         line = refused(train_with_average, *RUN)
         assert str(path) in line and text in line
         assert log.read_bytes() == logged and CHECKPOINT.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "key", "text"),
+    [
+        ("sgd", None, "momentum_buffer: nothing in the checkpoint"),
+        ("adamw", "exp_avg", "exp_avg: nothing in the checkpoint"),
+        ("adamw", None, "without a state of the optimizer in the checkpoint, as before the first gradient: "),
+    ],
+)
+def test_a_state_of_a_parameter_that_is_missing_is_refused_or_said(optimizer, key, text):
+    """The state of SGD is never missing; adamw has none for a parameter before its first gradient."""
+    flags = ["--model", "mlp", "--max_train_samples", "240", "--max_steps", "4", "--report", "false"]
+    flags += ["--threads", "1", "--optimizer", optimizer, "--run_name", "run", "--global_batch_size", "120"]
+    returned(1, train.main, flags)
+    path, name = CHECKPOINT / "optimizer.bin", "output.bias"
+    saved = torch.load(path, weights_only=True)
+    (group,) = (group for group in saved["param_groups"] if name in group["param_names"])
+    number = group["params"][group["param_names"].index(name)]
+    _ = saved["state"].pop(number) if key is None else saved["state"][number].pop(key)
+    torch.save(saved, path)
+    rewrite_manifest(CHECKPOINT)
+    (outcome,) = run_ranks(1, train.main, [*flags, "--resume", "auto", "--max_steps", "5"])
+    assert text in outcome.out + outcome.err
+    assert outcome.code == (0 if "without" in text else 2) and "Traceback" not in outcome.err
+
+
+def test_an_average_with_a_nan_is_refused_as_weights_are():
+    for kind in ("ema", "model"):
+        flags = ["--run_name", kind, *SHORT, "--ema_decay", "0.5", "--max_steps", "4"]
+        returned(1, train.main, flags)
+        checkpoint = Path(f"runs/{kind}/checkpoints/step-00000004")
+        tensors = load_file(checkpoint / f"{kind}.safetensors")
+        name = next(iter(tensors))
+        tensors[name].view(-1)[0] = torch.nan
+        save_file(tensors, checkpoint / f"{kind}.safetensors")
+        rewrite_manifest(checkpoint)
+        line = refused(train.main, *flags, "--resume", "auto", "--max_steps", "7")
+        assert f"{checkpoint}" in line and "NaN or infinite" in line and name in line
 
 
 def test_the_loss_scale_of_fp16_is_a_part():

@@ -21,7 +21,7 @@ import train
 from utils.config.settings import FORMAT, OTHER_FORMAT, TrainConfig
 from utils.models import weight_files
 from utils.runs import manifest
-from utils.runs.manifest import damage_of, newest_good, write_manifest
+from utils.runs.manifest import NEEDED, damage_of, newest_good, write_manifest
 from utils.runs.metadata import read_settings
 from utils.runs.state import TrainState
 from utils.version import VERSION
@@ -158,9 +158,10 @@ def test_each_change_of_one_byte_of_a_manifest_is_seen(tmp_path):
     """Each bit flipped, and each byte replaced by one that a reader of text or of JSON might take for the same."""
     checkpoint = tmp_path / "step-00000001"
     checkpoint.mkdir()
-    (checkpoint / "a").write_text("a")
+    for name in NEEDED:
+        (checkpoint / name).write_text("a")
     write_manifest(checkpoint)
-    assert damage_of(checkpoint, needed=["a"]) is None
+    assert damage_of(checkpoint) is None
     path, written = checkpoint / "manifest.json", (checkpoint / "manifest.json").read_bytes()
     changes = [written.replace(b"\n", b"\r\n"), written[:-1], written + b"\n", b" " + written]
     for position, byte in enumerate(written):
@@ -168,7 +169,7 @@ def test_each_change_of_one_byte_of_a_manifest_is_seen(tmp_path):
             changes.append(written[:position] + bytes([other]) + written[position + 1 :])
     for changed in changes:
         path.write_bytes(changed)
-        assert str(checkpoint) in (damage_of(checkpoint, needed=["a"]) or ""), changed
+        assert str(checkpoint) in (damage_of(checkpoint) or ""), changed
 
 
 def test_a_disk_that_cannot_read_counts_as_damage_and_the_file_is_named():
@@ -268,6 +269,30 @@ def _verified_and_read(flags):
         watch(owner, name)
     train.main(flags)
     return paths
+
+
+# Folders that were renamed or merged.
+
+
+@pytest.mark.parametrize("resume", ["auto", str(CHECKPOINTS / STEPS[1])])
+def test_a_checkpoint_under_another_name_is_refused_before_anything_is_deleted(resume):
+    renamed = CHECKPOINTS / "step-00000099"
+    NEWEST.rename(renamed)
+    before = contents(RUN)
+    refused(run_one(train.main, (*RESUME, "--resume", resume)), f"{renamed}: holds {STEPS[3]}; rename it to {STEPS[3]}")
+    assert contents(RUN) == before
+    renamed.rename(NEWEST)
+    assert run_one(train.main, RESUME).code == 0 and same_tensors(weights("run"), weights("whole"))
+
+
+@pytest.mark.parametrize("resume", ["auto", str(NEWEST)])
+def test_checkpoints_of_two_runs_in_one_folder_are_refused_before_any_is_deleted(resume):
+    (other,) = Path("runs/whole/checkpoints").glob("step-00000010")
+    shutil.move(other, CHECKPOINTS)
+    before = contents(RUN)
+    line = "is of another run than step-000000"
+    refused(run_one(train.main, (*RESUME, "--resume", resume)), line, "move one of them to another folder")
+    assert contents(RUN) == before
 
 
 # Permissions, as a user who is not root.
@@ -489,14 +514,6 @@ def test_a_state_may_lack_fields_that_were_added_later_and_no_other():
     del values["step"]
     with pytest.raises(ValueError, match="'step' is missing or malformed"):
         LaterState.from_dict(values)
-
-
-def test_a_resumed_run_forgets_the_evaluations_after_its_checkpoint():
-    later = [{"step": step, "accuracy": 0.5} for step in (8, 9, 10)]
-    change_state(lambda values: values["state"]["evaluations"].extend(later))
-    train_run(1, "run", *RESUME[2:])
-    found = json.loads((CHECKPOINTS / "step-00000010/state.json").read_text())["state"]["evaluations"]
-    assert [evaluation["step"] for evaluation in found] == [8, 8, 10]  # update 8 had one already
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])

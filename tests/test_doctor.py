@@ -260,7 +260,7 @@ def training(tmp_path):
         command = ["sh", "-c", f"{sys.executable} {script} & echo $!; {end}", "torchrun", str(script)]
         shells.append(subprocess.Popen(command, env=os.environ | env, stdout=subprocess.PIPE, text=True))
         scripts.append(psutil.Process(int(shells[-1].stdout.readline())))
-        until(lambda: str(script) in scripts[-1].cmdline())
+        until(lambda: scripts[-1].cmdline()[1:] == [str(script)])  # until then it is a copy of the shell
         if not stays:
             shells[-1].wait()
         return scripts[-1].pid

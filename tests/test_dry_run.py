@@ -52,6 +52,14 @@ def test_a_dry_run_of_a_resume_starts_from_its_checkpoint_and_does_not_change_it
     assert files() == before
 
 
+def test_a_complete_run_can_be_tried_too():
+    train_run(2, "run", *FLAGS)
+    outcomes = run_ranks(2, train.main, [*FLAGS, "--resume", "auto", "--dry_run"])
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].err
+    assert "dry run: an update of 128 images took" in outcomes[0].out and "3 in all, from 3" in outcomes[0].out
+    assert [path.name for path in Path("runs").iterdir()] == ["run"]
+
+
 @pytest.mark.parametrize("training,fix", [(True, "raise --grad_accum"), (False, "lower --eval_batch_size")])
 @pytest.mark.parametrize("flags", [["--dry_run"], pytest.param(["--eval_every", "1"], marks=pytest.mark.full)])
 def test_a_batch_that_does_not_fit_is_one_line_with_the_setting_that_helps(training, fix, flags):

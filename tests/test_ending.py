@@ -63,6 +63,12 @@ def test_a_resumed_run_ends_at_the_same_update_with_the_same_bits_also_in_a_new_
     assert numbers("second")[-1] == numbers("run")[-1]
     train_run(1, "second", *STOPPING, "--resume", "auto")
     assert len(records("second", "end")) == 1 and newest("second") == newest("run")
+    log = Path("runs/second/log.jsonl")
+    lines = log.read_text().splitlines(True)
+    log.write_text("".join(line for line in lines if '"end"' not in line))  # as if killed after the last checkpoint
+    assert records("second", "end") == []
+    train_run(1, "second", *STOPPING, "--resume", "auto")
+    assert [end["step"] for end in records("second", "end")] == [newest("run")]
     more = ["--early_stopping", "6", "--resume", "auto", "--max_steps", str(newest("run") + 3)]
     train_run(1, "second", *STOPPING, *more)
     assert newest("second") == newest("run") + 3

@@ -85,7 +85,7 @@ def test_every_first_place_is_equally_likely():
 def test_a_sampler_started_anywhere_continues_the_same_order(position):
     plan, updates = Plan(samples=103, global_batch_size=24, microbatches=4, seed=5), position // 24
     whole = [(*m[:3], m.indices.tolist()) for m in UpdateSampler(plan, 2, 10)]
-    rest = [(*m[:3], m.indices.tolist()) for m in UpdateSampler(plan, 2, 10 - updates, (updates, 0, position))]
+    rest = [(*m[:3], m.indices.tolist()) for m in UpdateSampler(plan, 2, 10 - updates, updates)]
     assert rest == whole[4 * updates :]
     assert [place[:3] for place in whole[20:24]] == [(5, 1, 0), (5, 1, 2), (5, 1, 1), (5, 1, 3)]
 
@@ -93,7 +93,7 @@ def test_a_sampler_started_anywhere_continues_the_same_order(position):
 def test_another_number_of_pieces_continues_at_the_next_sample():
     before, after = Plan(103, 24, 2, seed=5), Plan(103, 24, 3, seed=5)
     whole = [microbatch.indices.tolist() for microbatch in UpdateSampler(before, 1, 5)]
-    rest = [microbatch.indices.tolist() for microbatch in UpdateSampler(after, 3, 3, (2, 0, 48))]
+    rest = [microbatch.indices.tolist() for microbatch in UpdateSampler(after, 3, 3, 2)]
     assert sum(whole[:4], []) + sum(rest, []) == permutation(103, 5, 0).tolist()
 
 
@@ -117,8 +117,6 @@ def test_few_evaluation_samples_are_cut_into_up_to_sixteen_blocks_and_many_by_th
 
 def test_positions_run_on_without_a_gap():
     plan = Plan(103, 24, 1, seed=0)
-    places = [(0, 0)]
-    for _ in range(11):
-        places.append(plan.advance(*places[-1]))
+    places = [plan.at(update) for update in range(12)]
     consumed = [epoch * 103 + position for epoch, position in places]
     assert [b - a for a, b in pairwise(consumed)] == [24, 24, 24, 24, 7] * 2 + [24]

@@ -11,9 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from helpers.make_data import image_folder
 from helpers.ranks import run_ranks
-from helpers.training_runs import ROOT, records, refused, train_run, working_in
+from helpers.training_runs import ROOT, records, refused, rewrite_manifest, train_run, working_in
 
 import eval
 import train
@@ -129,6 +130,23 @@ def test_a_pipe_that_another_program_made_non_blocking_loses_nothing(monkeypatch
     os.close(stdout.fileno())
     reader.join()
     assert read[0] == b"x" * 500_000 + b"\n"
+
+
+def test_escape_codes_in_a_checkpoint_do_not_reach_the_terminal(tmp_path):
+    train_run(1, "run", *FLAGS)
+    checkpoint, red = find_checkpoint(Path("runs/run")), "\x1b[31m\x9b31mred"
+    settings = checkpoint / "config.yaml"
+    values = yaml.safe_load(settings.read_text())
+    settings.write_text(yaml.safe_dump(values | {"data": f"{red} data"}))
+    rewrite_manifest(checkpoint)
+    command = f'"$python" "$root/train.py" --resume {checkpoint} --cpu --threads 1 --max_steps 4'
+    done = shell(f"{command} --data digits")
+    assert done.returncode == 0 and b"?[31m" in done.stdout and b"\x1b" not in done.stdout, done.stderr
+    state = checkpoint / "state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"format": 9, "versions": {"lockstep": red}}))
+    rewrite_manifest(checkpoint)
+    done = shell(command)
+    assert done.returncode == 2 and b"format 9, of Lockstep <U+001B>[31m<U+009B>31mred;" in done.stderr, done.stderr
 
 
 def test_streams_of_notebooks_and_tests_stay_as_they_are(monkeypatch):

@@ -530,7 +530,9 @@ def test_a_thousand_classes_make_a_small_page(tmp_path):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["nowhere"], "nowhere: is not a run folder"),
+        (["nowhere"], "nowhere: has no config.yaml; name a run folder"),
+        (["cut"], "cut/log.jsonl: line 3 is damaged; delete it"),
+        (["list"], "list/report.json: is damaged; delete it"),
         (["a", "a"], "--out is missing"),
         (["old"], "has no attribute 'threads'"),
     ],
@@ -540,6 +542,9 @@ def test_mistakes_in_the_command_are_one_line(words, error, tmp_path, monkeypatc
     for name in ("a", "old"):
         log = made_up(Path(name)) / "log.jsonl"
     log.write_text(log.read_text().replace("threads", "workers"))
+    lines = (made_up(Path("cut")) / "log.jsonl").read_text().splitlines(True)
+    Path("cut/log.jsonl").write_text("".join([*lines[:2], "5\n", *lines[2:]]))
+    (made_up(Path("list")) / "report.json").write_text("[]")
     with pytest.raises(SystemExit, match="2"):
         main(words)
     assert re.search(f"^python -m utils.report: error: .*{error}", capsys.readouterr().err.splitlines()[-1])

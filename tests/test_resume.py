@@ -1,6 +1,8 @@
 """What a resume derives anew, and when checkpoints are due."""
 
 import os
+import shutil
+import signal
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -8,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import records, refused, train_run
+from helpers.training_runs import records, refused, same_tensors, train_run, weights
 
 import eval
 import train
@@ -158,6 +160,35 @@ def test_a_resumed_run_has_the_data_and_settings_of_its_checkpoint_unless_others
     assert new == replace(old, label_smoothing=0.0, epochs=1, max_steps=None, grad_accum=1, report_to=None)
     assert [record["step"] for record in records("new", "start")] == [2, 3]
     assert records("new", "train")[-1]["step"] == 12
+
+
+def test_a_run_killed_before_its_first_checkpoint_continues_with_its_own_settings():
+    flags = ["--model", "mlp", "--max_train_samples", "480", "--threads", "1", "--lr", "0.01", "--momentum", "0.5"]
+    flags += ["--batch_size", "30", "--grad_accum", "2", "--max_steps", "5", "--seed", "3", "--report", "false"]
+    train_run(2, "whole", *flags)
+    outcomes = run_ranks(2, _train_until_killed, ["--run_name", "run", *flags])
+    assert {outcome.code for outcome in outcomes} == {-signal.SIGKILL}
+    assert not list(Path("runs/run/checkpoints").iterdir())
+    (main, _) = run_ranks(2, train.main, ["--run_name", "run", "--resume", "auto", "--threads", "1"])
+    assert main.code == 0 and "no checkpoint; starting from the beginning, with the settings of its config" in main.out
+    assert read_config(Path("runs/run/config.yaml")) == read_config(Path("runs/whole/config.yaml"))
+    assert batch_of(records("run", "start")[-1]) == (2, 30, 2, 120) and same_tensors(weights("run"), weights("whole"))
+    shutil.rmtree("runs/run/checkpoints")
+    train_run(1, "run", "--batch_size", "60", "--seed", "4", "--max_steps", "2", "--resume", "auto")  # given: used
+    assert batch_of(records("run", "start")[-1]) == (1, 60, 1, 60)
+    assert read_config(Path("runs/run/config.yaml")).seed == 4
+
+
+def _train_until_killed(flags):
+    update = train.train_update
+
+    def killed(run, batches):
+        update(run, batches)
+        if run.state.step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train.train_update = killed
+    train.main(flags)
 
 
 def test_given_settings_are_checked_with_those_of_the_checkpoint():

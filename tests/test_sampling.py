@@ -120,8 +120,7 @@ def test_every_topology_and_every_start_draws_the_same(settings):
     for processes, accum in ((2, 1), (1, 3), (3, 2), (2, 6)):
         plan = make_plan(config, split_of(labels), 24, processes * accum)
         for first in (0, 2, 4, 7):
-            epoch, position = plan.at(first)
-            emitted = list(UpdateSampler(plan, processes, 10 - first, (first, epoch, position)))
+            emitted = list(UpdateSampler(plan, processes, 10 - first, first))
             for whole in alone[first:]:
                 parts = sorted((m for m in emitted if m.update == whole.update), key=lambda m: m.number)
                 assert np.concatenate([m.indices for m in parts]).tolist() == whole.indices.tolist()

@@ -8,6 +8,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from utils.errors import printable
+
 
 class Terminal:
     """Shows progress bars and prints lines on the main process; does nothing on other ranks."""
@@ -43,8 +45,3 @@ def join_names(names: Iterable, most: int = 12) -> str:
 def nfc(name: Any) -> Any:
     """Text in the form in which names are compared: é may be one character, or e and an accent. Others unchanged."""
     return unicodedata.normalize("NFC", name) if isinstance(name, str) else name
-
-
-def printable(name: str) -> str:
-    """The name on one line. Characters that cannot be seen, such as a zero-width space, become their code points."""
-    return "".join(char if char.isprintable() else f"<U+{ord(char):04X}>" for char in " ".join(name.split()))

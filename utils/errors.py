@@ -38,11 +38,16 @@ def shorten(text: str, most: int = 60) -> str:
     return text if len(text) <= most else f"{text[: most * 2 // 3]} ... {text[-most // 3 :]}"
 
 
+def printable(name: str) -> str:
+    """The name on one line. Characters that cannot be seen, such as a zero-width space, become their code points."""
+    return "".join(char if char.isprintable() else f"<U+{ord(char):04X}>" for char in " ".join(name.split()))
+
+
 def one_line(error: BaseException) -> str:
-    """The error's text on one line; for an OSError the name of the file comes first."""
+    """The error's text on one line, see `printable`; for an OSError the name of the file comes first."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split()) or type(error).__name__
+    return printable(str(error)) or type(error).__name__
 
 
 def split_error(error: BaseException) -> tuple[str, str]:

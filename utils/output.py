@@ -16,21 +16,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+_PLAIN = bytes(byte if byte >= 32 or byte in b"\t\n\r" else ord("?") for byte in range(256))
 _ended_with: int | None = None  # the exit code, once the script has ended
 
 
 def guard_output() -> None:
     """Replace sys.stdout and sys.stderr with streams to the same place that never raise.
 
-    A character that the encoding lacks is printed as an escape. Output that cannot be written is dropped. The streams
-    of tests and notebooks, which are not plain text files, are not replaced.
+    A character that the encoding lacks is printed as an escape. Output that cannot be written is dropped. On stdout, a
+    control character becomes a question mark, because a stranger's file may hold it. The streams of tests and
+    notebooks, which are not plain text files, are not replaced.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if type(stream) is io.TextIOWrapper and not isinstance(stream.buffer, _Guarded):
             with suppress(OSError, ValueError):
                 stream.flush()
-            setattr(sys, name, _text(_Guarded(stream), stream.encoding))
+            setattr(sys, name, _text(_Guarded(stream, name == "stdout"), stream.encoding))
 
 
 def leave(code: int) -> NoReturn:
@@ -69,8 +71,8 @@ def _text(raw: "_Guarded | io.FileIO", encoding: str) -> io.TextIOWrapper:
 class _Guarded(io.RawIOBase):
     """Writes bytes to the file of a text stream. Keeps the stream, because deleting it would close its file."""
 
-    def __init__(self, stream: io.TextIOWrapper):
-        self._stream = stream
+    def __init__(self, stream: io.TextIOWrapper, is_plain: bool):
+        self._stream, self._table = stream, _PLAIN if is_plain else None
         self._raw: Any = getattr(stream.buffer, "raw", stream.buffer)
 
     @property
@@ -87,7 +89,7 @@ class _Guarded(io.RawIOBase):
         return self._raw.isatty()
 
     def write(self, data) -> int:
-        rest = memoryview(data)
+        rest = memoryview(bytes(data).translate(self._table))
         with suppress(OSError, ValueError):  # ValueError: the stream was closed
             while rest:
                 written = self._raw.write(rest)

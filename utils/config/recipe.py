@@ -143,7 +143,7 @@ class BatchSettings:
     shares: OneStart[list[PositiveInt] | None] = None
     """With --microbatches: the number of microbatches that each rank computes, such as 11,5 if rank 0 has the faster
     device (default: equal numbers). The trained weights are the same, bit for bit."""
-    drop_last: Chosen[bool] = FROM_DATA
+    drop_last: Chosen[Fixed[bool]] = FROM_DATA
     """Leave out the last samples of an epoch if they do not fill a global batch (default: true if the global
     batch is the default, below 128, and the last one less than half full)."""
 

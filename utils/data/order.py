@@ -100,14 +100,8 @@ class Plan:
         }
 
     def update_size(self, position: int) -> int:
-        """Samples in the update that starts after `position` samples of its epoch; 0 at the epoch's end."""
-        size = min(self.global_batch_size, self.samples - position)
-        return 0 if self.drop_last and size < self.global_batch_size else size
-
-    def advance(self, epoch: int, position: int) -> tuple[int, int]:
-        """The epoch and position of the update after the one at (epoch, position)."""
-        position += self.update_size(position)
-        return (epoch, position) if self.update_size(position) else (epoch + 1, 0)
+        """Samples in the update that starts after `position` samples of its epoch."""
+        return min(self.global_batch_size, self.samples - position)
 
     def at(self, step: int) -> tuple[int, int]:
         """The epoch and position of update `step`, counted from 0."""
@@ -151,12 +145,12 @@ class MicrobatchSampler(Sized, Iterable):
 
 
 class UpdateSampler(MicrobatchSampler):
-    """Yields the microbatches of `updates` updates over all epochs, from `start`: (update, epoch, position).
+    """Yields the microbatches of `updates` updates over all epochs, from update `start`, counted from 0.
 
     The microbatches of an update are yielded in the order in which Accelerate assigns contiguous ranges to the ranks.
     """
 
-    def __init__(self, plan: Plan, processes: int, updates: int, start: tuple[int, int, int] = (0, 0, 0)):
+    def __init__(self, plan: Plan, processes: int, updates: int, start: int = 0):
         self.plan, self.updates, self.start = plan, updates, start
         self.largest = max(plan.microbatch_sizes(0))
         # -1 stands for no microbatch: all ranks must get the same number of batches.
@@ -166,16 +160,16 @@ class UpdateSampler(MicrobatchSampler):
         return self.updates * len(self.numbers)
 
     def __iter__(self) -> Iterator:  # of Microbatch; PyTorch's type hints ask for lists
-        plan, draws, (first, epoch, position) = self.plan, None, self.start
-        for update in range(first, first + self.updates):
-            draws = draws or plan.draws(epoch)
+        plan, drawn = self.plan, -1  # the epoch of the draws
+        for update in range(self.start, self.start + self.updates):
+            epoch, position = plan.at(update)
+            if epoch != drawn:
+                draws, drawn = plan.draws(epoch), epoch
             ends = list(accumulate(plan.microbatch_sizes(position), initial=position))
             for number in self.numbers:
                 begin, end = ends[number : number + 2] if number >= 0 else (0, 0)
                 occurrences = None if draws[1] is None else draws[1][begin:end]
                 yield Microbatch(update, epoch, number, draws[0][begin:end], occurrences)
-            next_epoch, position = plan.advance(epoch, position)
-            draws, epoch = draws if next_epoch == epoch else None, next_epoch
 
 
 class BlockSampler(MicrobatchSampler):

@@ -78,6 +78,27 @@ def hash_tensors(tensors: Iterable[Tensor]) -> str:
     return digest.hexdigest()
 
 
+_COLUMNS = 4093  # a prime: rows or channels in another order change the sum
+
+
+def sum_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """A sum of the bits of each tensor, as integers weighted by their position, modulo 2**64. Waits once."""
+    device = next(iter(tensors.values())).device  # an optimizer may count steps on the host
+    sums = torch.stack([_sum_bits(tensor.detach()).to(device) for tensor in tensors.values()])
+    return dict(zip(tensors, sums.tolist(), strict=True))
+
+
+def _sum_bits(tensor: Tensor) -> Tensor:
+    # The values as they are in memory, which copies nothing.
+    values = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True)).reshape(-1)
+    fits = values.nbytes % 8 == values.storage_offset() * values.itemsize % 8 == 0
+    words = values.view(torch.int64 if fits else torch.uint8)  # larger words are faster
+    end = len(words) // _COLUMNS * _COLUMNS
+    sums, rest = words[:end].view(-1, _COLUMNS).sum(0), words[end:]
+    sums[: len(rest)] += rest
+    return (sums * torch.arange(1, 2 * _COLUMNS, 2, device=sums.device)).sum()  # odd: no bit changes unseen
+
+
 def accept_empty_batches(model: nn.Module) -> None:
     """Let the model compute an image of zeros instead of an empty batch, and return no row of its output.
 

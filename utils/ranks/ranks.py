@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -263,6 +264,16 @@ class Ranks:
         place, late = self.watch.place, self.watch.describe_late()
         self.watch.end(one_line(error))
         return as_lost_rank(error, place, late)
+
+    @property
+    def rounding(self) -> str:
+        """What decides how this rank rounds: its processor, its threads and its version of PyTorch."""
+        processor = torch.backends.cpu.get_cpu_capability()
+        if self.device.type == "cuda":
+            processor = torch.cuda.get_device_name(self.device)
+        elif Path("/proc/cpuinfo").exists():
+            processor += "".join(re.findall(r"model name\s*:(.*)", Path("/proc/cpuinfo").read_text())[:1])
+        return f"{processor}, {self.threads} threads, torch {torch.__version__}"
 
     def describe(self) -> str:
         """This rank's machine, device and process, for the start table."""

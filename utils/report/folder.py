@@ -1,6 +1,5 @@
 """What the page shows of a run folder: its settings, log and pictures, and the analysis of its best checkpoint."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -8,11 +7,12 @@ from typing import Any
 
 from tqdm import tqdm
 
+from utils.config.bounds import require
 from utils.config.settings import OF_THIS_MACHINE, TrainConfig
 from utils.config.yaml_text import read_yaml
-from utils.errors import UserError
 from utils.files import read_json
 from utils.report.html import sheet
+from utils.runs.log import read_log
 
 ANALYSIS = "report.json"
 _LIKE_DEFAULT = {"task": "classification", "grad_accum": 1}  # saved in place of the default, which means the same
@@ -23,15 +23,12 @@ def read_run(folder: Path, images: bool = True) -> dict[str, Any]:
 
     If `images` is False, pictures are left out.
     """
-    log = folder / "log.jsonl"
-    if not log.is_file() or not (folder / "config.yaml").is_file():
-        raise UserError(f"{folder}: is not a run folder, as it has no log.jsonl or no config.yaml", "name a run folder")
-    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]  # a killed run may have cut the last one
-    records = [json.loads(line) for line in lines]
+    require((folder / "config.yaml").is_file(), f"{folder}: has no config.yaml", "name a run folder, such as runs/NAME")
+    records = read_log(folder)
     kinds = {kind: [r for r in records if r.get("kind") == kind] for kind in ("start", "train", "eval")}
     settings, last = read_yaml(folder / "config.yaml"), (kinds["train"] or [{}])[-1]
     best = best_evaluation(kinds["eval"], settings["best_metric"] or "")
-    analysis = _analysis(folder / ANALYSIS, best)
+    analysis = _analysis(folder, best)
     return {
         "name": folder.absolute().name,
         "settings": changed_settings(settings),
@@ -58,12 +55,20 @@ def best_evaluation(records: Sequence[dict[str, Any]], metric: str) -> dict[str,
     return choose(known, key=lambda record: record[metric], default=records[-1] if records else {})
 
 
-def _analysis(path: Path, best: Mapping[str, Any]) -> dict[str, Any]:
-    """The analysis in report.json; empty if there is none, or if training has found a better checkpoint since.
+def read_analysis(folder: Path) -> dict[str, Any]:
+    """The analysis in report.json; empty if there is none."""
+    path = folder / ANALYSIS
+    analysis = read_json(path) if path.is_file() else {}
+    require(isinstance(analysis, dict), f"{path}: is damaged", "delete it")
+    return analysis
+
+
+def _analysis(folder: Path, best: Mapping[str, Any]) -> dict[str, Any]:
+    """The analysis in report.json, unless training has found a better checkpoint since.
 
     An evaluation of eval.py, which names its checkpoint, is kept.
     """
-    analysis = read_json(path) if path.is_file() else {}
+    analysis = read_analysis(folder)
     record = analysis.get("record", {})
     return analysis if "checkpoint" in record or record.get("step") == best.get("step") else {}
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from utils.data.splits import Split
 from utils.errors import one_line
-from utils.files import read_json, write_file
+from utils.files import write_file
 from utils.report.analysis import analyse
-from utils.report.folder import ANALYSIS, read_run, without_places
+from utils.report.folder import ANALYSIS, read_analysis, read_run, without_places
 from utils.report.html import thumbnail
 from utils.report.page import PAGE, write_page
 from utils.runs.log import finite
@@ -93,8 +93,7 @@ def write_report(folder: Path, evaluated: Evaluated) -> None:
         analysis = analyse(found, evaluated.task, evaluated.seed)
         for error in analysis["errors"]:
             error |= thumbnail(evaluated.split, error["index"])
-        older = read_json(path) if path.is_file() else {}
-        common = evaluated.common or older.get("always", {}).get("class")
+        common = evaluated.common or read_analysis(folder).get("always", {}).get("class")
         if common in names and found.labels.ndim == 1:
             share = float((found.labels == names.index(common)).mean())
             analysis["always"] = {"class": common, "accuracy": share}

@@ -34,7 +34,7 @@ from utils.models.sharded import is_sharded, tied_names
 from utils.ranks.ranks import Ranks
 from utils.runs.loading import Part, bytes_to_save, check_savable, load_optimizer, load_parts, write_parts
 from utils.runs.manifest import find_checkpoint, newest_good, verify
-from utils.runs.metadata import SavedRun, read_checkpoint
+from utils.runs.metadata import Begun, SavedRun, check_identity, read_checkpoint, read_settings
 from utils.runs.state import TrainState
 from utils.runs.writing import (
     clean_up,
@@ -61,6 +61,7 @@ class CheckpointManager:
     def __init__(self, config: TrainConfig, ranks: Ranks):
         self.config, self.ranks = config, ranks
         self.folder: Path | None = None  # of the run
+        self.begun: Begun | None = None  # if this folder has settings, but no checkpoint yet; set by `newest`
         self._locked: TextIO | None = None  # on the main process, so that no other run writes there
         self._thread = ThreadPoolExecutor(1)  # Python waits for it before it exits, also after an error
         self._saving: Future[None] | None = None  # the last save, on the main process, until `wait`
@@ -72,9 +73,14 @@ class CheckpointManager:
         For --resume auto, or if --resume names a run folder, it is the newest good one.
         """
         # The main process may have to wait for the lock, and it verifies large files.
-        self.folder, checkpoint = self.ranks.from_main(self._find, patient=True)
+        self.folder, checkpoint, self.begun = self.ranks.from_main(self._find, patient=True)
         with self.ranks.agree():
-            return read_checkpoint(checkpoint) if checkpoint else None
+            if checkpoint is None:
+                return None
+            saved = read_checkpoint(checkpoint)
+            if saved.is_in(self.folder):
+                check_identity(saved)
+            return saved
 
     def restore(
         self,
@@ -95,12 +101,12 @@ class CheckpointManager:
         write_parts(accelerator, model, optimizer, parts)
         if saved is not None:
             with self.ranks.agree():
-                load_optimizer(saved.path, optimizer)
-                lines = load_parts(saved.path, parts)
+                lines = load_optimizer(saved.path, optimizer) + load_parts(saved.path, parts)
         folder = self._open_folder()
-        with self.ranks.agree():
-            if saved is not None and self.ranks.is_main:
-                delete_after(folder / "checkpoints", saved.state.step, saved.state.best_step)
+        if saved is not None:
+            with self.ranks.agree():
+                if self.ranks.is_main:
+                    delete_after(folder / "checkpoints", saved.state.step, saved.state.best_step)
         self.ranks.store_set("started", "yes")  # after a restart, its own checkpoints come before that of --resume
         return folder, lines
 
@@ -179,9 +185,9 @@ class CheckpointManager:
             raise delete_failed(partial, error) from error
         update_pointers(folder, step, best_step, self.config.keep)
 
-    def _find(self) -> tuple[Path | None, Path | None]:
-        """The existing folder of the run and the checkpoint to start from, if any, on the main process."""
-        config, checkpoint = self.config, None
+    def _find(self) -> tuple[Path | None, Path | None, Begun | None]:
+        """The existing folder of the run, and the checkpoint or settings to start from, if any, on the main process."""
+        config, checkpoint, begun = self.config, None, None
         before = self.ranks.store_get("run-folder")
         path = Path(before) if before else None
         if path is None:
@@ -200,9 +206,10 @@ class CheckpointManager:
             if checkpoint is None:
                 checkpoint = find_checkpoint(named, prefer=("latest",))
                 verify(checkpoint)
-        if checkpoint is None and path is not None and (path / "log.jsonl").exists():
-            print(f"{path} has no checkpoint; starting from the beginning")
-        return path, checkpoint
+        if checkpoint is None and path is not None and (path / "config.yaml").exists():
+            print(f"{path} has no checkpoint; starting from the beginning, with the settings of its config.yaml")
+            begun = Begun(path, read_settings(path))
+        return path, checkpoint, begun
 
     def _lock(self, path: Path) -> Path:
         """Lock the folder, which is created if it is missing, and store its path for a restart by the launcher."""

@@ -15,7 +15,7 @@ from utils.models.published import load_published
 from utils.models.zoo import build_model
 from utils.ranks.accelerator import compile_model
 from utils.ranks.ranks import Ranks
-from utils.runs.loading import choose_weights
+from utils.runs.loading import choose_weights, load_weights
 from utils.runs.manifest import find_checkpoint, verify
 from utils.runs.metadata import SavedRun, read_checkpoint
 from utils.tasks.task import Task
@@ -50,7 +50,7 @@ def load_for_inference(saved: SavedRun, config: TrainConfig, task: Task, ranks: 
             load_published(config, model)
     else:
         with ranks.agree("loading the weights"):
-            saved.weights.load(model)
+            load_weights(saved.weights.checkpoint, saved.weights.tensors, model)
     return model.eval()
 
 

@@ -123,6 +123,15 @@ def check_savable(optimizer: torch.optim.Optimizer) -> None:
         require(key == "params" or isinstance(value, Tensor) or _is_plain(value), problem, "use another --optimizer")
 
 
+def trained_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The parameters, and the tensors of the optimizer's state, which are named PARAMETER, KEY."""
+    own, tensors = _unwrapped(optimizer), dict[str, Tensor](module.named_parameters())
+    for name, parameter in _by_name(own.param_groups).items():
+        state = own.state.get(parameter, {}).items()
+        tensors |= {f"{name}, {key}": value for key, value in state if isinstance(value, Tensor)}
+    return tensors
+
+
 def read_optimizer(checkpoint: Path) -> tuple[list[str], dict[str, dict[str, Any]]]:
     """The names of all parameters of a saved optimizer, and the state of those that have one, by name.
 
@@ -134,7 +143,7 @@ def read_optimizer(checkpoint: Path) -> tuple[list[str], dict[str, dict[str, Any
 
 
 def load_weights(checkpoint: Path, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Copy the weights of a checkpoint into a bare model. Raises ValueError if they do not fit.
+    """Copy the weights of a checkpoint into a bare model. Raises ValueError if they do not fit, or are not finite.
 
     Tied weights have one name in a checkpoint, see `distinct_state`.
     """
@@ -143,15 +152,19 @@ def load_weights(checkpoint: Path, tensors: Mapping[str, Tensor], model: nn.Modu
     if difference := _difference(complete, model.state_dict()):
         problem = f"{checkpoint}: holds a different model ({difference} in this model)"
         raise UserError(problem, "use the same --model and --model_args")
+    if bad := bad_tensors(tensors):
+        problem = f"{checkpoint}: weights are NaN or infinite ({join_names(bad, 3)})"
+        raise UserError(problem, "use another checkpoint")
     model.load_state_dict(complete)
 
 
-def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
+def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> list[str]:
     """Load the checkpoint's optimizer state into `optimizer`. Nothing in the file is executed.
 
     Takes one step with zero gradients, which creates the state, restores the weights, and copies the saved state.
     Parameters are matched by name, so their groups may differ. Settings such as the weight decay stay as in this run.
-    Raises ValueError if the state does not fit.
+    Returns a line about parameters without a state. Raises ValueError if the state does not fit, or if it lacks a
+    parameter whose state this optimizer creates before the first gradient.
     """
     # Not `Accelerator.load_state`: it unpickles random states, matches the state by position, and replaces the settings
     # of the groups. With FSDP2 it also needs a state for each parameter.
@@ -163,11 +176,14 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
         here = _by_name(optimizer.param_groups)
         if unknown := sorted((here.keys() ^ names) | (states.keys() - here.keys())):
             raise ValueError(f"only one of both has {unknown[0]}")
+        early, missing = {*optimizer.state}, list[str]()
         _step_with_zeros(optimizer, list(here.values()))
         for name, parameter in here.items():
             values, own = states.get(name), optimizer.state.pop(parameter, {})
-            if values is None:  # the parameter had no gradient so far
+            if values is None and not (states and parameter in early):
+                missing += [name] * bool(own)
                 continue
+            values = values or {}
             if difference := _difference(values, own):
                 raise ValueError(f"{difference} in this optimizer")
             for key, value in values.items():
@@ -183,6 +199,8 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
     except Exception as error:  # torch.load raises errors of many classes, such as those of struct and zipfile
         problem = f"{path}: not this run's optimizer ({one_line(error)[:160]})"
         raise UserError(problem, "use the same --optimizer, with the same arguments, and the same --model") from error
+    text = f"without a state of the optimizer in the checkpoint, as before the first gradient: {join_names(missing)}"
+    return [text] * bool(missing)
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -234,6 +252,8 @@ def load_parts(checkpoint: Path, parts: Mapping[str, Part]) -> list[str]:
             tensors = load_safetensors(path)
             if difference := _difference(tensors, part.state_dict()):
                 raise ValueError(f"{difference} in this run")
+            if name == EMA and (bad := bad_tensors(tensors)):
+                raise ValueError(f"NaN or infinite: {join_names(bad, 3)}")
             part.load_state_dict(tensors)
         except Exception as error:  # of any class, if a value is malformed
             problem = f"{path}: does not fit this run's {name} ({one_line(error)[:160]})"
@@ -253,13 +273,6 @@ class Weights:
     part: str
     is_choice: bool
     tensors: Mapping[str, Tensor]
-
-    def load(self, model: nn.Module) -> None:
-        """Copy the weights into the model. Raises ValueError if they do not fit, or if one is NaN or infinite."""
-        load_weights(self.checkpoint, self.tensors, model)
-        if bad := bad_tensors(self.tensors):
-            problem = f"{self.checkpoint}: weights are NaN or infinite ({join_names(bad, 3)})"
-            raise UserError(problem, "use another checkpoint")
 
     def describe(self) -> dict[str, str]:
         """What the record of the evaluation says about them."""

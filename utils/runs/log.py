@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from utils.config.bounds import require
 from utils.errors import one_line
 from utils.files import naming_file, write_file
 from utils.runs.state import TrainState
@@ -107,6 +108,18 @@ def finite(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**record, **dict.fromkeys(bad)}
 
 
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """The records in log.jsonl. Raises UserError if it is missing or a line is damaged."""
+    path, records = folder / "log.jsonl", list[dict[str, Any]]()
+    require(path.is_file(), f"{folder}: has no log.jsonl", "name a run folder, such as runs/NAME")
+    # A run may be writing the last line, or was killed meanwhile.
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1], 1):
+        with suppress(ValueError, TypeError, RecursionError):
+            records.append({**json.loads(line)})
+        require(len(records) == number, f"{path}: line {number} is damaged", "delete it")
+    return records
+
+
 def _reopen(path: Path, state: TrainState) -> int:
     """Open the log to append, and drop the records that will be repeated."""
     if path.exists():
@@ -121,11 +134,11 @@ def _reopen(path: Path, state: TrainState) -> int:
 def is_kept(record: Any, state: TrainState) -> bool:
     """Whether a run resumed from this state keeps the record.
 
-    The run repeats later updates and a due evaluation.
+    The run repeats later updates, a due evaluation, and the end.
     """
     try:
         is_last = record["kind"] == "eval" and record["step"] == state.step
-        return record["step"] <= state.step and not (is_last and state.owes_evaluation)
+        return record["step"] <= state.step and record["kind"] != "end" and not (is_last and state.owes_evaluation)
     except (KeyError, TypeError):
         return False
 
@@ -136,6 +149,8 @@ _BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]"
 
 class ProgressBar:
     """A progress bar and lines; without a terminal, lines only. The bar is removed at the end."""
+
+    max_seconds = math.inf
 
     def __init__(self, _folder: Path, state: TrainState, updates: int, task: Task):
         self.updates = updates

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -83,12 +82,12 @@ def files_of(checkpoint: Path) -> dict[str, dict]:
     return files
 
 
-def damage_of(checkpoint: Path, needed: Sequence[str] = NEEDED) -> str | None:
+def damage_of(checkpoint: Path) -> str | None:
     """A description of the first file that differs from the manifest; None if there is none."""
     path = checkpoint / MANIFEST
     try:
         files = files_of(checkpoint)
-        if left_out := [name for name in needed if name not in files]:
+        if left_out := [name for name in NEEDED if name not in files]:
             return f"{path}: does not name {', '.join(left_out)}"
         for name, entry in files.items():
             path = checkpoint / name

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torchvision
 
-from utils.config.bounds import PositiveInt, at_least, at_most, read_fields
+from utils.config.bounds import PositiveInt, at_least, at_most, read_fields, require
 from utils.config.cli import read_config
 from utils.config.recipe import BatchSize
 from utils.config.settings import (
@@ -33,6 +33,7 @@ from utils.errors import UserError
 from utils.files import read_json
 from utils.ranks.ranks import Ranks
 from utils.runs.loading import Weights
+from utils.runs.manifest import checkpoint_of, checkpoints_of, damage_of
 from utils.runs.state import TrainState
 from utils.version import VERSION, code_commit
 
@@ -74,18 +75,28 @@ class SavedState:
 
 
 @dataclass(frozen=True)
-class SavedRun:
+class Begun:
+    """A run folder, or a checkpoint, and the settings in it."""
+
+    path: Path
+    settings: TrainConfig
+
+
+@dataclass(frozen=True)
+class SavedRun(Begun):
     """A verified checkpoint and its contents besides its tensors; `record` is None for published weights.
 
     `weights` are those to evaluate, which eval.py chooses.
     """
 
-    path: Path
-    settings: TrainConfig
     values: SavedState
     class_names: list[str]
     record: Record | None
     weights: Weights | None = None
+
+    def is_in(self, run: Path | None) -> bool:
+        """Whether this is a checkpoint of the folder of a run."""
+        return run is not None and self.path.parent.parent.resolve() == run.resolve()
 
     @property
     def state(self) -> TrainState:
@@ -100,6 +111,22 @@ def read_checkpoint(path: Path) -> SavedRun:
     """Read the small files of a verified checkpoint. Raises ValueError if one of them is malformed."""
     values = SavedState.from_json(path / "state.json")
     return SavedRun(path, read_settings(path), values, read_classes(path), read_record(path / FILE))
+
+
+def check_identity(saved: SavedRun) -> None:
+    """Raise UserError if a good checkpoint in the folder of this one was renamed, or is of another run.
+
+    Resumes and saves delete checkpoints by their names.
+    """
+    for path in checkpoints_of(saved.path.parent):
+        try:
+            state = SavedState.from_json(path / "state.json").state
+        except (OSError, ValueError):  # it is damaged
+            continue
+        name = checkpoint_of(path, state.step).name
+        if (name, state.run_id) != (path.name, saved.state.run_id) and not damage_of(path):
+            require(name == path.name, f"{path}: holds {name}", f"rename it to {name}")
+            raise UserError(f"{path}: is of another run than {saved.path.name}", "move one of them to another folder")
 
 
 def make_files(

@@ -15,7 +15,7 @@ from utils.data.order import Plan
 from utils.data.splits import Data
 from utils.errors import UserError, shorten
 from utils.launch.command import precision_is_chosen
-from utils.runs.metadata import SavedRun
+from utils.runs.metadata import Begun, SavedRun
 from utils.runs.state import TrainState
 
 
@@ -45,13 +45,16 @@ def choose_batch(config: TrainConfig, saved: SavedRun | None, processes: int) ->
     return batch_size, share // batch_size, total
 
 
-def keep_settings(config: TrainConfig, given: Set[str], saved: SavedRun) -> TrainConfig:
-    """The settings: the checkpoint's, except those that are `given` or belong to this machine.
+def keep_settings(config: TrainConfig, given: Set[str], saved: Begun) -> TrainConfig:
+    """The settings: those that are `given` or belong to this machine, else those of the checkpoint or the run.
 
     Raises UserError if they contradict each other.
     """
     own = {name for name in given if name not in KEPT or getattr(config, name) != getattr(TrainConfig, name)}
-    own |= {*OF_THIS_MACHINE, "batch_size", "grad_accum"}  # `choose_batch` chooses these two
+    own |= {*OF_THIS_MACHINE}
+    batch = {"batch_size", "grad_accum", "global_batch_size"}  # given together: one follows from the others
+    if isinstance(saved, SavedRun) or given & batch:
+        own |= batch  # `choose_batch` takes those of a checkpoint
     own |= {"max_steps"} if "epochs" in given else set()
     own |= {"mixed_precision"} if precision_is_chosen() else set()
     there = vars(saved.settings)
@@ -75,16 +78,12 @@ def restore_state(
     if saved is None:
         return TrainState(batch_size=batch_size, run_id=uuid.uuid4().hex)
     check_same_run(saved, config, plan, data)
-    first_repeated = saved.state.step + (not saved.state.owes_evaluation)
-    done = [each for each in saved.state.evaluations if (each["step"] or 0) < first_repeated]
-    state = replace(saved.state, evaluations=done)
+    state = replace(saved.state)
     problem = f"{saved.path / 'state.json'}: step {state.step} and the position in the data contradict each other"
-    require(state.can_follow(plan), problem, "use another checkpoint")
-    if not plan.update_size(state.position):  # --drop_last was not set before: the epoch ends here
-        state.epoch, state.position = state.epoch + 1, 0
+    require((state.epoch, state.position) == plan.at(state.step), problem, "use another checkpoint")
     state.batch_size = max(state.batch_size, batch_size)
     metric = saved.settings.best_metric
-    if folder is None or saved.path.parent.parent.resolve() != folder.resolve():
+    if not saved.is_in(folder):
         state.run_id = uuid.uuid4().hex
         state.best = state.best_step = None  # the best checkpoint belongs to the earlier run
         if metric != config.best_metric:

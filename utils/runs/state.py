@@ -57,11 +57,6 @@ class TrainState:
         return read_fields(cls, values)
 
     @property
-    def place(self) -> tuple[int, int, int]:
-        """Where the run continues: the number of the next update, its epoch, and its position in the epoch."""
-        return self.step, self.epoch, self.position
-
-    @property
     def epochs_begun(self) -> int:
         """The epoch, counted from 1, of the last finished update."""
         return self.epoch + (self.position > 0)
@@ -69,8 +64,8 @@ class TrainState:
     def count_update(self, plan: Plan) -> None:
         """Count an update."""
         self.images += plan.update_size(self.position)
-        self.epoch, self.position = plan.advance(self.epoch, self.position)
         self.step += 1
+        self.epoch, self.position = plan.at(self.step)
 
     def add_evaluation(self, result: Mapping[str, Any], metric: str, higher_is_better: bool) -> None:
         """Add an evaluation at this step to the history, and store its `metric` if it is the best so far.
@@ -92,10 +87,3 @@ class TrainState:
         if is_better_than(self.best_value):
             self.best_value, self.evaluations_since_best = value, 0
         self.owes_evaluation = False
-
-    def can_follow(self, plan: Plan) -> bool:
-        """Whether a run with this plan can reach this state, with or without --drop_last in any epoch."""
-        full, rest = divmod(plan.samples, plan.global_batch_size)
-        before, odd = divmod(self.position, plan.global_batch_size)
-        least = self.epoch * full + before
-        return not odd and self.position < plan.samples and least <= self.step <= least + self.epoch * (rest > 0)

@@ -4,7 +4,6 @@ They follow log.jsonl: each start sends the records before a resume again, becau
 may not have sent all of them.
 """
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,7 @@ from utils.config.bounds import require
 from utils.config.settings import OF_ONE_START, TrainConfig
 from utils.config.table import Table, suggestion
 from utils.errors import UserError, one_line
+from utils.runs.log import read_log
 
 # Folders and addresses of this machine are private, and of no use elsewhere.
 _NOT_SENT = {*OF_ONE_START, "output_dir", "data_dir", "cache_dir", "report_to"}
@@ -96,8 +96,7 @@ class RunTrackers:
             fix = "correct its settings, log in to it, or leave it out"
             raise UserError(f"--report_to {self.config.report_to}: {problem}", fix) from error
         with self.guarded():
-            for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines():
-                record = json.loads(line)
+            for record in read_log(folder):
                 if (kind := record["kind"]) in ("train", "eval"):
                     accelerator.log(numbers_to_send(kind, record), step=record["step"])
 

@@ -36,7 +36,7 @@ from utils.ranks.ranks import Ranks
 from utils.runs.checkpoint import check_run_folder
 from utils.runs.loading import load_weights
 from utils.runs.manifest import MODEL
-from utils.runs.metadata import SavedRun
+from utils.runs.metadata import Begun, SavedRun
 from utils.runs.resume import choose_batch, keep_settings, restore_state, resume_lines
 from utils.runs.source import InitialWeights, absolute_source, find_source
 from utils.runs.state import TrainState
@@ -68,16 +68,17 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
 
 
 def fill_settings(
-    config: TrainConfig, given: Set[str] | None, saved: SavedRun | None, ranks: Ranks
+    config: TrainConfig, given: Set[str] | None, saved: SavedRun | None, begun: Begun | None, ranks: Ranks
 ) -> tuple[TrainConfig, InitialWeights | None]:
     """The settings of this start, and for a new run the weights of --init_from, if given; collective.
 
-    Settings that are not `given` are those of the checkpoint, if there is one, or follow from the weights. With None,
-    all are given. Raises ValueError or OSError, before the data is loaded, if they or the batch sizes do not work.
+    Settings that are not `given` are those of the checkpoint, or of the run if it has `begun`, or follow from the
+    weights. With None, all are given. Raises ValueError or OSError, before the data is loaded, if they or the batch
+    sizes do not work.
     """
     with ranks.agree():
-        if saved is not None and given is not None:
-            config = keep_settings(config, given, saved)
+        if (before := saved or begun) and given is not None:
+            config = keep_settings(config, given, before)
             check_settings(config, ranks)
         for names in TABLES:
             names.check(config)
@@ -127,6 +128,7 @@ def resolve(
     _, grad_accum, global_batch_size = choose_batch(config, saved, processes)
     check_elastic_sizes(config, global_batch_size)
     plan = make_plan(config, data.train, global_batch_size, config.microbatches or grad_accum * processes)
+    updates = total_updates(config, plan)
     state = restore_state(saved, folder, config, plan, data)
     config, images, spec = resolve_input(config, saved, data.train)
     config, task = make_task(config, data.class_names, data.train.labels)
@@ -147,7 +149,7 @@ def resolve(
         source=source,
         data=data,
         plan=plan,
-        updates=total_updates(config, plan),
+        updates=updates,
         spec=spec,
         task=task,
         state=state,

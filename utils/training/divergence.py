@@ -5,11 +5,16 @@ This happens before a checkpoint is saved. A training loss that is far too high 
 
 import math
 import shlex
+from functools import cache
 
+from utils.config.bounds import require
 from utils.console import join_names
 from utils.errors import UserError
 from utils.launch.command import script_command
-from utils.models.checking import bad_tensors
+from utils.models.checking import bad_tensors, sum_bits
+from utils.models.sharded import is_sharded
+from utils.runs.loading import trained_tensors
+from utils.runs.log import RunLog
 from utils.training.run import Run
 
 _ALSO = "increase --warmup_steps or set --clip_norm"
@@ -77,3 +82,30 @@ def check_weights(run: Run) -> None:
         step = run.state.step
         of = f"after update {step} on samples {join_names(find_samples(run, step - 1), _SHOWN)}"
         raise UserError(f"weights are NaN or infinite {of}, although its loss was finite", _FIX)
+
+
+def compare_ranks(run: Run) -> None:
+    """Raise UserError on all ranks if the bits of their weights or optimizer states differ; collective.
+
+    All ranks apply the same gradients, so a difference does not go away. If their processors may round differently,
+    this is said once, and the run continues. Buffers are not compared, because batch statistics are those of each
+    rank's own samples.
+    """
+    if run.ranks.topology.world_size == 1 or is_sharded(run.module):
+        return
+    found = run.ranks.gather((run.ranks.rounding, sum_bits(trained_tensors(run.module, run.optimizer))))
+    kinds = sorted({kind for kind, _ in found})
+    for name in found[0][1]:
+        values = [sums.get(name) for _, sums in found]
+        usual = max(values, key=values.count)
+        odd = [rank for rank, value in enumerate(values) if value != usual]
+        if odd and len(kinds) > 1:
+            between = f"{'; '.join(kinds)}; checkpoints have those of rank 0"
+            return _say_once(run.log, f"the ranks' weights differ, as their processors round differently: {between}")
+        where = f"after update {run.state.step}, {name} of rank {join_names(odd)} differs from that of rank"
+        fix = "own code must change gradients and weights in the same way on all ranks; if there is none, a device"
+        fix = f"{fix} may be faulty: test them, then resume from the last checkpoint"
+        require(not odd, f"{where} {values.index(usual)}", fix)
+
+
+_say_once = cache(RunLog.say)

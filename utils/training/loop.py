@@ -14,7 +14,14 @@ import torch
 from utils.data.datasets import Batch
 from utils.errors import one_line
 from utils.runs.metadata import make_files
-from utils.training.divergence import LEARNED, check_weights, report_bad_loss, watch_evaluation, watch_loss
+from utils.training.divergence import (
+    LEARNED,
+    check_weights,
+    compare_ranks,
+    report_bad_loss,
+    watch_evaluation,
+    watch_loss,
+)
 from utils.training.first_batch import write_first_batch
 from utils.training.meter import SyncInterval
 from utils.training.run import Run
@@ -104,12 +111,14 @@ def evaluation_record(run: Run, result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prepare_save(run: Run) -> dict[str, bytes]:
-    """Check the weights; returns the small files of a checkpoint on the main process; collective."""
+    """Check and compare the weights; returns the small files of a checkpoint on the main process; collective."""
     state, ranks = run.state, run.ranks
     with ranks.agree(f"after update {state.step}, saving"):
         check_weights(run)
         run.log.sync()
-        return make_files(run.config, state, run.plan, run.data, run.spec, ranks) if ranks.is_main else {}
+        files = make_files(run.config, state, run.plan, run.data, run.spec, ranks) if ranks.is_main else {}
+    compare_ranks(run)
+    return files
 
 
 WATCHED, LONG = 30, 0.2  # the seconds of computing before a message, and the part of them that a rank may wait

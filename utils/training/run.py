@@ -6,7 +6,6 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from accelerate import Accelerator
 from torch import nn
@@ -49,7 +48,6 @@ class Run:
     ranks: Ranks
     stopping: Stopping
     accelerator: Accelerator
-    folder: Path
     checkpoints: CheckpointManager
     model: nn.Module  # as Accelerate wraps it, for training
     module: nn.Module  # without the wrapper, for evaluation
@@ -66,6 +64,7 @@ class Run:
     notes: Sequence[str]  # lines for the start table
     sharding: str  # with FSDP, the bytes before and after it
 
+    folder = property(lambda self: self.checkpoints.folder)
     config = property(lambda self: self.setup.config)
     data = property(lambda self: self.setup.data)
     plan = property(lambda self: self.setup.plan)
@@ -167,7 +166,7 @@ def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
     state, config, folder = run.state, run.config, run.folder
     done = bool(run.ended) and not state.owes_evaluation
     if done:
-        if result and state.step < run.updates:
+        if state.step < run.updates:
             run.log.write("end", step=state.step, reason=run.ended, seconds=state.seconds)
         trained = result or state.best_step or run.setup.resumed_from is None
         checkpoint = folder if trained else run.setup.resumed_from
