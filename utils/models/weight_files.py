@@ -15,7 +15,7 @@ from torch import Tensor
 
 from utils.config.bounds import require
 from utils.errors import UserError, one_line
-from utils.files import naming_file
+from utils.files import naming_file, open_regular
 
 # Names under which trainers store a model's tensors. Averaged weights come first.
 WRAPPERS = ("model_ema", "state_dict_ema", "ema", "model_state_dict", "state_dict", "model", "module")
@@ -53,7 +53,7 @@ def read_any(file: Path) -> tuple[dict[str, Tensor], str]:
     The keys are those of `WRAPPERS`, such as `state_dict`. Raises UserError if loading the file would execute code, or
     if it has no state dict.
     """
-    with naming_file(file), file.open("rb") as opened:
+    with naming_file(file), open_regular(file) as opened:
         start = opened.read(16)
     if start[8:9] == b"{" or file.suffix == ".safetensors":  # the length of a header in 8 bytes, and JSON
         return plain_tensors(file, read_weights(file, "give another file")), ""
