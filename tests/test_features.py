@@ -305,6 +305,9 @@ def test_what_cannot_be_exact_on_features_is_refused():
     for name in ("mixup", "cutmix"):
         line = refused(train.main, *SMALL, f"--{name}", "0.5")
         assert f"--{name} mixes images, but with --freeze the last part" in line and "--feature_views 0" in line
+    for repeats, views in (("2", []), ("3", ["--feature_views", "2"])):
+        line = refused(train.main, *SMALL, "--repeats", repeats, *views)
+        assert f"--repeats {repeats}: copies of an image would have equal cached features; leave it out, or" in line
     flags = [flag for flag in SMALL if flag not in ("--freeze", "backbone")]
     for more, reason in (
         (["--freeze", "layer1"], "the trained layers are in several modules"),

@@ -236,6 +236,8 @@ def choose_last_part(
     for name in ("mixup", "cutmix"):
         problem = f"--{name} mixes images, but with --freeze the last part is trained on cached features"
         require(not getattr(config, name), problem, fix)
+    problem = f"--repeats {config.repeats}: copies of an image would have equal cached features"
+    require(config.repeats <= (config.feature_views or 1), problem, fix)
     accept_features(module, part, spec)
     return part, ""
 
