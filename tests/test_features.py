@@ -318,6 +318,15 @@ def test_what_cannot_be_exact_on_features_is_refused():
         train_run(1, f"without-{more[1]}", *flags, *more, "--max_steps", "1")
 
 
+def test_a_dry_run_computes_no_features_and_says_that_updates_of_the_run_are_faster():
+    for more, faster in (([], 1), (["--feature_views", "0"], 0)):
+        (outcome,) = run_ranks(1, train.main, [*SMALL, *more, "--dry_run"])
+        assert outcome.code == 0 and not list(Path("home").rglob("features")), outcome.err
+        assert outcome.out.count("caches the outputs of the frozen layers: its updates are faster") == faster
+        assert ("feature_views" in outcome.out) is bool(more)
+    assert "--mixup mixes images" in refused(train.main, *SMALL, "--mixup", "0.5", "--dry_run")
+
+
 @pytest.mark.parametrize(
     ("model", "size", "frozen", "part", "shape"),
     [

@@ -203,6 +203,9 @@ def adapt_model(
         if config.freeze or config.feature_views:
             last_part, reason = choose_last_part(model, config, setup.spec, accelerator.is_fsdp2)
             lines += [f"features are not cached: {reason}"] * (BACKBONE in config.freeze and reason != "")
+        if config.dry_run and last_part is not None:
+            last_part = None  # the features of all images would take too long
+            lines.append("the run itself caches the outputs of the frozen layers: its updates are faster")
         if config.grad_checkpointing:
             checkpoint_blocks(model, config.model)
         if has_batch_norm(model):
