@@ -21,11 +21,13 @@ import train
 from utils.config.settings import TrainConfig
 from utils.data.selection import load_data
 from utils.data.splits import hold_out, whole_split
+from utils.report.folder import best_evaluation
 from utils.runs.state import TrainState
+from utils.tasks.classification import Classification
 from utils.tasks.losses import LOSSES, SIGMOID_LOSSES
 from utils.tasks.metrics import area_under_curve, class_metrics
 from utils.tasks.multilabel import Binary, MultiLabel
-from utils.tasks.table import make_task
+from utils.tasks.table import TASKS, make_task
 
 CLASSES = ["bird", "cat", "dog", "emu"]
 FLAGS = ["--model", "mlp", "--model_args", "{hidden: 8}", "--threads", "1", "--lr", "0.05", "--log_every", "1"]
@@ -311,6 +313,24 @@ def test_any_metric_can_decide_the_best_checkpoint_in_its_own_direction():
     with pytest.raises(ValueError, match=r"^--best_metric f1: no such metric; use one of loss, accuracy, macro_f1"):
         make_task(TrainConfig(best_metric="f1"), list("abc"), np.arange(3))
     assert make_task(TrainConfig(), ["a", "b"], multi_hot_rows(range(3)))[0].task == "multilabel"
+
+
+def test_an_own_metric_says_whether_its_lowest_value_is_the_best(monkeypatch):
+    class Own(Classification):
+        evaluation = (*Classification.evaluation, "mae")
+
+    monkeypatch.setitem(TASKS, "classification", Own)
+    config = TrainConfig(task="classification", best_metric="mae")
+    with pytest.raises(ValueError, match="--best_metric mae: Own does not say whether its highest value is the best; "):
+        make_task(config, list("abc"), np.arange(3))
+    Own.lowest_is_best = ("loss", "mae")
+    _, task = make_task(config, list("abc"), np.arange(3))
+    state, values = TrainState(), (2.43, 1.52, 1.9)
+    for state.step, value in enumerate(values, 1):
+        state.add_evaluation({"mae": value}, task.metric, task.higher_is_better)
+    assert (state.best, state.best_step) == (1.52, 2)
+    records = [{"step": step, "mae": value} for step, value in enumerate(values, 1)]
+    assert best_evaluation(records, "mae", task.higher_is_better)["step"] == 2
 
 
 def test_a_hold_out_of_sets_of_labels_is_random_and_has_its_share_of_each():

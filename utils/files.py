@@ -21,7 +21,7 @@ _MAX_JSON = 2**23  # bytes; the names of a hundred thousand classes need four mi
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A regular file, opened to read its bytes. Raises UserError for a FIFO or a device, which could block all ranks."""
+    """Open a regular file to read bytes. Raises UserError for a FIFO or a device, which could block all ranks."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise UserError(f"{path}: is not a regular file", "write its contents to a regular file")
     return path.open("rb")

@@ -22,7 +22,8 @@ class Classification(Task):
     """One class per image. Targets are class indices, int64 [n], or class probabilities, float [n, classes]."""
 
     activation = "softmax"
-    metric, higher_is_better = "accuracy", True
+    metric = "accuracy"
+    highest_is_best = ("accuracy", "top5", "macro_f1", "macro_precision", "macro_recall")
     when_mixed = "accuracy is against the dominant label"
     training = ("loss", "accuracy")
     evaluation = ("loss", "accuracy", "top5")

@@ -27,7 +27,8 @@ class MultiLabel(Task):
     """
 
     activation = "sigmoid"
-    metric, higher_is_better = "mAP", True
+    metric = "mAP"
+    highest_is_best: Sequence[str] = ("mAP", "macro_f1", "micro_f1", "exact_match")
     exact, f1 = "exact_match", "micro_f1"  # the names of two metrics
     training: Sequence[str] = ("loss", "exact_match", *_COUNTS)
     when_mixed = "metrics count a label if its share is above 0.5"
@@ -124,6 +125,7 @@ class Binary(MultiLabel):
     """
 
     metric = "accuracy"
+    highest_is_best = ("accuracy", "f1", "auc")
     exact, f1 = "accuracy", "f1"
     training = evaluation = ("loss", "accuracy", "hits", "predicted", "labelled")
     gathered = ("auc",)
