@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import eval
 import train
+from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
 from utils.data.selection import load_data
 from utils.data.splits import hold_out, whole_split
@@ -331,6 +332,19 @@ def test_an_own_metric_says_whether_its_lowest_value_is_the_best(monkeypatch):
     assert (state.best, state.best_step) == (1.52, 2)
     records = [{"step": step, "mae": value} for step, value in enumerate(values, 1)]
     assert best_evaluation(records, "mae", task.higher_is_better)["step"] == 2
+
+
+def test_a_loss_with_an_argument_for_each_class_is_tried_with_the_classes_of_the_data(monkeypatch):
+    def weighted(logits, targets, smoothing, weight, alpha=(1.0,)):
+        return F.cross_entropy(logits, targets, torch.tensor(alpha), reduction="none")
+
+    monkeypatch.setitem(LOSSES, "weighted", weighted)
+    flags = ["--task", "classification", "--loss", "weighted", "--loss_args", "{alpha: [1.0, 2.0, 4.0]}"]
+    config = parse_args(TrainConfig, "train.py", flags, [LOSSES])
+    _, task = make_task(config, list("abc"), np.arange(3))
+    assert task.loss(torch.zeros(3, 3), torch.arange(3)).item() == pytest.approx(7 * math.log(3))
+    with pytest.raises(ValueError, match=r"--loss_args for weighted: .*; change or remove these arguments"):
+        make_task(config, list("abcd"), np.arange(4))
 
 
 def test_a_hold_out_of_sets_of_labels_is_random_and_has_its_share_of_each():

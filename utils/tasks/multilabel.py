@@ -43,8 +43,9 @@ class MultiLabel(Task):
         self.pos_weight = None if labels is None else self._pos_weight(config.pos_weight, labels)
         # Compared with the logits, and float32 like them, so that all devices predict the same.
         self.cut: float = float(np.float32(math.log(config.threshold / (1 - config.threshold))))
-        no_scores = torch.zeros(1, self.outputs)
-        self.uniform_loss = max(self.loss(no_scores, no_scores + label).item() for label in (0, 1))
+        scores = torch.zeros(2, self.outputs)
+        rows = scores + torch.tensor([[self.smoothing / 2], [1 - self.smoothing / 2]])  # no class, and all classes
+        self.uniform_loss = SIGMOID_LOSSES.call(config, scores, rows, self.pos_weight).max().item()
 
     def _outputs(self, config: TrainConfig, class_names: list[str]) -> int:
         return len(class_names)
