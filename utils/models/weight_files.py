@@ -18,7 +18,7 @@ from utils.errors import UserError, one_line
 from utils.files import naming_file, open_regular
 
 # Names under which trainers store a model's tensors. Averaged weights come first.
-WRAPPERS = ("model_ema", "state_dict_ema", "ema", "model_state_dict", "state_dict", "model", "module")
+WRAPPERS = ("model_ema", "state_dict_ema", "ema", "model_state_dict", "state_dict", "model", "module", "teacher")
 _SAVE = "save only the state dict: torch.save(model.state_dict(), FILE)"
 
 
@@ -50,8 +50,8 @@ def load_pickled(path: Path) -> Any:
 def read_any(file: Path) -> tuple[dict[str, Tensor], str]:
     """The tensors in a safetensors file or in a file of torch.save, and the keys under which they were found.
 
-    The keys are those of `WRAPPERS`, such as `state_dict`. Raises UserError if loading the file would execute code, or
-    if it has no state dict.
+    The keys are those of `WRAPPERS`, such as `state_dict`, or else of the dictionary with the most tensors. Raises
+    UserError if loading the file would execute code, or if it has no state dict.
     """
     with naming_file(file), open_regular(file) as opened:
         start = opened.read(16)
@@ -79,10 +79,18 @@ def _read_pickled(path: Path) -> tuple[dict[str, Tensor], str]:
     while isinstance(content, dict) and len(inside) < 4:  # a dictionary may contain itself
         wrappers = [name for name in WRAPPERS if isinstance(content.get(name), dict)]
         held = [name for name in wrappers if any(isinstance(own, Tensor | dict) for own in content[name].values())]
+        if not held and not _count(content):  # a name that is not known, such as net
+            largest = max(content, key=lambda name: _count(content[name]), default="")
+            held = [largest] if _count(content.get(largest)) else []
         if not held:
             break
-        inside, content = [*inside, held[0]], content[held[0]]
+        inside, content = [*inside, f"{held[0]}"], content[held[0]]
     return plain_tensors(path, content), ", ".join(inside)
+
+
+def _count(content: Any) -> int:
+    """How many values of a dictionary are tensors."""
+    return sum(isinstance(value, Tensor) for value in content.values()) if isinstance(content, dict) else 0
 
 
 def check_size(path: Path) -> None:

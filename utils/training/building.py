@@ -252,9 +252,10 @@ def load_source(module: nn.Module, source: InitialWeights, class_names: list[str
     """
     tensors, source.tensors = source.tensors, {}  # they are not needed again
     where = f"--init_from {source.name}"
-    tensors = fit_names(tensors, module, where, config.model, config.init_match == "order")
+    tensors, left_out = fit_names(tensors, module, where, config.model, config.init_match == "order")
     zero_heads(module)
     source.match = copy_matching(module, tensors, source.class_names, class_names)
+    source.match.unused += left_out
     if bad := bad_tensors(module.state_dict()):
         raise UserError(f"{where}: {join_names(bad, 3)} is NaN or infinite", "use other weights")
     if not {key for key, _ in module.named_parameters()} & set(source.match.kept):
