@@ -98,8 +98,8 @@ def _prefix_of(tensors: Iterable[str], own: Collection[str]) -> str:
     names = list(tensors)
     ends = ((name, end.end()) for name in names for end in re.finditer(r"^|\.", name))
     found = Counter(name[:end] for name, end in ends if name[end:] in own)
-    prefix, count = (found.most_common(1) or [("", 0)])[0]
-    if 2 * count < min(len(own), len(names)):
+    prefix = max(found, key=found.__getitem__, default="")
+    if 2 * found[prefix] < min(len(own), len(names)):
         prefix = (_WRAPPERS.match(os.path.commonprefix(names)) or [""])[0]  # noqa: RUF071  it ends with a dot
     return prefix
 

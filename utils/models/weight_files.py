@@ -77,20 +77,18 @@ def _read_pickled(path: Path) -> tuple[dict[str, Tensor], str]:
         raise UserError(f"{path}: its weights cannot be read ({one_line(error)[:160]})", fix) from error
     inside: list[str] = []
     while isinstance(content, dict) and len(inside) < 4:  # a dictionary may contain itself
-        wrappers = [name for name in WRAPPERS if isinstance(content.get(name), dict)]
-        held = [name for name in wrappers if any(isinstance(own, Tensor | dict) for own in content[name].values())]
-        if not held and not _count(content):  # a name that is not known, such as net
-            largest = max(content, key=lambda name: _count(content[name]), default="")
-            held = [largest] if _count(content.get(largest)) else []
+        # Other names, such as net, only where there are no tensors beside them.
+        others = [] if _count(content) else sorted(content, key=lambda name: -_count(content[name]))
+        held = [name for name in (*WRAPPERS, *others) if _count(content.get(name), Tensor | dict)]
         if not held:
             break
         inside, content = [*inside, f"{held[0]}"], content[held[0]]
     return plain_tensors(path, content), ", ".join(inside)
 
 
-def _count(content: Any) -> int:
+def _count(content: Any, kind: Any = Tensor) -> int:
     """How many values of a dictionary are tensors."""
-    return sum(isinstance(value, Tensor) for value in content.values()) if isinstance(content, dict) else 0
+    return sum(isinstance(value, kind) for value in content.values()) if isinstance(content, dict) else 0
 
 
 def check_size(path: Path) -> None:

@@ -1,6 +1,7 @@
 """The contents of a checkpoint besides its tensors: settings, training state, classes, samples and versions."""
 
 import json
+import math
 import platform
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
@@ -33,6 +34,7 @@ from utils.errors import UserError
 from utils.files import read_json
 from utils.ranks.ranks import Ranks
 from utils.runs.loading import Weights
+from utils.runs.manifest import MODEL
 from utils.runs.state import TrainState
 from utils.version import VERSION, code_commit
 
@@ -86,6 +88,7 @@ class SavedRun:
     class_names: list[str]
     record: Record | None
     weights: Weights | None = None
+    weight_bytes: float = math.inf
 
     @property
     def state(self) -> TrainState:
@@ -99,7 +102,8 @@ class SavedRun:
 def read_checkpoint(path: Path) -> SavedRun:
     """Read the small files of a verified checkpoint. Raises ValueError if one of them is malformed."""
     values = SavedState.from_json(path / "state.json")
-    return SavedRun(path, read_settings(path), values, read_classes(path), read_record(path / FILE))
+    run = SavedRun(path, read_settings(path), values, read_classes(path), read_record(path / FILE))
+    return replace(run, weight_bytes=(path / MODEL).stat().st_size)
 
 
 def make_files(

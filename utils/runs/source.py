@@ -221,7 +221,7 @@ def run_of_file(config: TrainConfig, file: str, ranks: Ranks) -> tuple[SavedRun,
     with ranks.agree("building the model"):
         config = fill_input(config, source.settings)
         spec = input_spec(config, 3, None)
-        model = build_model(config, spec, classes=1, load=False)  # for the names of its tensors
+        model = build_model(config, spec, 1, weight_bytes=float("inf"))  # for the names of its tensors
         tensors, left_out = fit_names(source.tensors, model, where, config.model, config.init_match == "order")
         outputs = count_outputs(tensors, model)
         require(outputs > 0, f"{where}: has no head for {config.model}", "set --model to the model of these weights")
