@@ -376,10 +376,10 @@ def test_training_crops_are_resized_as_the_weights_were(interpolation):
 def test_peek_tells_grey_from_colour_and_one_size_from_many():
     grey, colour = pictures(1, channels=1)[0], pictures(1)[0]
     for images, expected in (
-        ([grey, grey], (1, (8, 8))),
-        ([np.stack([grey] * 3, -1)], (1, (8, 8))),
-        ([grey, colour], (3, (8, 8))),
-        ([colour, colour[:5]], (3, None)),
+        ([grey, grey], (1, (8, 8), 1.0)),
+        ([np.stack([grey] * 3, -1)], (1, (8, 8), 1.0)),
+        ([grey, colour], (3, (8, 8), 1.0)),
+        ([colour, colour[:5], colour[:5]], (3, None, 0.625)),
     ):
         assert peek(split_of([encoded(image, "PNG") for image in images])) == expected
 

@@ -58,13 +58,13 @@ def test_digits_are_the_scans_scaled_to_255_with_a_tenth_held_out():
         pixels = decode_all(split, 8, 8, 1, "cache", None)[..., 0]
         assert np.abs(pixels - scans.images[split.rows] * 255 / 16).max() <= 0.5
         assert (split.labels == scans.target[split.rows]).all()
-    assert data.class_names == [str(i) for i in range(10)] and peek(data.train) == (1, (8, 8))
+    assert data.class_names == [str(i) for i in range(10)] and peek(data.train) == (1, (8, 8), 1.0)
 
 
 def test_synthetic_sets_have_the_shape_that_their_name_says_and_can_be_learned():
     data = load("synthetic/4x16x3000")
     assert (len(data.train), len(data.evaluation), data.evaluation.name) == (3000, 300, "test")
-    assert data.class_names == ["0", "1", "2", "3"] and peek(data.train) == (3, (16, 16))
+    assert data.class_names == ["0", "1", "2", "3"] and peek(data.train) == (3, (16, 16), 1.0)
     assert sorted(set(data.train.labels)) == [0, 1, 2, 3]
     for position in (0, 1, 2, 3, 2999):  # each class is a brighter band
         bands = decode(data.train, position, 3).numpy().reshape(4, -1).mean(1)
@@ -116,7 +116,7 @@ def test_mnist_files_are_found_in_the_data_dir_or_in_the_cache():
         for split, images in ((data.train, train), (data.evaluation, test)):
             assert (decode_all(split, 28, 28, 1, "cache", None)[..., 0] == images).all()
             assert split.labels.tolist() == labels_of(len(images), 10)
-        assert len(data.class_names) == 10 and peek(data.train) == (1, (28, 28))
+        assert len(data.class_names) == 10 and peek(data.train) == (1, (28, 28), 1.0)
         assert decode_all(data.train, 32, 32, 1, "cache", iter).shape == (40, 32, 32, 1)
 
 

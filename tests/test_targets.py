@@ -322,7 +322,7 @@ def test_an_own_metric_says_whether_its_lowest_value_is_the_best(monkeypatch):
 
     monkeypatch.setitem(TASKS, "classification", Own)
     config = TrainConfig(task="classification", best_metric="mae")
-    with pytest.raises(ValueError, match="--best_metric mae: Own does not say whether its highest value is the best; "):
+    with pytest.raises(ValueError, match="--best_metric mae: Own does not say if its highest value is the best; "):
         make_task(config, list("abc"), np.arange(3))
     Own.lowest_is_best = ("loss", "mae")
     _, task = make_task(config, list("abc"), np.arange(3))

@@ -96,8 +96,8 @@ def _prefix_of(tensors: Iterable[str], own: Collection[str]) -> str:
     If these are less than half, the names may be those of other code: then the wrappers that all names begin with.
     """
     names = list(tensors)
-    ends = ((name, end.end()) for name in names for end in re.finditer(r"^|\.", name))
-    found = Counter(name[:end] for name, end in ends if name[end:] in own)
+    dots = re.compile(r"^|\.").finditer
+    found = Counter(name[: dot.end()] for name in names for dot in dots(name) if name[dot.end() :] in own)
     prefix = max(found, key=found.__getitem__, default="")
     if 2 * found[prefix] < min(len(own), len(names)):
         prefix = (_WRAPPERS.match(os.path.commonprefix(names)) or [""])[0]  # noqa: RUF071  it ends with a dot

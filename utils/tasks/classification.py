@@ -23,11 +23,11 @@ class Classification(Task):
 
     activation = "softmax"
     metric = "accuracy"
-    highest_is_best = ("accuracy", "top5", "macro_f1", "macro_precision", "macro_recall")
     when_mixed = "accuracy is against the dominant label"
     training = ("loss", "accuracy")
     evaluation = ("loss", "accuracy", "top5")
     gathered = ("macro_f1", "macro_precision", "macro_recall")
+    highest_is_best = ("accuracy", "top5", *gathered)
     shown = {"accuracy": "accuracy", "top5": "top-5", "loss": "loss"}  # noqa: RUF012
 
     def __init__(self, config: TrainConfig, class_names: list[str], labels: np.ndarray | None = None):

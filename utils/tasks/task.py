@@ -119,13 +119,12 @@ class Task:
 
     def choose_best(self, metric: str | None) -> None:
         """Let this metric (--best_metric) decide which checkpoint is the best."""
-        names = [*self.summary(dict.fromkeys(self.evaluation, 1.0), 1.0), *self.gathered]
-        if metric not in (None, self.metric, *names):
-            raise UserError(f"--best_metric {metric}: no such metric", f"use one of {', '.join(names)}")
         self.metric = metric or self.metric
-        known, name = self.metric in (*self.highest_is_best, *self.lowest_is_best), type(self).__name__
-        problem = f"--best_metric {self.metric}: {name} does not say whether its highest value is the best"
-        require(known, problem, f"add it to highest_is_best or lowest_is_best of {name}")
+        names = [*self.summary(dict.fromkeys(self.evaluation, 1.0), 1.0), *self.gathered]
+        require(self.metric in names, f"--best_metric {metric}: no such metric", f"use one of {', '.join(names)}")
+        known = self.metric in (*self.highest_is_best, *self.lowest_is_best)
+        problem = f"--best_metric {self.metric}: {type(self).__name__} does not say if its highest value is the best"
+        require(known, problem, "add it to highest_is_best or lowest_is_best of this class")
 
     def report(self, record: Mapping[str, Any], title: str, more: Sequence[tuple[str, Any]] = ()) -> str:
         """The result of eval.py as text: the metrics, `more` rows of the table, then the worst classes."""

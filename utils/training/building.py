@@ -163,12 +163,16 @@ def resolve_input(
     """
     if saved is not None and all(getattr(saved.settings, name) == getattr(config, name) for name in OF_INPUT):
         return config, [], saved.spec
-    channels, size = peek(train)
+    channels, size, ratio = peek(train)
     small = size is not None and max(size) <= SMALL
     # mnist_cnn takes images of one size.
     small_input = max(sides(config.image_size or 0)) <= SMALL and config.eval_size is None
     config, lines = choose_images(config, small, small_input, saved is None)
-    return config, lines, input_spec(config, channels, size)
+    spec = input_spec(config, channels, size)
+    share = spec.for_evaluation().visible_share(ratio)
+    if share < 0.99:
+        lines.append(f"evaluation uses {share:.0%} of a typical image, whose height is {ratio:.2f} times its width")
+    return config, lines, spec
 
 
 def make_datasets(setup: Setup, ranks: Ranks) -> tuple[ImageDataset, ImageDataset]:
