@@ -110,7 +110,8 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
 
     with ranks.local_main_first("building the model"):  # a resumed run needs no published weights
         names = data.class_names
-        model = build_model(setup.config, spec, task.outputs, not saved, names, train_set)
+        size = saved.weight_bytes if saved else None
+        model = build_model(setup.config, spec, task.outputs, size, names, train_set)
     model, last_part, notes = adapt_model(model, setup, saved, accelerator, ranks)  # its weights
     optimizer = build_optimizer(setup.config, model)
     sets: Sequence[AnyDataset] = train_set, eval_set

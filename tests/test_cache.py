@@ -166,6 +166,7 @@ def test_a_cache_that_cannot_be_written_is_named_with_the_reason_and_the_fix(any
 def workers(monkeypatch):
     """Three processes that decode, and chunks of ten images, so that even small sets keep all of them busy."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
+    monkeypatch.setattr("utils.memory.CONTAINER", Path("none"))
     monkeypatch.setattr(cache, "_LEAST", 10)
     monkeypatch.setattr(cache, "_CHUNK", 10)
 

@@ -43,6 +43,8 @@ def test_a_flag_beats_the_config_file_wherever_either_stands():
         (("--model_args", "{hidden: 16, name: wide}"), "model_args", {"hidden": 16, "name": "wide"}),
         (("--mean", "[0.5, 0.25]"), "mean", [0.5, 0.25]),
         (("--mean", "-0.5", "1e-3", ".5", "--flip"), "mean", [-0.5, 1e-3, 0.5]),
+        (("--mean", "-0.1,0.2,0.3", "--flip"), "mean", [-0.1, 0.2, 0.3]),
+        (("--mean", ".5,.5,.5"), "mean", [0.5] * 3),
         (("--run_name", "r.3_é it's"), "run_name", "r.3_é it's"),
     ],
 )
@@ -184,15 +186,13 @@ def test_a_config_file_that_would_take_all_time_or_memory_is_refused(text, what)
     assert outcome.code == 2 and outcome.err.count("\n") == 1 and what in outcome.err, outcome.err
 
 
-def test_only_a_regular_file_is_read_as_settings():
+def test_only_a_regular_file_is_read_as_settings_or_weights():
     os.mkfifo("fifo")
     Path("folder").mkdir()
-    for path, what in (
-        ("fifo", "is not a regular file"),
-        ("/dev/zero", "is not a regular file"),
-        ("folder", "Is a directory"),
-    ):
-        assert f"{path}: {what}" in refused(train.main, "--config", path)
+    for path in ("fifo", "/dev/zero"):
+        for flag in ("--config", "--init_from"):
+            assert f"{path}: is not a regular file" in refused(train.main, "--model", "mlp", flag, path)
+    assert "folder: Is a directory" in refused(train.main, "--config", "folder")
 
 
 @pytest.mark.parametrize("name", ["..", ".hidden", "-x", "a/b", "a\nb", "é" * 128, ""])
@@ -213,6 +213,10 @@ HUGE = "1" + "0" * 26
         (("--max_steps", HUGE), f"--max_steps must be at most 2147483647, got {HUGE}"),
         (("--max_steps", "1" + "0" * 400), f"got 1{'0' * 79}\n"),
         (("--seed", HUGE), "--seed must be at most 9223372036854775807"),
+        (("--lr", "-1e-3"), "--lr must be above 0, got -0.001"),
+        (("--lr", "-inf"), "--lr must be a number, got -inf"),
+        (("--pos_weight", "-1,2"), "--pos_weight must be above 0, got [-1, 2]"),
+        (("--feature_views", "1000000000"), "--feature_views must be at most 1000, got 1000000000"),
         (("--mean", "half"), "--mean must be numbers such as 0.5 0.5 0.5, got half"),
         (("--mean", "[.inf]"), "--mean must be a finite number, got [inf]"),
     ],

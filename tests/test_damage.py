@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import random
+import resource
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -438,6 +439,29 @@ def test_a_file_that_would_fill_the_memory_is_refused_by_its_size(case):
     put(name, b" " * (kibibytes * 1024 + 1))
     rewrite_manifest(NEWEST)
     refused(run_one(eval.main, EVAL), f"{name}: is larger than {kibibytes} KiB")
+
+
+@pytest.mark.parametrize(
+    ("main", "flags"), [(eval.main, EVAL), (train.main, ("--run_name", "run", "--resume", "auto", "--epochs", "2"))]
+)
+def test_settings_that_ask_for_a_far_larger_model_are_refused_before_it_is_built(main, flags):
+    put("config.yaml", b"model_args: {hidden: 4000000}")
+    rewrite_manifest(NEWEST)
+
+    def run():
+        before = peak_memory()
+        with contextlib.suppress(SystemExit):
+            main(flags)
+        return peak_memory() - before
+
+    (outcome,) = run_ranks(1, run)
+    assert "settings of this checkpoint need a larger model than its weights; use another" in outcome.err
+    assert outcome.err.count("\n") == 1 and outcome.value < 5e8  # the first layer would have a GB
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has used at a time."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def put(name, content):

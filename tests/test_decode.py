@@ -379,10 +379,10 @@ def test_training_crops_are_resized_as_the_weights_were(interpolation):
 def test_peek_tells_grey_from_colour_and_one_size_from_many():
     grey, colour = pictures(1, channels=1)[0], pictures(1)[0]
     for images, expected in (
-        ([grey, grey], (1, (8, 8), grey.max())),
-        ([np.stack([grey] * 3, -1)], (1, (8, 8), grey.max())),
-        ([grey, colour], (3, (8, 8), max(grey.max(), colour.max()))),
-        ([colour // 9, colour[:5] // 9], (3, None, colour.max() // 9)),
+        ([grey, grey], (1, (8, 8), grey.max(), 1.0)),
+        ([np.stack([grey] * 3, -1)], (1, (8, 8), grey.max(), 1.0)),
+        ([grey, colour], (3, (8, 8), max(grey.max(), colour.max()), 1.0)),
+        ([colour // 9, colour[:5] // 9, colour[:5] // 9], (3, None, colour.max() // 9, 0.625)),
     ):
         assert peek(split_of([encoded(image, "PNG") for image in images])) == expected
 

@@ -160,10 +160,11 @@ def test_photographs_train_with_the_same_settings_on_one_process_and_on_two():
         == saved_settings("on-2")
         == dict(zip(NAMES, (8, True, 1, 0.003125, 5e-4, "mlp", True), strict=True))
     )
-    assert tables[0] == tables[1] and len(tables[0]) == 3, tables
+    assert tables[0] == tables[1] and len(tables[0]) == 4, tables
     assert tables[0][0].startswith("global batch 8 (25 training images: 3 updates per epoch), drop_last (")
     assert tables[0][1].startswith("lr 0.00313 (sgd, new model: 0.05 for batch 128), weight decay 0.0005")
-    assert tables[0][2] == "flip (photographs)"
+    assert tables[0][2] == "flip (larger images, or of several sizes)"
+    assert tables[0][3] == "evaluation uses 83% of a typical image, whose height is 0.83 times its width"
 
 
 def test_a_resumed_run_keeps_the_settings_of_its_checkpoint_unless_they_are_given():

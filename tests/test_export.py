@@ -86,7 +86,7 @@ def reference(saved: SavedRun, pixels: np.ndarray, raw: bool = False) -> np.ndar
     """The checkpoint's probabilities, by its own model and float64 outside it."""
     spec, config = saved.spec.for_evaluation(), saved.settings
     outputs = 1 if config.task == "binary" else len(saved.class_names)
-    model = build_model(config, saved.spec, outputs, load=False).eval()
+    model = build_model(config, saved.spec, outputs, saved.weight_bytes).eval()
     average = saved.path / "ema.safetensors"
     chosen = average if average.exists() and not raw else saved.path / "model.safetensors"
     model.load_state_dict(load_file(chosen))

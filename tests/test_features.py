@@ -305,6 +305,9 @@ def test_what_cannot_be_exact_on_features_is_refused():
     for name in ("mixup", "cutmix"):
         line = refused(train.main, *SMALL, f"--{name}", "0.5")
         assert f"--{name} mixes images, but with --freeze the last part" in line and "--feature_views 0" in line
+    for repeats, views in (("2", []), ("3", ["--feature_views", "2"])):
+        line = refused(train.main, *SMALL, "--repeats", repeats, *views)
+        assert f"--repeats {repeats}: copies of an image would have equal cached features; leave it out, or" in line
     flags = [flag for flag in SMALL if flag not in ("--freeze", "backbone")]
     for more, reason in (
         (["--freeze", "layer1"], "the trained layers are in several modules"),
@@ -313,6 +316,15 @@ def test_what_cannot_be_exact_on_features_is_refused():
         line = refused(train.main, *flags, *more, "--feature_views", "2", processes=2)
         assert f"--feature_views 2: features cannot be cached, because {reason}" in line
         train_run(1, f"without-{more[1]}", *flags, *more, "--max_steps", "1")
+
+
+def test_a_dry_run_computes_no_features_and_says_that_updates_of_the_run_are_faster():
+    for more, faster in (([], 1), (["--feature_views", "0"], 0)):
+        (outcome,) = run_ranks(1, train.main, [*SMALL, *more, "--dry_run"])
+        assert outcome.code == 0 and not list(Path("home").rglob("features")), outcome.err
+        assert outcome.out.count("caches the outputs of the frozen layers: its updates are faster") == faster
+        assert ("feature_views" in outcome.out) is bool(more)
+    assert "--mixup mixes images" in refused(train.main, *SMALL, "--mixup", "0.5", "--dry_run")
 
 
 @pytest.mark.parametrize(

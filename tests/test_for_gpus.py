@@ -429,5 +429,5 @@ def test_loader_processes_are_chosen_by_physical_cores(monkeypatch):
         (64, None, 64, 1, 16),  # unknown, as in some virtual machines
     ):
         monkeypatch.setattr(psutil, "cpu_count", lambda logical=True, cores=(physical, logical): cores[logical])
-        monkeypatch.setattr("utils.memory.usable_cores", lambda logical=logical: set(range(logical)))
+        monkeypatch.setattr("utils.memory.usable_cores", lambda logical=logical: logical)
         assert workers.default_workers(threads, processes) == expected

@@ -113,13 +113,18 @@ def test_a_broken_environment_is_named(env, text):
         topology_of(env)
 
 
-def test_a_single_process_gets_all_cores_though_its_launcher_exports_one_thread(monkeypatch):
+def test_a_single_process_gets_all_cores_though_its_launcher_exports_one_thread(monkeypatch, tmp_path):
+    monkeypatch.setattr("utils.memory.CONTAINER", tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert threads_per_process(Topology()) == 1  # the user's own wish
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # accelerate's single-process launcher
     cores = len(os.sched_getaffinity(0))
     assert threads_per_process(Topology()) == cores
     assert threads_per_process(Topology(0, 2, 0, 2)) == max(1, cores // 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    for quota, cores in (("350000 100000", 3), ("50000 100000", 1), ("900000 100000", 8), ("max 100000", 8)):
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")  # of a container
+        assert threads_per_process(Topology()) == cores
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "64")  # of which this task has those that it may use
     assert threads_per_process(Topology(0, 8, 0, 8, source="SLURM")) == cores
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")

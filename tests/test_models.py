@@ -34,7 +34,7 @@ def spec_of(size, channels):
 
 
 def build(name, spec, classes=7, load=True, **settings):
-    return build_model(TrainConfig(model=name, **settings), spec, classes, load)
+    return build_model(TrainConfig(model=name, **settings), spec, classes, None if load else math.inf)
 
 
 def logits_of(model, spec, count=2, seed=0):
@@ -175,7 +175,7 @@ def test_published_weights_are_loaded_under_a_new_head_and_evaluated_as_trained(
     assert {key for key in state if not torch.equal(state[key], wanted[key])} == {f"{head}.weight", f"{head}.bias"}
     for empty in hub.iterdir():
         empty.unlink()
-    again = build_model(config, spec, 7, load=False)  # as eval.py does: no weights, no download, the same network
+    again = build_model(config, spec, 7, math.inf)  # as eval.py does: no weights, no download, the same network
     again.load_state_dict(state)
     small = InputSpec(96, 96, 3, spec.mean, spec.std)
     assert torch.equal(logits_of(model, small), logits_of(again, small))
@@ -186,7 +186,7 @@ def head_rows(settings, names, published):
     """A model for these classes with published weights, and the rows of the published head that it has."""
     config = TrainConfig(pretrained=True, **settings)
     spec = input_spec(config, 3, (32, 32))
-    model = build_model(config, InputSpec(64, 64, 3, spec.mean, spec.std), len(names), True, names)
+    model = build_model(config, InputSpec(64, 64, 3, spec.mean, spec.std), len(names), None, names)
     equal = (model.fc.weight[:, None] == published.fc.weight).all(2)
     return model, equal.nonzero()[:, 1].tolist()
 

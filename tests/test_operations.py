@@ -73,7 +73,7 @@ OPERATIONS = {
     "3augment": ThreeAugment,
     "color jitter": lambda spec: ColorJitter(0.8),
     "random erasing": lambda spec: RandomErasing(spec, 0.7),
-    "cutout": lambda spec: Cutout(spec, 5),
+    "cutout": lambda spec: Cutout(spec, min(5, max(spec.size) - 1)),
 }
 
 
@@ -217,6 +217,8 @@ def test_cutout_is_a_square_with_a_uniform_centre_cut_off_at_the_border(side):
     deviation = np.sqrt(chances * (1 - chances) / count)
     assert (np.abs(changed.mean(0) - chances) <= 6 * deviation + 1e-9).all()
     assert len({box_of(x) for x in changed}) == height * width
+    with pytest.raises(ValueError, match="can cover the whole 7x10 image; use a smaller one"):
+        Cutout(spec_of(height, width, 1), width)
 
 
 # -- alternating flips ----------------------------------------------------------------------------------------------

@@ -338,7 +338,8 @@ def test_the_page_shows_the_best_checkpoint_after_a_kill_and_before_and_after_ev
 
 def test_the_best_evaluation_is_that_of_the_checkpoint_which_eval_py_takes():
     def found(metric, *values):
-        return best_evaluation([{"step": step, "accuracy": value, "loss": value} for step, value in values], metric)
+        records = [{"step": step, "accuracy": value, "loss": value} for step, value in values]
+        return best_evaluation(records, metric, metric != "loss")
 
     rows = [(1, 0.5), (2, None), (3, 0.7), (4, 0.7), (5, 0.1)]
     assert found("accuracy", *rows)["step"] == 3 and found("loss", *rows)["step"] == 5
@@ -383,7 +384,7 @@ PIXEL = "data:image/png;base64," + base64.b64encode(encoded(np.zeros((12, 20, 3)
 def made_up(folder: Path, classes: int = 10, names: list[str] | None = None, samples: int = 500, **settings) -> Path:
     """A run folder with a log, an analysis and a first batch."""
     folder.mkdir(parents=True)
-    config = TrainConfig(data="/home/someone/flowers", lr=0.1, **settings)
+    config = TrainConfig(**{"data": "/home/someone/flowers", "lr": 0.1, "task": "classification"} | settings)
     (folder / "config.yaml").write_text(to_yaml(config))
     start = {"kind": "start", "step": 0, "processes": 2, "batch_size": 64, "grad_accum": 1, "global_batch_size": 128}
     start |= {"threads": 1, "precision": "no", "device": "cpu", "input": "mean 0.5", "time": 0}
@@ -478,8 +479,8 @@ def test_runs_are_sorted_by_their_best_values_and_their_inputs_compared(tmp_path
     assert "<th></th><th>high</th><th>low</th><th>none</th>" in page
     assert "<td>accuracy 0.8000, update 10</td><td>accuracy 0.6000, update 10</td><td>–</td>" in page
     assert "<th>input</th><td>mean of high</td><td>mean of low</td><td>mean of none</td>" in page
-    runs = [{"metric": "loss", "best": {"loss": value}} for value in (0.4, 0.2, 0.3)]
-    assert [run["best"]["loss"] for run in best_first(runs)] == [0.2, 0.3, 0.4]
+    runs = [{"metric": "mae", "highest_is_best": False, "best": {"mae": value}} for value in (0.4, 0.2, 0.3)]
+    assert [run["best"]["mae"] for run in best_first(runs)] == [0.2, 0.3, 0.4]
     assert best_first([runs[0], {"metric": "accuracy", "best": {"accuracy": 0.9}}])[0] == runs[0]
 
 

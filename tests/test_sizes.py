@@ -1,5 +1,6 @@
 """Images of training and evaluation may differ in size, and need not be square."""
 
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -92,6 +93,8 @@ def test_the_centre_of_a_photograph_fills_a_rectangle(size, whole, squash):
         resized = v2.functional.resize(pixels.permute(2, 0, 1), sides, antialias=True)
         expected = v2.functional.center_crop(resized, list(size))
         assert torch.equal(center_of_photograph(pixels, spec), expected.permute(1, 2, 0))
+        share = math.prod(size) / math.prod(sides)  # of the whole image
+        assert spec.visible_share(shape[0] / shape[1]) == pytest.approx(share, rel=0.01)
 
 
 def test_the_resizing_of_evaluation_is_that_of_its_own_size():

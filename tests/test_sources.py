@@ -58,7 +58,7 @@ def test_digits_are_the_scans_scaled_to_255_with_a_tenth_held_out():
         pixels = decode_all(split, 8, 8, 1, "cache", None)[..., 0]
         assert np.abs(pixels - scans.images[split.rows] * 255 / 16).max() <= 0.5
         assert (split.labels == scans.target[split.rows]).all()
-    assert data.class_names == [str(i) for i in range(10)] and peek(data.train) == (1, (8, 8), 255)
+    assert data.class_names == [str(i) for i in range(10)] and peek(data.train) == (1, (8, 8), 255, 1.0)
 
 
 def test_synthetic_sets_have_the_shape_that_their_name_says_and_can_be_learned():

@@ -18,14 +18,17 @@ from torch.nn import functional as F
 
 import eval
 import train
+from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
 from utils.data.selection import load_data
 from utils.data.splits import hold_out, whole_split
+from utils.report.folder import best_evaluation
 from utils.runs.state import TrainState
+from utils.tasks.classification import Classification
 from utils.tasks.losses import LOSSES, SIGMOID_LOSSES
 from utils.tasks.metrics import area_under_curve, class_metrics
 from utils.tasks.multilabel import Binary, MultiLabel
-from utils.tasks.table import make_task
+from utils.tasks.table import TASKS, make_task
 
 CLASSES = ["bird", "cat", "dog", "emu"]
 FLAGS = ["--model", "mlp", "--model_args", "{hidden: 8}", "--threads", "1", "--lr", "0.05", "--log_every", "1"]
@@ -311,6 +314,37 @@ def test_any_metric_can_decide_the_best_checkpoint_in_its_own_direction():
     with pytest.raises(ValueError, match=r"^--best_metric f1: no such metric; use one of loss, accuracy, macro_f1"):
         make_task(TrainConfig(best_metric="f1"), list("abc"), np.arange(3))
     assert make_task(TrainConfig(), ["a", "b"], multi_hot_rows(range(3)))[0].task == "multilabel"
+
+
+def test_an_own_metric_says_whether_its_lowest_value_is_the_best(monkeypatch):
+    class Own(Classification):
+        evaluation = (*Classification.evaluation, "mae")
+
+    monkeypatch.setitem(TASKS, "classification", Own)
+    config = TrainConfig(task="classification", best_metric="mae")
+    with pytest.raises(ValueError, match="--best_metric mae: Own does not say if its highest value is the best; "):
+        make_task(config, list("abc"), np.arange(3))
+    Own.lowest_is_best = ("loss", "mae")
+    _, task = make_task(config, list("abc"), np.arange(3))
+    state, values = TrainState(), (2.43, 1.52, 1.9)
+    for state.step, value in enumerate(values, 1):
+        state.add_evaluation({"mae": value}, task.metric, task.higher_is_better)
+    assert (state.best, state.best_step) == (1.52, 2)
+    records = [{"step": step, "mae": value} for step, value in enumerate(values, 1)]
+    assert best_evaluation(records, "mae", task.higher_is_better)["step"] == 2
+
+
+def test_a_loss_with_an_argument_for_each_class_is_tried_with_the_classes_of_the_data(monkeypatch):
+    def weighted(logits, targets, smoothing, weight, alpha=(1.0,)):
+        return F.cross_entropy(logits, targets, torch.tensor(alpha), reduction="none")
+
+    monkeypatch.setitem(LOSSES, "weighted", weighted)
+    flags = ["--task", "classification", "--loss", "weighted", "--loss_args", "{alpha: [1.0, 2.0, 4.0]}"]
+    config = parse_args(TrainConfig, "train.py", flags, [LOSSES])
+    _, task = make_task(config, list("abc"), np.arange(3))
+    assert task.loss(torch.zeros(3, 3), torch.arange(3)).item() == pytest.approx(7 * math.log(3))
+    with pytest.raises(ValueError, match=r"--loss_args for weighted: .*; change or remove these arguments"):
+        make_task(config, list("abcd"), np.arange(4))
 
 
 def test_a_hold_out_of_sets_of_labels_is_random_and_has_its_share_of_each():

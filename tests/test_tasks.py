@@ -30,7 +30,7 @@ FLAGS += ["--max_steps", "12", "--eval_every", "4", "--save_every", "4", "--log_
 class Value(Task):
     """Regression: the label is a number, and the model has one output. The best checkpoint has the lowest error."""
 
-    outputs, metric, higher_is_better = 1, "error", False
+    outputs, metric, lowest_is_best = 1, "error", ("loss", "error")
     training, evaluation = ("loss", "bias"), ("loss", "error")
     shown = {"error": "error"}  # noqa: RUF012
 

@@ -48,7 +48,7 @@ def write(form: str, state: dict[str, torch.Tensor]) -> list[str]:
         save_file(state, "W.safetensors")
         return ["--weights", "W.safetensors"]
     if form == "wrapper and prefix":
-        own = {f"module.{name}": tensor for name, tensor in state.items()}
+        own = {f"module.{name}": tensor for name, tensor in state.items()} | {"criterion.weight": torch.ones(3)}
         content = {"epoch": 3, "state_dict": {}, "state_dict_ema": own, "args": argparse.Namespace(lr=0.1)}
     elif form == "a tutorial's checkpoint":
         rest = {"epoch": 3, "step": 40, "optimizer_state_dict": {"state": {}}, "loss": 0.25}
@@ -143,6 +143,33 @@ def test_flags_and_a_recipe_take_precedence_over_the_published_input():
     assert (found["channels"], found["pretrained"], found["min_scale"], len(found["std"])) == (1, False, 0.5, 1)
 
 
+def prefixed(prefix: str, state: dict[str, torch.Tensor], scale: int = 1) -> dict[str, torch.Tensor]:
+    return {f"{prefix}{name}": tensor * scale for name, tensor in state.items()}
+
+
+FOREIGN = {  # what files of other trainers hold, and the names that are left out, if these are few
+    "lightning": lambda s: ({"state_dict": {**prefixed("model.", s), "criterion.weight": torch.ones(3)}}, 1),
+    "moco": lambda s: ({**prefixed("module.encoder_q.", s), **prefixed("module.encoder_k.", s, 0)}, len(s)),
+    "net": lambda s: ({"net": s, "acc": 91.5, "optimizer": {"state": {0: {"momentum_buffer": torch.ones(3)}}}}, 0),
+    "dino": lambda s: ({"student": prefixed("module.", s, 0), "teacher": prefixed("backbone.", s)}, 0),
+    "dino's head": lambda s: ({"teacher": {**prefixed("backbone.", s), "head.mlp.weight": torch.ones(3)}}, 1),
+}
+
+
+@pytest.mark.parametrize("form", FOREIGN)
+def test_the_model_is_found_among_other_tensors_of_a_file_and_these_are_named(form):
+    state = {name: tensor for name, tensor in model_of().state_dict().items() if not name.startswith("fc.")}
+    content, others = FOREIGN[form](state)
+    torch.save(content, "W.pth")
+    tensors, _ = read_any(Path("W.pth"))
+    found, left_out = fit_names(tensors, model_of(), "W.pth", MODEL)
+    assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
+    assert len(left_out) == others and not state.keys() & {*left_out}
+    if form == "lightning":
+        settings_of("--model", MODEL)
+        assert "not used: criterion.weight" in Path("runs/run/init_from.txt").read_text().splitlines()
+
+
 def timm_swin() -> nn.Module:
     torch.manual_seed(0)
     sizes = {"img_size": 64, "patch_size": 4, "window_size": 4, "embed_dim": 16, "depths": (2, 2), "num_heads": (1, 2)}
@@ -156,7 +183,7 @@ def test_names_of_the_authors_of_swin_are_converted_by_timm():
         name = name.replace("layers.1.downsample", "layers.0.downsample").replace("head.fc", "head")
         theirs[name] = tensor
     theirs["layers.0.blocks.0.attn.relative_position_index"] = torch.zeros(16, 16, dtype=torch.int64)
-    found = fit_names(theirs, timm_swin(), "W.pth", "timm/swin")
+    found, _ = fit_names(theirs, timm_swin(), "W.pth", "timm/swin")
     assert all(torch.equal(found[name], tensor) for name, tensor in own.items())
 
 

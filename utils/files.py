@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 from utils.errors import InUse, UserError, one_line
 
@@ -20,14 +20,19 @@ LACKS = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)  # of a file sy
 _MAX_JSON = 2**23  # bytes; the names of a hundred thousand classes need four million
 
 
-def read_text(path: Path, max_bytes: int) -> str:
-    """The text of a UTF-8 file of at most `max_bytes`. Raises UserError for any other file.
-
-    Reading a FIFO or a device could block all ranks forever, and a large file could fill the memory.
-    """
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file to read bytes. Raises UserError for a FIFO or a device, which could block all ranks."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise UserError(f"{path}: is not a regular file", "write its contents to a regular file")
-    with path.open("rb") as file, naming_file(path):
+    return path.open("rb")
+
+
+def read_text(path: Path, max_bytes: int) -> str:
+    """The text of a UTF-8 file of at most `max_bytes`, because a large one could fill the memory.
+
+    Raises UserError for any other file.
+    """
+    with open_regular(path) as file, naming_file(path):
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise UserError(f"{path}: is larger than {max_bytes >> 10} KiB, the limit for such a file", "use a smaller one")

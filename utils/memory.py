@@ -13,6 +13,7 @@ import psutil
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _LARGEST = 2**30
 
+CONTAINER = Path("/sys/fs/cgroup")  # limits of the container that this process runs in, if any
 SHM = "/dev/shm"
 SHM_FIX = "docker run --shm-size=8g or --ipc=host makes it larger"
 MB = 1e6
@@ -43,25 +44,26 @@ def gc_frozen() -> Iterator[None]:
 def free_memory() -> tuple[int, int]:
     """Free and total memory in bytes, of this machine or of the container that this process runs in."""
     system = psutil.virtual_memory()
-    group = Path("/sys/fs/cgroup")
     with suppress(OSError, ValueError, KeyError):  # no container, no limit, or a different version of cgroups
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        limit, used = (int((CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
+        kept = dict(line.split() for line in (CONTAINER / "memory.stat").read_text().splitlines())
         return min(system.available, limit - used + int(kept["inactive_file"])), min(system.total, limit)
     return system.available, system.total
 
 
-def usable_cores() -> set[int]:
-    """The numbers of the processor cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))  # macOS
+def usable_cores() -> int:
+    """The number of processor cores that this process, or the container that it runs in, may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS
+    with suppress(OSError, ValueError):  # as for the memory
+        quota, period = map(int, (CONTAINER / "cpu.max").read_text().split())
+        return min(cores, max(1, quota // period))
+    return cores
 
 
 def usable_physical_cores() -> int:
     """The number of physical cores among them, if every core has the same number of hardware threads."""
     threads = psutil.cpu_count() or 1
-    return max(1, len(usable_cores()) * (psutil.cpu_count(logical=False) or threads) // threads)
+    return max(1, usable_cores() * (psutil.cpu_count(logical=False) or threads) // threads)
 
 
 def shm_space() -> tuple[int, int] | None:

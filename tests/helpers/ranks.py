@@ -21,6 +21,8 @@ import psutil
 import torch
 
 from helpers.waiting import PATIENCE
+from utils.config.settings import TrainConfig
+from utils.data.sources import SOURCES, open_digits
 
 # The first backward pass of a process starts autograd's threads, one per device, and a process that has such threads
 # can have no forked child with a backward pass. torch.export and FakeTensorMode pretend that there is a CUDA device; so
@@ -176,6 +178,8 @@ def start_ranks(
 def as_nobody(function: Callable, *arguments: Any) -> Any:
     """Run it in a rank without root's rights, for whom no folder is read-only."""
     if os.geteuid() == 0:
+        digits = open_digits("", TrainConfig())  # scikit-learn may be in a folder that only root may enter
+        SOURCES["digits"] = lambda *_: digits
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)

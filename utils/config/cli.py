@@ -3,6 +3,7 @@
 import argparse
 import ast
 import inspect
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import Field, fields, is_dataclass
@@ -22,6 +23,7 @@ from utils.launch.exits import exit_with_error, reports_for_machine, with_rank
 Config = TypeVar("Config", bound=LaunchConfig)
 
 PATHS = "paths"  # the field for words of the command line that are not flags
+_NUMBER = re.compile(r"[-+]?\.?(\d|inf|nan)")  # how the values of numbers begin
 
 
 def parse_args(cls: type[Config], prog: str, argv: Sequence[str] | None = None, tables: Sequence[Table] = ()) -> Config:
@@ -102,6 +104,7 @@ def _parser(cls: type, prog: str, tables: Sequence[Table]) -> argparse.ArgumentP
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
+    parser._negative_number_matcher = _NUMBER  # argparse would take -1e-3 and -0.1,0.2 for flags
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # of torch.distributed.launch
     if cls is TrainConfig:
         parser.add_argument("--config", action="append", help="YAML file of settings, applied before all flags.")
@@ -150,12 +153,12 @@ def _words(setting: Field, alone: bool) -> dict[str, Any]:
     if bool in types:
         return {"action": "store_true"} if alone else options | {"nargs": "?", "const": True}
     words = [word for kind in types if get_origin(kind) is Literal for word in get_args(kind)]
-    return options | ({"metavar": f"{{{','.join(words)}}}"} if words else {})
+    return options | ({"metavar": f"{{{'|'.join(words)}}}"} if words else {})
 
 
 def _yaml(word: str) -> Any:
     try:
-        return load_yaml(f"[{word}]" if "," in word and word[0].isdigit() else word)  # such as 11,5
+        return load_yaml(f"[{word}]" if "," in word and _NUMBER.match(word) else word)  # such as 11,5
     except ValueError as error:
         raise argparse.ArgumentTypeError(one_line(error)) from None
 

@@ -169,7 +169,7 @@ class OptimizerSettings:
     """Names or patterns of layers or parameters that are not trained, such as conv1 'layer[12]'; backbone is everything
     except the head. Layers whose parameters are all frozen stay in evaluation mode. If only the last part is trained,
     the outputs of the frozen layers are computed once and cached, see --feature_views."""
-    feature_views: NonNegativeInt | None = None
+    feature_views: Annotated[NonNegativeInt, at_most(1000)] | None = None
     """With --freeze: the number of random views of each training image for which features are cached; epochs use these
     views in turn. With 0, no features are cached, and each epoch computes the frozen layers again (default: one view,
     the centre of the image)."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from utils.config.settings import TrainConfig
 from utils.data.auto_augment import AUTO_AUGMENTS, ColorJitter
-from utils.data.decode import EVAL_CROP, Shrink, center, center_factor, center_of_photograph, resize
+from utils.data.decode import Shrink, center, center_factor, center_of_photograph, resize
 from utils.data.draws import ALTERNATING, Array, Draws, Operation, namespace
 from utils.data.erasing import Cutout, RandomErasing
 from utils.data.order import Microbatch
@@ -32,10 +32,7 @@ class Center(Operation):
         return center(pixels, *self.spec.size) if self.spec.small else center_of_photograph(pixels, self.spec)
 
     def shrink(self, random: np.ndarray, height: int, width: int) -> float:
-        share = 1.0 if self.spec.small else EVAL_CROP
-        if self.spec.resize and not self.spec.small:
-            share = min(self.spec.size) / self.spec.resize
-        return share * center_factor(height, width, *self.spec.size)
+        return self.spec.crop * center_factor(height, width, *self.spec.size)
 
 
 class Crop(Operation):

@@ -163,7 +163,7 @@ def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> I
     spec = InputSpec(*shape, mean=[], std=[])
     images = EncodedImages(split, spec, Augmentation(0, {"center": Center(spec)}))
     chunks = BlockSampler(len(split), max(1, min(_CHUNK, _CHUNK_BYTES // math.prod(shape))))
-    workers = min(len(usable_cores()), _MOST, len(split) // _LEAST)
+    workers = min(usable_cores(), _MOST, len(split) // _LEAST)
     workers, ahead = choose_workers([chunks.block_size * math.prod(shape)], workers)
     processes = worker_processes(workers if workers > 1 else 0, ahead)
     loader = DataLoader(images, batch_sampler=chunks, collate_fn=move_to_shared_memory, **processes)

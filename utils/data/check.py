@@ -79,7 +79,7 @@ def _check_all(split: Split, rows: np.ndarray, full: bool, progress: Callable) -
 
     Returns {"ends": a checksum of each image, "bad": {its index among them, as text: error}}.
     """
-    workers = min(len(usable_cores()), _MOST, len(rows) * (10 if full else 1) // _LEAST)
+    workers = min(usable_cores(), _MOST, len(rows) * (10 if full else 1) // _LEAST)
     loader = DataLoader(
         _Checks(split, rows, full),
         batch_sampler=BlockSampler(len(rows), _CHUNK),

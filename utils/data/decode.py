@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from statistics import median
 
 import numpy as np
 import torch
@@ -16,11 +17,10 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from torchvision.transforms.v2 import functional as F
 
-from utils.data.spec import InputSpec
+from utils.data.spec import EVAL_CROP, InputSpec
 from utils.data.splits import Split
 from utils.errors import UserError, one_line
 
-EVAL_CROP = 0.875  # fraction of a photograph's shorter side that evaluation uses, as is common since AlexNet
 LARGE = 200_000  # bytes; for a larger file, reading the image's size first saves time
 _FIX = "fix or remove it (train.py and eval.py leave it out with --bad_images skip)"
 _IO_FIX = "check the disk or the network, then run it again, or resume"
@@ -128,19 +128,21 @@ def _eight_bit(image: Image.Image, file_format: str | None, bits: int) -> Image.
     return image
 
 
-def peek(split: Split, count: int = 64) -> tuple[int, tuple[int, int] | None, int]:
-    """Decode some images; returns (1 if all are grey, else 3; their size, or None if they differ; the largest value).
+def peek(split: Split, count: int = 64) -> tuple[int, tuple[int, int] | None, int, float]:
+    """What some images are like: channels (1 if all are grey, else 3), size, largest value, and typical shape.
 
-    Raises UserError for an image that cannot be read.
+    The size is (height, width), or None if they differ; the shape is the median of height / width. Raises UserError for
+    an image that cannot be read.
     """
-    sizes: set[tuple[int, int]] = set()
+    sizes: list[tuple[int, int]] = []
     grey, largest = True, 0
     for position in np.unique(np.linspace(0, len(split) - 1, count).astype(int)).tolist():
         pixels = decode(split, position, 3)
-        sizes.add((pixels.shape[0], pixels.shape[1]))
+        sizes.append((pixels.shape[0], pixels.shape[1]))
         grey = grey and bool((pixels[..., :1] == pixels).all())
         largest = max(largest, int(pixels.max()))
-    return (1 if grey else 3), (sizes.pop() if len(sizes) == 1 else None), largest
+    ratio = median(height / width for height, width in sizes)
+    return (1 if grey else 3), (sizes[0] if len(set(sizes)) == 1 else None), largest, ratio
 
 
 def center_factor(whole_height: int, whole_width: int, height: int, width: int) -> float:

@@ -6,6 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from utils.config.bounds import require
 from utils.data.draws import Array, Operation
 from utils.data.spec import InputSpec
 
@@ -84,6 +85,8 @@ class Cutout(FillBox):
     streams = ("cutout_row", "cutout_column")
 
     def __init__(self, spec: InputSpec, side: int):
+        problem = f"--cutout {side}: such a square can cover the whole {spec.height}x{spec.width} image"
+        require(side < max(spec.size), problem, "use a smaller one")
         super().__init__(spec)
         self.side = side
 

@@ -8,6 +8,7 @@ from utils.config.bounds import Number, PositiveFloat, read_fields, require
 from utils.config.recipe import Pixels
 
 _LARGEST = 2**27  # numbers of an image; a model for more would fill the memory, and end with an allocator's message
+EVAL_CROP = 0.875  # fraction of a photograph's shorter side that evaluation uses, as is common since AlexNet
 SMALL = 96  # pixels; images with sides up to this are decoded once and cached
 
 
@@ -57,6 +58,11 @@ class InputSpec:
             return self
         return replace(self, resize=math.floor(min(self.height, self.width) / share + 1e-6))
 
+    def visible_share(self, ratio: float) -> float:
+        """The fraction of an image that evaluation uses, if this is the image's height / width."""
+        change = 1.0 if self.squash else ratio * self.width / self.height
+        return self.crop**2 * min(change, 1 / change)
+
     def describe(self) -> str:
         colours, other = "grey" if self.channels == 1 else "colour", self.for_evaluation()
         evaluated = f", evaluated at {other.height}x{other.width}" if other.size != self.size else ""
@@ -74,6 +80,13 @@ class InputSpec:
     @property
     def size(self) -> tuple[int, int]:
         return self.height, self.width
+
+    @property
+    def crop(self) -> float:
+        """The fraction of an image's shorter side that evaluation uses."""
+        if self.small:
+            return 1.0
+        return min(self.size) / self.resize if self.resize else EVAL_CROP
 
     @property
     def small(self) -> bool:

@@ -3,7 +3,6 @@
 from typing import Any
 
 from utils.console import join_names, printable
-from utils.data.decode import EVAL_CROP
 from utils.data.spec import InputSpec
 from utils.export.forms import Code
 from utils.export.loaded import Loaded
@@ -117,7 +116,7 @@ def preprocessing(spec: InputSpec) -> str:
     See `center` and `center_of_photograph` of utils/data/decode.py.
     """
     height, width, shorter = spec.height, spec.width, min(spec.height, spec.width)
-    resized = shorter if spec.small else spec.resize or shorter / EVAL_CROP
+    resized = spec.resize or shorter / spec.crop
     rows, columns = (f"{side * resized / shorter:.17g}" for side in (height, width))
     round_down = spec.resize is not None and not spec.small
     if spec.squash and round_down:

@@ -131,10 +131,5 @@ def _program(loaded: Loaded) -> torch.export.ExportedProgram:
 
 def _crop_share(spec: InputSpec) -> float:
     """The crop_pct with which timm resizes the shorter side to the same number of pixels as the evaluation."""
-    if spec.small:
-        return 1.0
-    if spec.resize is None:
-        return 0.875
-    side = min(spec.height, spec.width)
-    share = side / spec.resize
-    return share if math.floor(side / share) == spec.resize else math.nextafter(share, 0)
+    exact = math.floor(min(spec.size) / spec.crop)
+    return spec.crop if spec.resize in (None, exact) else math.nextafter(spec.crop, 0)

@@ -206,7 +206,7 @@ def threads_per_process(topology: Topology) -> int:
     launched = topology.world_size > 1 or "ACCELERATE_MIXED_PRECISION" in environ
     if not launched and environ.get("OMP_NUM_THREADS", "").isdigit():
         return max(1, int(environ["OMP_NUM_THREADS"]))
-    cores = len(usable_cores())
+    cores = usable_cores()
     if topology.source == "SLURM" and environ.get("SLURM_CPUS_PER_TASK", "").isdigit():  # already a share
         return max(1, min(cores, int(environ["SLURM_CPUS_PER_TASK"])))
     return max(1, cores // topology.local_world_size)

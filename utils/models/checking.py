@@ -1,7 +1,7 @@
 """Check a model by running it, its weights, and the batches of its batch normalisation."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,18 @@ def check_output(
     elif not in_evaluation:
         accept_empty_batches(model)
     model.train(training)
+
+
+def hook_for_size(weight_bytes: float) -> Callable[..., None]:
+    """A hook that raises UserError if the parameters that are registered take far more bytes than these."""
+    left = 2 * weight_bytes + 2**26  # a head may be replaced
+
+    def count(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal left
+        left -= 0 if parameter is None else parameter.nbytes
+        require(left >= 0, "the settings of this checkpoint need a larger model than its weights", "use another")
+
+    return count
 
 
 def bad_tensors(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -1,8 +1,10 @@
 """Weights from elsewhere: tensors are matched by name and shape, the rows of the head by class name."""
 
+import os
+import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -57,20 +59,24 @@ def head_prefixes(model: nn.Module) -> tuple[str, ...]:
     return tuple(f"{name}." for name in find_heads(model))
 
 
-_PREFIXES = ("module.", "_orig_mod.", "model.", "backbone.")  # of modules that wrap a model
+_WRAPPERS = re.compile(r"((module|_orig_mod|model|backbone)\.)*")  # modules around a model of which no name is known
 
 
 def fit_names(
     tensors: Mapping[str, Tensor], model: nn.Module, where: str, name: str, order: bool = False
-) -> Mapping[str, Tensor]:
+) -> tuple[Mapping[str, Tensor], list[str]]:
     """The `tensors` that were read from `where`, renamed to the names of the model, which the user calls `name`.
 
-    Prefixes that all names have are removed, and timm converts the names of the authors' own code. With `order`, the
-    tensors get the model's names one after the other. Raises UserError if `order` is set and the shapes differ, or if
-    it is not set, no name fits, and the shapes are the same.
+    The prefix of its names is removed, and timm converts the names of the authors' own code. With `order`, the tensors
+    get the model's names one after the other. Also returns the names of tensors without the prefix, which are left out.
+    Raises UserError if `order` is set and the shapes differ, or if it is not set, no name fits, and the shapes are the
+    same.
     """
     own = model.state_dict()
-    tensors = _with_timm(_strip_prefixes(tensors, own), model)
+    prefix = _prefix_of(tensors, own)
+    left_out = [each for each in tensors if not each.startswith(prefix)]
+    tensors = {each.removeprefix(prefix): tensors[each] for each in tensors if each.startswith(prefix)}
+    tensors = _with_timm(tensors, model)
     heads = head_prefixes(model)
     pairs = [] if not order and own.keys() & tensors.keys() else _pair_by_order(tensors, own, heads)
     if order:
@@ -81,15 +87,21 @@ def fit_names(
         shown = ", ".join(f"{theirs} for {own}" for own, theirs in pairs[:3])
         problem = f"{where}: no name is one of {name}, but all shapes are those of {name} in the same order ({shown})"
         raise UserError(problem, "if these are the same layers, add --init_match order")
-    return tensors
+    return tensors, left_out
 
 
-def _strip_prefixes(tensors: Mapping[str, Tensor], own: Iterable[str]) -> Mapping[str, Tensor]:
-    """The tensors without prefixes of wrapper modules: those that all their names have, but not all `own` names."""
-    for prefix in _PREFIXES * 2:  # they can be nested in any order
-        if all(name.startswith(prefix) for name in tensors) and not all(name.startswith(prefix) for name in own):
-            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    return tensors
+def _prefix_of(tensors: Iterable[str], own: Collection[str]) -> str:
+    """The prefix, such as `module.encoder_q.`, with which the most of the model's `own` names are names of the tensors.
+
+    If these are less than half, the names may be those of other code: then the wrappers that all names begin with.
+    """
+    names = list(tensors)
+    dots = re.compile(r"^|\.").finditer
+    found = Counter(name[: dot.end()] for name in names for dot in dots(name) if name[dot.end() :] in own)
+    prefix = max(found, key=found.__getitem__, default="")
+    if 2 * found[prefix] < min(len(own), len(names)):
+        prefix = (_WRAPPERS.match(os.path.commonprefix(names)) or [""])[0]  # noqa: RUF071  it ends with a dot
+    return prefix
 
 
 def _with_timm(tensors: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:

@@ -15,8 +15,7 @@ from torch import nn
 
 from utils.config.bounds import require
 from utils.config.settings import TrainConfig
-from utils.data.decode import EVAL_CROP
-from utils.data.spec import InputSpec
+from utils.data.spec import EVAL_CROP, InputSpec
 from utils.errors import UserError, one_line
 from utils.models.matching import copy_matching, head_prefixes
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from utils.config.bounds import require
 from utils.errors import UserError, one_line
-from utils.files import naming_file
+from utils.files import naming_file, open_regular
 
 # Names under which trainers store a model's tensors. Averaged weights come first.
-WRAPPERS = ("model_ema", "state_dict_ema", "ema", "model_state_dict", "state_dict", "model", "module")
+WRAPPERS = ("model_ema", "state_dict_ema", "ema", "model_state_dict", "state_dict", "model", "module", "teacher")
 _SAVE = "save only the state dict: torch.save(model.state_dict(), FILE)"
 
 
@@ -50,10 +50,10 @@ def load_pickled(path: Path) -> Any:
 def read_any(file: Path) -> tuple[dict[str, Tensor], str]:
     """The tensors in a safetensors file or in a file of torch.save, and the keys under which they were found.
 
-    The keys are those of `WRAPPERS`, such as `state_dict`. Raises UserError if loading the file would execute code, or
-    if it has no state dict.
+    The keys are those of `WRAPPERS`, such as `state_dict`, or else of the dictionary with the most tensors. Raises
+    UserError if loading the file would execute code, or if it has no state dict.
     """
-    with naming_file(file), file.open("rb") as opened:
+    with naming_file(file), open_regular(file) as opened:
         start = opened.read(16)
     if start[8:9] == b"{" or file.suffix == ".safetensors":  # the length of a header in 8 bytes, and JSON
         return plain_tensors(file, read_weights(file, "give another file")), ""
@@ -77,12 +77,18 @@ def _read_pickled(path: Path) -> tuple[dict[str, Tensor], str]:
         raise UserError(f"{path}: its weights cannot be read ({one_line(error)[:160]})", fix) from error
     inside: list[str] = []
     while isinstance(content, dict) and len(inside) < 4:  # a dictionary may contain itself
-        wrappers = [name for name in WRAPPERS if isinstance(content.get(name), dict)]
-        held = [name for name in wrappers if any(isinstance(own, Tensor | dict) for own in content[name].values())]
+        # Other names, such as net, only where there are no tensors beside them.
+        others = [] if _count(content) else sorted(content, key=lambda name: -_count(content[name]))
+        held = [name for name in (*WRAPPERS, *others) if _count(content.get(name), Tensor | dict)]
         if not held:
             break
-        inside, content = [*inside, held[0]], content[held[0]]
+        inside, content = [*inside, f"{held[0]}"], content[held[0]]
     return plain_tensors(path, content), ", ".join(inside)
+
+
+def _count(content: Any, kind: Any = Tensor) -> int:
+    """How many values of a dictionary are tensors."""
+    return sum(isinstance(value, kind) for value in content.values()) if isinstance(content, dict) else 0
 
 
 def check_size(path: Path) -> None:

@@ -1,6 +1,7 @@
 """Models by name: our own (small.py), every classification model of torchvision, and timm's."""
 
 import importlib.util
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 import torchvision
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from utils.config.settings import TrainConfig
 from utils.config.table import Table, suggestion
@@ -15,7 +17,7 @@ from utils.data.datasets import ImageDataset
 from utils.data.order import fold_in
 from utils.data.spec import SMALL, InputSpec, sides
 from utils.errors import UserError, one_line
-from utils.models.checking import MINIMUM_SIZE, check_output
+from utils.models.checking import MINIMUM_SIZE, check_output, hook_for_size
 from utils.models.matching import find_heads, zero_heads
 from utils.models.published import keep_head, published_input, published_model, resize_input
 from utils.models.small import MLP, FastNet, MnistCNN, some_images
@@ -110,28 +112,31 @@ def build_model(
     config: TrainConfig,
     spec: InputSpec,
     classes: int,
-    load: bool = True,
+    weight_bytes: float | None = None,
     names: Sequence[str] = (),
     images: ImageDataset | None = None,
 ) -> nn.Module:
     """The model, from images [n, C, H, W] to logits [n, classes].
 
-    Its weights are random, drawn with --seed. With --pretrained they are the published ones, unless `load` is False. If
-    these know all of the classes `names`, their head is kept. The first layer of fastnet is computed from the training
-    `images`. Raises ValueError if --model_args are invalid or the model does not accept the images of training or
+    Its weights are random, drawn with --seed. With --pretrained they are the published ones. If these know all of the
+    classes `names`, their head is kept. The first layer of fastnet is computed from the training `images`. If other
+    weights will be loaded, of `weight_bytes`, they are random, and a far larger model is refused before it fills the
+    memory. Raises ValueError if --model_args are invalid or the model does not accept the images of training or
     evaluation.
     """
     check_model(config)  # again: the data may have chosen the model
+    load = weight_bytes is None
     torch.manual_seed(fold_in(config.seed, "weights"))
     name = config.model
     try:
-        if name.startswith("timm/"):
-            model = _timm(config, spec, classes, load)
-        else:
-            own = OWN_MODELS.get(name)
-            model = own(spec, classes, **config.model_args) if own else _torchvision(config, spec, classes, load)
-            if config.drop_path is not None:
-                raise _without_drop_path(name)
+        with register_module_parameter_registration_hook(hook_for_size(weight_bytes or math.inf)):
+            if name.startswith("timm/"):
+                model = _timm(config, spec, classes, load)
+            else:
+                own = OWN_MODELS.get(name)
+                model = own(spec, classes, **config.model_args) if own else _torchvision(config, spec, classes, load)
+                if config.drop_path is not None:
+                    raise _without_drop_path(name)
         if images is not None and isinstance(model, FastNet):
             model.initialise(some_images(images))
         if config.pretrained and load:

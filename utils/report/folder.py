@@ -13,6 +13,7 @@ from utils.config.yaml_text import read_yaml
 from utils.files import read_json
 from utils.report.html import sheet
 from utils.runs.log import read_log
+from utils.tasks.table import TASKS
 
 ANALYSIS = "report.json"
 _LIKE_DEFAULT = {"task": "classification", "grad_accum": 1}  # saved in place of the default, which means the same
@@ -27,12 +28,15 @@ def read_run(folder: Path, images: bool = True) -> dict[str, Any]:
     records = read_log(folder)
     kinds = {kind: [r for r in records if r.get("kind") == kind] for kind in ("start", "train", "eval")}
     settings, last = read_yaml(folder / "config.yaml"), (kinds["train"] or [{}])[-1]
-    best = best_evaluation(kinds["eval"], settings["best_metric"] or "")
+    metric = settings["best_metric"] or ""
+    highest = metric in TASKS[settings["task"]].highest_is_best
+    best = best_evaluation(kinds["eval"], metric, highest)
     analysis = _analysis(folder, best)
     return {
         "name": folder.absolute().name,
         "settings": changed_settings(settings),
-        "metric": settings["best_metric"] or "",
+        "metric": metric,
+        "highest_is_best": highest,
         "best": best,
         **kinds,
         "last": last,
@@ -44,14 +48,14 @@ def read_run(folder: Path, images: bool = True) -> dict[str, Any]:
     }
 
 
-def best_evaluation(records: Sequence[dict[str, Any]], metric: str) -> dict[str, Any]:
+def best_evaluation(records: Sequence[dict[str, Any]], metric: str, highest: bool) -> dict[str, Any]:
     """The evaluation of the best checkpoint by `metric`, the first of equal ones; without values, the last evaluation.
 
     With --ema_decay, that of the averaged weights counts. Its record follows that of the raw weights.
     """
     of_step = {record["step"]: record for record in records}
     known = [record for record in of_step.values() if record.get(metric) is not None]
-    choose = min if metric == "loss" else max
+    choose = max if highest else min
     return choose(known, key=lambda record: record[metric], default=records[-1] if records else {})
 
 

@@ -122,7 +122,7 @@ def write_page(folders: Sequence[Path], out: Path, images: bool = True) -> None:
 def best_first(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The runs sorted by the value of their best checkpoint, or in the given order if metrics differ; None last."""
     metrics = {run["metric"] for run in runs}
-    sign = 0 if len(metrics) > 1 else 1 if metrics == {"loss"} else -1
+    sign = 0 if len(metrics) > 1 else -1 if runs[0]["highest_is_best"] else 1
 
     def rank(run: dict[str, Any]) -> float:
         value = run["best"].get(run["metric"])

@@ -44,7 +44,7 @@ def load_for_inference(saved: SavedRun, config: TrainConfig, task: Task, ranks: 
     Raises ValueError if the weights do not fit.
     """
     with ranks.agree("building the model"):
-        model = build_model(config, saved.spec, task.outputs, load=False)
+        model = build_model(config, saved.spec, task.outputs, saved.weight_bytes)
     if saved.weights is None:
         with ranks.local_main_first("downloading the weights"):
             load_published(config, model)

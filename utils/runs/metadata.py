@@ -1,6 +1,7 @@
 """The contents of a checkpoint besides its tensors: settings, training state, classes, samples and versions."""
 
 import json
+import math
 import platform
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
@@ -33,7 +34,7 @@ from utils.errors import UserError
 from utils.files import read_json
 from utils.ranks.ranks import Ranks
 from utils.runs.loading import Weights
-from utils.runs.manifest import checkpoint_of, checkpoints_of, damage_of
+from utils.runs.manifest import MODEL, checkpoint_of, checkpoints_of, damage_of
 from utils.runs.state import TrainState
 from utils.version import VERSION, code_commit
 
@@ -93,6 +94,7 @@ class SavedRun(Begun):
     class_names: list[str]
     record: Record | None
     weights: Weights | None = None
+    weight_bytes: float = math.inf
 
     def is_in(self, run: Path | None) -> bool:
         """Whether this is a checkpoint of the folder of a run."""
@@ -110,7 +112,8 @@ class SavedRun(Begun):
 def read_checkpoint(path: Path) -> SavedRun:
     """Read the small files of a verified checkpoint. Raises ValueError if one of them is malformed."""
     values = SavedState.from_json(path / "state.json")
-    return SavedRun(path, read_settings(path), values, read_classes(path), read_record(path / FILE))
+    run = SavedRun(path, read_settings(path), values, read_classes(path), read_record(path / FILE))
+    return replace(run, weight_bytes=(path / MODEL).stat().st_size)
 
 
 def check_identity(saved: SavedRun) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from utils.config.bounds import require
 from utils.config.scripts import EvalConfig
 from utils.config.settings import TrainConfig
-from utils.console import Terminal
+from utils.console import Terminal, join_names
 from utils.errors import UserError, one_line
 from utils.files import expand, read_json
 from utils.models.checking import hash_tensors
@@ -221,10 +221,12 @@ def run_of_file(config: TrainConfig, file: str, ranks: Ranks) -> tuple[SavedRun,
     with ranks.agree("building the model"):
         config = fill_input(config, source.settings)
         spec = input_spec(config, 3, None)
-        model = build_model(config, spec, classes=1, load=False)  # for the names of its tensors
-        tensors = fit_names(source.tensors, model, where, config.model, config.init_match == "order")
+        model = build_model(config, spec, 1, weight_bytes=float("inf"))  # for the names of its tensors
+        tensors, left_out = fit_names(source.tensors, model, where, config.model, config.init_match == "order")
         outputs = count_outputs(tensors, model)
         require(outputs > 0, f"{where}: has no head for {config.model}", "set --model to the model of these weights")
+    if left_out:
+        Terminal(ranks.is_main).print(f"{where}: not used: {join_names(left_out, 6)}")
     weights = Weights(Path(source.name), "model", False, tensors)
     values = SavedState(state=TrainState(), input=spec)
     saved = SavedRun(weights.checkpoint, config, values, [], None, weights)

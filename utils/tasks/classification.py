@@ -22,11 +22,12 @@ class Classification(Task):
     """One class per image. Targets are class indices, int64 [n], or class probabilities, float [n, classes]."""
 
     activation = "softmax"
-    metric, higher_is_better = "accuracy", True
+    metric = "accuracy"
     when_mixed = "accuracy is against the dominant label"
     training = ("loss", "accuracy")
     evaluation = ("loss", "accuracy", "top5")
     gathered = ("macro_f1", "macro_precision", "macro_recall")
+    highest_is_best = ("accuracy", "top5", *gathered)
     shown = {"accuracy": "accuracy", "top5": "top-5", "loss": "loss"}  # noqa: RUF012
 
     def __init__(self, config: TrainConfig, class_names: list[str], labels: np.ndarray | None = None):
@@ -37,7 +38,7 @@ class Classification(Task):
         if config.class_weights and labels is not None:
             self.weight = balanced_weights(labels, self.outputs)
         equal_scores, any_class = torch.zeros(1, self.outputs), torch.zeros(1, dtype=torch.int64)
-        self.uniform_loss = self.losses(equal_scores, any_class, 0.0, None).item()
+        self.uniform_loss = LOSSES.call(config, equal_scores, any_class, 0.0, None).item()
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if self.weight is not None:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from utils.config.settings import TrainConfig
 from utils.config.table import Table
 
 
@@ -85,7 +84,6 @@ def _check_gamma(gamma: float) -> None:
 LOSSES = Table(
     "loss",
     {"cross_entropy": cross_entropy, "binary_cross_entropy": binary_cross_entropy, "focal": focal},
-    trial=lambda config: _try_arguments(config),
 )
 # The losses of the same names for multilabel and binary, with the same --loss_args.
 SIGMOID_LOSSES = Table(
@@ -96,8 +94,3 @@ SIGMOID_LOSSES = Table(
         "focal": sigmoid_focal,
     },
 )
-
-
-def _try_arguments(config: TrainConfig) -> None:
-    """Raise ValueError if the loss does not accept --loss_args."""
-    LOSSES.call(config, torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), 0.0, None)

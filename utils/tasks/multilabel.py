@@ -27,7 +27,8 @@ class MultiLabel(Task):
     """
 
     activation = "sigmoid"
-    metric, higher_is_better = "mAP", True
+    metric = "mAP"
+    highest_is_best: Sequence[str] = ("mAP", "macro_f1", "micro_f1", "exact_match")
     exact, f1 = "exact_match", "micro_f1"  # the names of two metrics
     training: Sequence[str] = ("loss", "exact_match", *_COUNTS)
     when_mixed = "metrics count a label if its share is above 0.5"
@@ -42,8 +43,9 @@ class MultiLabel(Task):
         self.pos_weight = None if labels is None else self._pos_weight(config.pos_weight, labels)
         # Compared with the logits, and float32 like them, so that all devices predict the same.
         self.cut: float = float(np.float32(math.log(config.threshold / (1 - config.threshold))))
-        no_scores = torch.zeros(1, self.outputs)
-        self.uniform_loss = max(self.loss(no_scores, no_scores + label).item() for label in (0, 1))
+        scores = torch.zeros(2, self.outputs)
+        rows = scores + torch.tensor([[self.smoothing / 2], [1 - self.smoothing / 2]])  # no class, and all classes
+        self.uniform_loss = SIGMOID_LOSSES.call(config, scores, rows, self.pos_weight).max().item()
 
     def _outputs(self, config: TrainConfig, class_names: list[str]) -> int:
         return len(class_names)
@@ -124,6 +126,7 @@ class Binary(MultiLabel):
     """
 
     metric = "accuracy"
+    highest_is_best = ("accuracy", "f1", "auc")
     exact, f1 = "accuracy", "f1"
     training = evaluation = ("loss", "accuracy", "hits", "predicted", "labelled")
     gathered = ("auc",)

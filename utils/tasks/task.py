@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from utils.config.bounds import require
 from utils.console import printable, table
 from utils.errors import UserError
 
@@ -43,7 +44,9 @@ class Task:
     """The output above which its class is predicted; None if each image has one class of several."""
     metric: str
     """The metric of an evaluation that decides which checkpoint is the best."""
-    higher_is_better: bool
+    highest_is_best: Sequence[str] = ()
+    lowest_is_best: Sequence[str] = ("loss",)
+    """The metrics that `metric` and --best_metric may be, by the value that is the best."""
     training: Sequence[str]
     """Names of the sums of a training batch; the first one is "loss"."""
     when_mixed: str = "metrics are against mixed targets"
@@ -109,13 +112,19 @@ class Task:
         """What the start table says of the task; empty for classification."""
         return ""
 
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether the highest value of `metric` is the best."""
+        return self.metric in self.highest_is_best
+
     def choose_best(self, metric: str | None) -> None:
-        """Let this metric (--best_metric) decide which checkpoint is the best, the lowest if it is the loss."""
+        """Let this metric (--best_metric) decide which checkpoint is the best."""
+        self.metric = metric or self.metric
         names = [*self.summary(dict.fromkeys(self.evaluation, 1.0), 1.0), *self.gathered]
-        if metric not in (None, self.metric, *names):
-            raise UserError(f"--best_metric {metric}: no such metric", f"use one of {', '.join(names)}")
-        if metric not in (None, self.metric):
-            self.metric, self.higher_is_better = metric, metric != "loss"
+        require(self.metric in names, f"--best_metric {metric}: no such metric", f"use one of {', '.join(names)}")
+        known = self.metric in (*self.highest_is_best, *self.lowest_is_best)
+        problem = f"--best_metric {self.metric}: {type(self).__name__} does not say if its highest value is the best"
+        require(known, problem, "add it to highest_is_best or lowest_is_best of this class")
 
     def report(self, record: Mapping[str, Any], title: str, more: Sequence[tuple[str, Any]] = ()) -> str:
         """The result of eval.py as text: the metrics, `more` rows of the table, then the worst classes."""

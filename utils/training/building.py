@@ -166,7 +166,7 @@ def resolve_input(
     """
     if saved is not None and all(getattr(saved.settings, name) == getattr(config, name) for name in OF_INPUT):
         return config, [], saved.spec
-    channels, size, largest = peek(train)
+    channels, size, largest, ratio = peek(train)
     small = size is not None and max(size) <= SMALL
     # mnist_cnn takes images of one size.
     small_input = max(sides(config.image_size or 0)) <= SMALL and config.eval_size is None
@@ -174,7 +174,11 @@ def resolve_input(
     if largest < 2**7:
         fix = f"if the images have 16 bits and use fewer, set --image_bits {8 + largest.bit_length()}"
         lines.append(f"the largest value of a pixel is {largest} of 255; {fix}")
-    return config, lines, input_spec(config, channels, size)
+    spec = input_spec(config, channels, size)
+    share = spec.for_evaluation().visible_share(ratio)
+    if share < 0.99:
+        lines.append(f"evaluation uses {share:.0%} of a typical image, whose height is {ratio:.2f} times its width")
+    return config, lines, spec
 
 
 def make_datasets(setup: Setup, ranks: Ranks) -> tuple[ImageDataset, ImageDataset]:
@@ -209,6 +213,9 @@ def adapt_model(
         if config.freeze or config.feature_views:
             last_part, reason = choose_last_part(model, config, setup.spec, accelerator.is_fsdp2)
             lines += [f"features are not cached: {reason}"] * (BACKBONE in config.freeze and reason != "")
+        if config.dry_run and last_part is not None:
+            last_part = None  # the features of all images would take too long
+            lines.append("the run itself caches the outputs of the frozen layers: its updates are faster")
         if config.grad_checkpointing:
             checkpoint_blocks(model, config.model)
         if has_batch_norm(model):
@@ -242,6 +249,8 @@ def choose_last_part(
     for name in ("mixup", "cutmix"):
         problem = f"--{name} mixes images, but with --freeze the last part is trained on cached features"
         require(not getattr(config, name), problem, fix)
+    problem = f"--repeats {config.repeats}: copies of an image would have equal cached features"
+    require(config.repeats <= (config.feature_views or 1), problem, fix)
     accept_features(module, part, spec)
     return part, ""
 
@@ -253,12 +262,13 @@ def load_source(module: nn.Module, source: InitialWeights, class_names: list[str
     """
     tensors, source.tensors = source.tensors, {}  # they are not needed again
     where = f"--init_from {source.name}"
-    tensors = fit_names(tensors, module, where, config.model, config.init_match == "order")
+    tensors, left_out = fit_names(tensors, module, where, config.model, config.init_match == "order")
     zero_heads(module)
     if not source.class_names and count_outputs(tensors, module) == len(class_names):
         source.class_names = names_of_outputs(len(class_names), False, class_names)
         source.taken.append(f"outputs in the order of classes {join_names(source.class_names, 6)}")
     source.match = copy_matching(module, tensors, source.class_names, class_names)
+    source.match.unused += left_out
     if bad := bad_tensors(module.state_dict()):
         raise UserError(f"{where}: {join_names(bad, 3)} is NaN or infinite", "use other weights")
     if not {key for key, _ in module.named_parameters()} & set(source.match.kept):

@@ -29,8 +29,7 @@ def trial(config: TrainConfig) -> TrainConfig:
     resume, folder = config.resume, expand(config.output_dir) / (config.run_name or "")
     if resume == "auto":
         resume = str(folder) if (folder / "checkpoints" / "latest").exists() else None
-    # With feature_views=0, no features are cached.
-    return replace(config, run_name=None, resume=resume, report_to=None, feature_views=0)
+    return replace(config, run_name=None, resume=resume, report_to=None)
 
 
 def dry_run(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> dict:
