@@ -76,10 +76,13 @@ def bad_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
     """
     floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
     device = next(iter(floats.values())).device  # with fsdp_offload_params, buffers are on another device
-    good = torch.stack(
-        [local(tensor).isfinite().all().to(device) for tensor in floats.values()]
-    ).tolist()  # waits only once
+    good = torch.stack([_is_finite(local(tensor)).to(device) for tensor in floats.values()]).tolist()  # waits only once
     return [name for name, is_good in zip(floats, good, strict=True) if not is_good]
+
+
+def _is_finite(tensor: Tensor) -> Tensor:
+    # On a CPU this is several times faster than `isfinite` of all values. A rank may have no row of a sharded tensor.
+    return torch.stack(tensor.aminmax()).isfinite().all() if tensor.numel() else torch.tensor(True)
 
 
 def hash_tensors(tensors: Iterable[Tensor]) -> str:
