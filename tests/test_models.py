@@ -1,7 +1,9 @@
 """Models by name: what they are fed, the shape that they give, their stems, heads and published weights."""
 
+import copy
 import math
 import os
+import pickle
 import re
 import shutil
 from pathlib import Path
@@ -20,6 +22,7 @@ from utils.config.settings import TrainConfig
 from utils.data.order import fold_in
 from utils.data.spec import InputSpec
 from utils.errors import UserError
+from utils.models.features import accept_features
 from utils.models.zoo import build_model, check_model, input_spec, torchvision_models
 
 FAMILIES = ["mnist_cnn", "mlp", "fastnet", "resnet18", "mobilenet_v3_small", "squeezenet1_0", "shufflenet_v2_x0_5"]
@@ -399,6 +402,19 @@ def test_a_model_that_cannot_take_an_empty_batch_computes_an_image_of_zeros_with
     before = {name: value.clone() for name, value in batch_norm.state_dict().items()}
     batch_norm(torch.zeros(0, 3, 64, 64)).sum().backward()
     assert same_tensors(batch_norm.state_dict(), before) and batch_norm.training
+
+
+@pytest.mark.parametrize("has_features", [False, True])
+def test_a_copy_of_a_model_has_its_own_weights(has_features):
+    model, spec = build("resnet18", spec_of(32, 3)), spec_of(32, 3)
+    if has_features:
+        accept_features(model, model.fc, spec)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(logits_of(other, spec), logits_of(model, spec))
+        torch.nn.init.zeros_(other.fc.weight)
+        torch.nn.init.zeros_(other.fc.bias)
+        assert not logits_of(other, spec).any() and logits_of(model, spec).any()
+        assert logits_of(other, spec, 0).shape == (0, 7)
 
 
 def test_a_model_that_cannot_take_an_empty_batch_is_refused_with_shared_batch_statistics():

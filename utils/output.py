@@ -9,6 +9,7 @@ seconds, so Ctrl-C ends a script silently until `restore_interrupt` is called.
 import atexit
 import io
 import os
+import re
 import select
 import signal
 import sys
@@ -16,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-_PLAIN = bytes(byte if byte >= 32 or byte in b"\t\n\r" else ord("?") for byte in range(256))
+_CONTROLS = re.compile(rb"[\0-\b\v\f\x0e-\x1f\x7f]|\xc2[\x80-\x9f]")  # but tabs and ends of lines
 _ended_with: int | None = None  # the exit code, once the script has ended
 
 
@@ -72,7 +73,7 @@ class _Guarded(io.RawIOBase):
     """Writes bytes to the file of a text stream. Keeps the stream, because deleting it would close its file."""
 
     def __init__(self, stream: io.TextIOWrapper, is_plain: bool):
-        self._stream, self._table = stream, _PLAIN if is_plain else None
+        self._stream, self._is_plain = stream, is_plain
         self._raw: Any = getattr(stream.buffer, "raw", stream.buffer)
 
     @property
@@ -89,7 +90,7 @@ class _Guarded(io.RawIOBase):
         return self._raw.isatty()
 
     def write(self, data) -> int:
-        rest = memoryview(bytes(data).translate(self._table))
+        rest = memoryview(_CONTROLS.sub(b"?", data) if self._is_plain else data)
         with suppress(OSError, ValueError):  # ValueError: the stream was closed
             while rest:
                 written = self._raw.write(rest)

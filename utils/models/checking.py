@@ -2,6 +2,8 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -105,13 +107,14 @@ def sum_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 def _sum_bits(tensor: Tensor) -> Tensor:
     # The values as they are in memory, which copies nothing.
-    values = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True)).reshape(-1)
+    values = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True)).reshape(-1).contiguous()
     fits = values.nbytes % 8 == values.storage_offset() * values.itemsize % 8 == 0
     words = values.view(torch.int64 if fits else torch.uint8)  # larger words are faster
     end = len(words) // _COLUMNS * _COLUMNS
     sums, rest = words[:end].view(-1, _COLUMNS).sum(0), words[end:]
     sums[: len(rest)] += rest
-    return (sums * torch.arange(1, 2 * _COLUMNS, 2, device=sums.device)).sum()  # odd: no bit changes unseen
+    sums ^= sums >> 31  # otherwise two changed signs would cancel
+    return (sums * torch.arange(1, 2 * _COLUMNS, 2, device=sums.device)).sum()  # odd: no change of one word is lost
 
 
 def accept_empty_batches(model: nn.Module) -> None:
@@ -120,20 +123,21 @@ def accept_empty_batches(model: nn.Module) -> None:
     Some kernels of a GPU do not accept an empty batch: cuDNN's attention returns None (PyTorch 2.11). All gradients are
     then zero. The model is in evaluation mode meanwhile, so batch statistics do not change.
     """
-    forward = model.forward
+    model.forward = partial(_accepting, model)
 
-    def accepting(images: Tensor) -> Tensor:
-        if images.shape[0] != 0:  # not `len`, which would fix the size of a batch in an exported model
-            return forward(images)
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        try:
-            return forward(images.new_zeros(1, *images.shape[1:]))[:0]
-        finally:
-            for module, training in modes:
-                module.training = training
 
-    model.forward = accepting
+def _accepting(model: nn.Module, images: Tensor, *more: Any) -> Tensor:
+    # Not a closure over `model.forward`: in a copy of the model, that would be the forward pass of the original.
+    forward = partial(type(model).forward, model)
+    if images.shape[0] != 0:  # not `len`, which would fix the size of a batch in an exported model
+        return forward(images, *more)
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        return forward(images.new_zeros(1, *images.shape[1:]), *more)[:0]
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def has_batch_norm(model: nn.Module) -> bool:

@@ -1,7 +1,9 @@
 """Features: the outputs of the frozen layers of a model, if all trained parameters are in one part after them."""
 
 import os
+from collections.abc import Callable, Collection
 from copy import deepcopy
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -40,12 +42,12 @@ def find_last_part(model: nn.Module, spec: InputSpec) -> tuple[nn.Module | None,
 
 def accept_features(model: nn.Module, part: nn.Module, spec: InputSpec) -> None:
     """Let the model also accept features, the input of its last part, instead of images."""
-    forward, of_images = model.forward, {(spec.channels, *each.size) for each in (spec, spec.for_evaluation())}
+    of_images = {(spec.channels, *each.size) for each in (spec, spec.for_evaluation())}
+    model.forward = partial(_accepting, model.forward, part, of_images)
 
-    def accepting(inputs: Tensor) -> Tensor:
-        return forward(inputs) if tuple(inputs.shape[1:]) in of_images else part(inputs)
 
-    model.forward = accepting
+def _accepting(forward: Callable, part: nn.Module, of_images: Collection[tuple[int, ...]], inputs: Tensor) -> Tensor:
+    return forward(inputs) if tuple(inputs.shape[1:]) in of_images else part(inputs)
 
 
 class FrozenPart(nn.Module):
