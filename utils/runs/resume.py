@@ -52,9 +52,9 @@ def keep_settings(config: TrainConfig, given: Set[str], saved: Begun) -> TrainCo
     """
     own = {name for name in given if name not in KEPT or getattr(config, name) != getattr(TrainConfig, name)}
     own |= {*OF_THIS_MACHINE}
-    batch = {"batch_size", "grad_accum", "global_batch_size"}  # given together: one follows from the others
+    batch = {"batch_size", "grad_accum"}  # they follow from the global batch
     if isinstance(saved, SavedRun) or given & batch:
-        own |= batch  # `choose_batch` takes those of a checkpoint
+        own |= batch
     own |= {"max_steps"} if "epochs" in given else set()
     own |= {"mixed_precision"} if precision_is_chosen() else set()
     there = vars(saved.settings)
