@@ -109,9 +109,10 @@ class CheckpointManager:
         if saved is not None:
             with self.ranks.agree():
                 if self.ranks.is_main:
-                    if not saved.is_in(folder):
-                        write_file(folder / _ORIGIN, os.fsencode(saved.path.absolute()))
-                    delete_after(folder / "checkpoints", saved.state.step, saved.state.best_step)
+                    if saved.is_in(folder):
+                        delete_after(folder / "checkpoints", saved.state.step, saved.state.best_step)
+                    else:
+                        write_file(folder / _ORIGIN, bytes(saved.path.absolute()))
         self.ranks.store_set("started", "yes")  # after a restart, its own checkpoints come before that of --resume
         return folder, lines
 
@@ -204,15 +205,23 @@ class CheckpointManager:
                 print(f"{path} does not exist; starting a new run")
             self._lock(path)
             if config.resume == "auto" or (before and self.ranks.store_get("started")):
-                checkpoint = _newest_of(path)
-                if checkpoint is None:
-                    checkpoint, begun = _begin_again(path)
+                checkpoint = own = _newest_of(path)
+                try:
+                    if own is None and (path / "config.yaml").exists():
+                        begun = Begun(path, read_settings(path))
+                    if own is None and (path / _ORIGIN).exists():
+                        verify(checkpoint := Path(read_text(path / _ORIGIN, 8192)))
+                except UserError as error:  # its fix is for another checkpoint or a --config file
+                    raise UserError(error.problem, "start a new run with another --run_name") from None
         if checkpoint is None and config.resume not in (None, "auto"):
             named = expand(config.resume)
             checkpoint = _newest_of(named) if (named / "checkpoints").is_dir() else None
             if checkpoint is None:
                 checkpoint = find_checkpoint(named, prefer=("latest",))
                 verify(checkpoint)
+        if begun:
+            start = checkpoint or "the beginning"
+            print(f"{path} has no checkpoint; starting from {start}, with the settings of its config.yaml")
         return path, checkpoint, begun
 
     def _lock(self, path: Path) -> Path:
@@ -223,21 +232,6 @@ class CheckpointManager:
         clean_up(path)
         self.ranks.store_set("run-folder", str(path.absolute()))
         return path
-
-
-def _begin_again(path: Path) -> tuple[Path | None, Begun | None]:
-    """The checkpoint of another run that a run without checkpoints started from, and its settings, if it has them."""
-    origin = begun = None
-    try:
-        if (path / _ORIGIN).exists():
-            verify(origin := Path(read_text(path / _ORIGIN, 2**13)))
-        if (path / "config.yaml").exists():
-            begun = Begun(path, read_settings(path))
-            start = origin or "the beginning"
-            print(f"{path} has no checkpoint; starting from {start}, with the settings of its config.yaml")
-    except UserError as error:  # its fix is for another checkpoint or a --config file
-        raise UserError(error.problem, "start a new run with another --run_name") from None
-    return origin, begun
 
 
 def _newest_of(folder: Path) -> Path | None:
