@@ -205,11 +205,11 @@ class CheckpointManager:
                 print(f"{path} does not exist; starting a new run")
             self._lock(path)
             if config.resume == "auto" or (before and self.ranks.store_get("started")):
-                checkpoint = own = _newest_of(path)
+                checkpoint = _newest_of(path)
                 try:
-                    if own is None and (path / "config.yaml").exists():
+                    if checkpoint is None and (path / "config.yaml").exists():
                         begun = Begun(path, read_settings(path))
-                    if own is None and (path / _ORIGIN).exists():
+                    if checkpoint is None and (path / _ORIGIN).exists():
                         verify(checkpoint := Path(read_text(path / _ORIGIN, 8192)))
                 except UserError as error:  # its fix is for another checkpoint or a --config file
                     raise UserError(error.problem, "start a new run with another --run_name") from None
