@@ -23,6 +23,7 @@ from utils.data.selection import load_data
 from utils.models.checking import sum_bits
 from utils.ranks.ranks import Ranks
 from utils.runs.manifest import newest_good, write_manifest
+from utils.runs.metadata import read_checkpoint
 
 FLAGS = ["--model", "mlp", "--global_batch_size", "12", "--threads", "1", "--lr", "0.01", "--run_name", "run"]
 FLAGS += ["--max_train_samples", "48", "--save_every", "2", "--max_steps", "9", "--eval_every", "99"]
@@ -157,7 +158,8 @@ def test_ranks_with_different_processors_may_round_differently_which_is_said_onc
     main, other = run_ranks(2, _train_and_change_rank_1, FLAGS, "weight", True)
     assert (main.code, other.code) == (0, 0), main.err
     assert main.out.count("processors round differently: processor 0; processor 1;") == 1 and other.out == ""
-    assert newest_good(Path("runs/run/checkpoints"))[0].name == "step-00000009"
+    newest, _ = newest_good(Path("runs/run/checkpoints"))
+    assert newest.name == "step-00000009" and read_checkpoint(newest).state.rounding_said  # nor by a resume
 
 
 def test_a_sum_of_bits_changes_with_each_bit_and_each_exchange():

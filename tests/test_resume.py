@@ -175,16 +175,44 @@ def test_a_run_killed_before_its_first_checkpoint_continues_with_its_own_setting
     assert batch_of(records("run", "start")[-1]) == (2, 30, 2, 120) and same_tensors(weights("run"), weights("whole"))
     shutil.rmtree("runs/run/checkpoints")
     train_run(1, "run", "--batch_size", "60", "--seed", "4", "--max_steps", "2", "--resume", "auto")  # given: used
-    assert batch_of(records("run", "start")[-1]) == (1, 60, 1, 60)
+    assert batch_of(records("run", "start")[-1]) == (1, 60, 2, 120)
     assert read_config(Path("runs/run/config.yaml")).seed == 4
 
 
-def _train_until_killed(flags):
+def test_a_run_killed_before_its_first_checkpoint_starts_again_from_the_checkpoint_of_another_run():
+    train_run(1, "other", *FLAGS[:-4], "--max_steps", "2")
+    flags = ["--threads", "1", "--run_name", "run"]
+    train_run(1, "whole", "--threads", "1", "--resume", "runs/other", "--max_steps", "4", "--momentum", "0.5")
+    first = ["--resume", "runs/other", "--max_steps", "4", "--momentum", "0.5", "--save_every", "9"]
+    (outcome,) = run_ranks(1, _train_until_killed, [*flags, *first], 3)
+    assert outcome.code == -signal.SIGKILL and not list(Path("runs/run/checkpoints").iterdir())
+    train_run(1, "other", "--resume", "auto", "--max_steps", "3", "--keep", "9")  # a newer one, which is not used
+    (outcome,) = run_ranks(1, train.main, [*flags, "--resume", "auto"])
+    assert outcome.code == 0 and "checkpoints/step-00000002, with the settings of its config.yaml" in outcome.out
+    assert [record["step"] for record in records("run", "start")] == [2, 2]
+    assert same_tensors(weights("run"), weights("whole"))
+
+    shutil.rmtree("runs/run/checkpoints")
+    shutil.rmtree("runs/other")
+    line = refused(train.main, *flags, "--resume", "auto")
+    assert f"{Path.cwd()}/runs/other/checkpoints/step-00000002" in line
+    assert "start a new run with another --run_name" in line
+
+
+@pytest.mark.parametrize("text", ["", "lr: [", "lr: 0.1"])
+def test_damaged_settings_of_a_run_without_checkpoints_name_a_way_on(text):
+    Path("runs/run").mkdir(parents=True)
+    Path("runs/run/config.yaml").write_text(text)
+    line = refused(train.main, *FLAGS, "--resume", "auto")
+    assert "runs/run/config.yaml: " in line and "; start a new run with another --run_name" in line
+
+
+def _train_until_killed(flags, step=2):
     update = train.train_update
 
     def killed(run, batches):
         update(run, batches)
-        if run.state.step == 2:
+        if run.state.step == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
     train.train_update = killed

@@ -5,10 +5,12 @@ RUN/checkpoints/step-00001234/   model.safetensors, optimizer.bin               
                                  state.json, config.yaml, labels.json, samples.json.gz (metadata.py)
                                  manifest.json                                         (size and SHA-256 of each)
 RUN/checkpoints/latest, best     one line each: the name of such a folder
+RUN/resumed_from.txt             the path of a checkpoint of another run that this run started from
 
 What a start resumes from (`CheckpointManager.newest`):
 1. after a restart by the launcher, the newest good checkpoint of this run's folder, if it has one;
 2. with --resume auto, the newest good checkpoint of the folder --run_name, if it has one;
+   in both cases, if it has none, the checkpoint that resumed_from.txt names, if the folder has this file;
 3. with --resume PATH, that checkpoint, or the newest good one of that run;
 4. else nothing: a new run, whose folder must not exist.
 """
@@ -28,7 +30,7 @@ from torch.optim import Optimizer
 
 from utils.config.settings import TrainConfig
 from utils.errors import UserError
-from utils.files import LOCK, check_output_folder, expand, holder_text, lock
+from utils.files import LOCK, check_output_folder, expand, holder_text, lock, read_text, write_file
 from utils.launch.environment import can_be_restarted
 from utils.models.sharded import is_sharded, tied_names
 from utils.ranks.ranks import Ranks
@@ -47,6 +49,7 @@ from utils.runs.writing import (
     update_pointers,
 )
 
+_ORIGIN = "resumed_from.txt"
 _ORPHANS_EXIT_WITHIN = 20.0  # seconds: ranks whose launcher was killed finish their update and save
 
 
@@ -61,7 +64,7 @@ class CheckpointManager:
     def __init__(self, config: TrainConfig, ranks: Ranks):
         self.config, self.ranks = config, ranks
         self.folder: Path | None = None  # of the run
-        self.begun: Begun | None = None  # if this folder has settings, but no checkpoint yet; set by `newest`
+        self.begun: Begun | None = None  # if this folder has settings, but no checkpoint of its own; set by `newest`
         self._locked: TextIO | None = None  # on the main process, so that no other run writes there
         self._thread = ThreadPoolExecutor(1)  # Python waits for it before it exits, also after an error
         self._saving: Future[None] | None = None  # the last save, on the main process, until `wait`
@@ -106,7 +109,10 @@ class CheckpointManager:
         if saved is not None:
             with self.ranks.agree():
                 if self.ranks.is_main:
-                    delete_after(folder / "checkpoints", saved.state.step, saved.state.best_step)
+                    if saved.is_in(folder):
+                        delete_after(folder / "checkpoints", saved.state.step, saved.state.best_step)
+                    else:
+                        write_file(folder / _ORIGIN, bytes(saved.path.absolute()))
         self.ranks.store_set("started", "yes")  # after a restart, its own checkpoints come before that of --resume
         return folder, lines
 
@@ -200,15 +206,22 @@ class CheckpointManager:
             self._lock(path)
             if config.resume == "auto" or (before and self.ranks.store_get("started")):
                 checkpoint = _newest_of(path)
+                try:
+                    if checkpoint is None and (path / "config.yaml").exists():
+                        begun = Begun(path, read_settings(path))
+                    if checkpoint is None and (path / _ORIGIN).exists():
+                        verify(checkpoint := Path(read_text(path / _ORIGIN, 8192)))
+                except UserError as error:  # its fix is for another checkpoint or a --config file
+                    raise UserError(error.problem, "start a new run with another --run_name") from None
         if checkpoint is None and config.resume not in (None, "auto"):
             named = expand(config.resume)
             checkpoint = _newest_of(named) if (named / "checkpoints").is_dir() else None
             if checkpoint is None:
                 checkpoint = find_checkpoint(named, prefer=("latest",))
                 verify(checkpoint)
-        if checkpoint is None and path is not None and (path / "config.yaml").exists():
-            print(f"{path} has no checkpoint; starting from the beginning, with the settings of its config.yaml")
-            begun = Begun(path, read_settings(path))
+        if begun:
+            start = checkpoint or "the beginning"
+            print(f"{path} has no checkpoint; starting from {start}, with the settings of its config.yaml")
         return path, checkpoint, begun
 
     def _lock(self, path: Path) -> Path:

@@ -29,13 +29,12 @@ def choose_batch(config: TrainConfig, saved: SavedRun | None, processes: int) ->
         return resolve_batch(config, processes)
     total = saved.values.global_batch_size
     problem = f"{saved.path}: was trained with a global batch size of {total}, not {config.global_batch_size}"
-    require(config.global_batch_size in (None, total), problem, "use the same settings")
-    given = replace(config, global_batch_size=total)
+    require(config.global_batch_size == total, problem, "use the same settings")
     if config.microbatches:
-        return resolve_batch(given, processes)
+        return resolve_batch(config, processes)
     with suppress(ValueError):  # these sizes do not fit
         if config.batch_size or config.grad_accum:
-            return resolve_batch(given, processes)
+            return resolve_batch(config, processes)
     if total % processes:
         *works, most = [str(number) for number in range(1, 2 * processes) if total % number == 0]
         problem = f"{saved.path}: the global batch of {total} is not divisible by {processes} processes"
@@ -52,9 +51,9 @@ def keep_settings(config: TrainConfig, given: Set[str], saved: Begun) -> TrainCo
     """
     own = {name for name in given if name not in KEPT or getattr(config, name) != getattr(TrainConfig, name)}
     own |= {*OF_THIS_MACHINE}
-    batch = {"batch_size", "grad_accum", "global_batch_size"}  # given together: one follows from the others
+    batch = {"batch_size", "grad_accum"}  # they follow from the global batch
     if isinstance(saved, SavedRun) or given & batch:
-        own |= batch  # `choose_batch` takes those of a checkpoint
+        own |= batch
     own |= {"max_steps"} if "epochs" in given else set()
     own |= {"mixed_precision"} if precision_is_chosen() else set()
     there = vars(saved.settings)

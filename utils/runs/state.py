@@ -43,6 +43,8 @@ class TrainState:
     """The step and the numbers of the last 1,000 evaluations, oldest first."""
     exploded: bool = False
     """Whether the run has reported that it diverges."""
+    rounding_said: bool = False
+    """Whether the run has reported that the processors of its ranks round differently."""
     learned: bool = False
     """Whether the first update or a train record had a loss below 0.8 times that of uniform predictions."""
     best_value: Number | None = None

@@ -103,11 +103,8 @@ def prune(folder: Path, keep: int | str, best: Path | None = None) -> None:
 def delete_after(folder: Path, step: int, best_step: int | None) -> None:
     """Delete the checkpoints after `step`, whose updates will be repeated.
 
-    Damaged ones are renamed to step-N.damaged, because the disk may be the cause. Does nothing if the checkpoint of
-    `step` is not in this folder: then the run resumes from a checkpoint of another run.
+    Damaged ones are renamed to step-N.damaged, because the disk may be the cause.
     """
-    if not checkpoint_of(folder, step).is_dir():
-        return
     best = checkpoint_of(folder, best_step)
     if not best.is_dir():
         (folder / "best").unlink(missing_ok=True)

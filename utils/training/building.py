@@ -72,12 +72,12 @@ def fill_settings(
 ) -> tuple[TrainConfig, InitialWeights | None]:
     """The settings of this start, and for a new run the weights of --init_from, if given; collective.
 
-    Settings that are not `given` are those of the checkpoint, or of the run if it has `begun`, or follow from the
+    Settings that are not `given` are those of the run if it has `begun`, or of the checkpoint, or follow from the
     weights. With None, all are given. Raises ValueError or OSError, before the data is loaded, if they or the batch
     sizes do not work.
     """
     with ranks.agree():
-        if (before := saved or begun) and given is not None:
+        if (before := begun or saved) and given is not None:
             config = keep_settings(config, given, before)
             check_settings(config, ranks)
         for names in TABLES:

@@ -5,7 +5,6 @@ This happens before a checkpoint is saved. A training loss that is far too high 
 
 import math
 import shlex
-from functools import cache
 
 from utils.config.bounds import require
 from utils.console import join_names
@@ -14,7 +13,6 @@ from utils.launch.command import script_command
 from utils.models.checking import bad_tensors, sum_bits
 from utils.models.sharded import is_sharded
 from utils.runs.loading import trained_tensors
-from utils.runs.log import RunLog
 from utils.training.run import Run
 
 _ALSO = "increase --warmup_steps or set --clip_norm"
@@ -101,11 +99,11 @@ def compare_ranks(run: Run) -> None:
         odd = [rank for rank, value in enumerate(values) if value != usual]
         if odd and len(kinds) > 1:
             between = f"{'; '.join(kinds)}; checkpoints have those of rank 0"
-            return _say_once(run.log, f"the ranks' weights differ, as their processors round differently: {between}")
+            if not run.state.rounding_said:
+                run.log.say(f"the ranks' weights differ, as their processors round differently: {between}")
+            run.state.rounding_said = True
+            return
         where = f"after update {run.state.step}, {name} of rank {join_names(odd)} differs from that of rank"
         fix = "own code must change gradients and weights in the same way on all ranks; if there is none, a device"
         fix = f"{fix} may be faulty: test them, then resume from the last checkpoint"
         require(not odd, f"{where} {values.index(usual)}", fix)
-
-
-_say_once = cache(RunLog.say)
