@@ -237,10 +237,11 @@ def multi_hot(split: str, counts: np.ndarray, flat: np.ndarray, classes: int) ->
     return rows
 
 
-def indices_in(names: Iterable, labels: Iterable) -> np.ndarray:
-    """The index in `names` of each label, int64 [n]; -1 for one that is not there. Text is compared in NFC form."""
+def indices_in(names: Sequence, labels: Iterable) -> np.ndarray:
+    """The index in `names` of each label, int64 [n], or of its NFC form; -1 for one that is not there."""
     number = {nfc(name): index for index, name in enumerate(names)}
-    return np.asarray([number.get(nfc(label), -1) for label in labels], np.int64)
+    number |= {name: index for index, name in enumerate(names)}  # two files may differ only in form
+    return np.asarray([number.get(label, number.get(nfc(label), -1)) for label in labels], np.int64)
 
 
 def distinct(names: Iterable) -> list:
