@@ -97,12 +97,9 @@ def _open_checked(config: TrainConfig, record: Record | None, terminal: Terminal
     if record is not None and sorted(map(nfc, found)) == sorted(map(nfc, record.class_names)):
         source.class_names = wanted = record.class_names
         source.notes += note_forms(wanted, found)
-
-    def check(split: Split) -> Split:
-        split = replace(renumber(split, found, wanted), bits=config.image_bits)
-        return check_images(split, full, config.cache_dir, progress)
-
-    source.check = check
+    source.check = lambda split: check_images(
+        replace(renumber(split, found, wanted), bits=config.image_bits), full, config.cache_dir, progress
+    )
     return source
 
 
@@ -179,8 +176,8 @@ def _recorded_splits(record: Record, source: Source, terminal: Terminal, skip: b
 
 
 def _class_changes(before: list[str], now: list[str]) -> str:
-    new = [name for name, place in zip(now, indices_in(before, now), strict=True) if place < 0]
-    gone = [name for name, place in zip(before, indices_in(now, before), strict=True) if place < 0]
+    before, now = [*map(nfc, before)], [*map(nfc, now)]
+    new, gone = [n for n in now if n not in before], [n for n in before if n not in now]
     parts = [f"new: {join_names(new, 3)}"] * bool(new) + [f"removed: {join_names(gone, 3)}"] * bool(gone)
     return f"the classes changed since training ({'; '.join(parts)})"
 

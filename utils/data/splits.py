@@ -258,6 +258,13 @@ def note_forms(class_names: Collection[str], found: Iterable[str]) -> tuple[str,
     return (f"names in another Unicode form count as the same class: {join_names(other)}",) * bool(other)
 
 
+def lacks_class(label: Any, classes: Iterable, split: str, found: Iterable) -> str:
+    """The problem that the training split has no class of a label, with its classes and those of the label's split."""
+    form = repr if str(label) in map(str, classes) else str  # '0' is not 0
+    only, own = join_names(map(form, classes)), join_names(map(form, found))
+    return f"the training split has no class {label!r}, only {only} (split {split!r}: {own})"
+
+
 def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
     """Hold out a random `fraction` of each class; returns (the rest, the hold-out).
 
