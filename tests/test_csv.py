@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -181,6 +182,22 @@ def test_paths_with_backslashes_or_without_endings_are_refused_with_the_file_tha
     for written in ("photos\\cat\\000.png", "photos/cat/000", "photos\\cat\\000"):
         line = error(f"path,label\n{written},cat\ny.png,dog\n")
         assert f"row 2: there is no file {os.getcwd()}/{written}, but {os.getcwd()}/photos/cat/000.png; write" in line
+        line = error(f"path,label\nphotos/cat/001.png,dog\n{written},cat\n")
+        assert f"row 3: there is no file {os.getcwd()}/{written}, but {os.getcwd()}/photos/cat/000.png; write" in line
+
+
+def test_a_path_that_does_not_exist_is_looked_for_only_in_the_folders_that_it_names(monkeypatch):
+    Path("other/deep").mkdir(parents=True)
+    Path("dog").mkdir()
+    image_folder(unicodedata.normalize("NFD", "Übung"), {"é": 2})
+    listed, scandir = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: [listed.append(str(path)), scandir(path)][1])
+    for path in ("Übung/é/000.png", "./Übung/é/000.png", "dog/../Übung/é/000.png"):
+        text = unicodedata.normalize("NFC", f"path,label\n{path},cat\nÜbung/é/001.png,dog\n")
+        (note,) = opened(write(text)).split("train").notes
+        assert "have another Unicode form are used: " in note
+    opened(write("path,label\nnone/0.png,cat\nnone/1.png,dog\n"))
+    assert listed and not any("other" in os.path.relpath(folder) for folder in listed)
 
 
 def test_a_column_of_a_flag_and_a_file_must_exist():

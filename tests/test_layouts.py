@@ -413,7 +413,7 @@ def test_integer_labels_with_large_gaps_are_names_of_classes():
     fewer = TrainConfig(data=numbered("fewer", [9000, 0, 3000] * 2), cache_dir="cache")
     assert load_split(fewer, None, data.class_names, own_data=False)[0].labels.tolist() == [9, 0, 3] * 2
     parquet("new", train=table([0, 1000] * 9, Value("int64")), test=table([0, 7], Value("int64")))
-    refused("split 'test' has the class 7, but the training split has only 0, 1000", data="new")
+    refused("the training split has no class 7, only 0, 1000 (split 'test': 0, 7)", data="new")
 
 
 def test_a_few_missing_numbers_stay_classes_and_negative_ones_have_no_label():

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import shutil
+import unicodedata
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,6 +72,29 @@ def checkpoint() -> Path:
 
 def numbers(record: dict) -> dict:
     return {name: record[name] for name in ("accuracy", "loss", "count", "per_class_accuracy")}
+
+
+def test_files_and_classes_renamed_to_another_unicode_form_are_the_same():
+    image_folder("data", {"Café": 30, "Cafz": 30})  # the other form is in another place in the order of text
+    Path("data/Cafz/001.png").rename("data/Cafz/é.png")
+    train_run(1, "run", *FLAGS)
+    train_run(1, "whole", *FLAGS[:-1], "9")
+    before, _ = evaluated()
+    known, _ = evaluated("--split", "train")
+    Path("data/Café").rename(unicodedata.normalize("NFD", "data/Café"))
+    Path("data/Cafz/é.png").rename(unicodedata.normalize("NFD", "data/Cafz/é.png"))
+    after, out = evaluated()
+    assert numbers(after) == numbers(before) and numbers(evaluated("--split", "train")[0]) == numbers(known)
+    assert "another Unicode form count as the same class: Café" in unicodedata.normalize("NFC", out)
+    assert not any(line in out for line in ("changed", "no longer in", "new files"))
+    Path("data").rename("moved")  # elsewhere, it still counts as the data of the run
+    assert numbers(evaluated("--data", "moved")[0]) == numbers(before)
+    Path("moved").rename("data")
+    train_run(1, "run", *MORE)
+    assert same_tensors(weights("run"), weights("whole"))
+    shutil.copytree("data/Cafz", "data/emu")
+    line = refused(train.main, *FLAGS[:-1], "12", "--run_name", "run", "--resume", "auto")
+    assert "the classes changed since training (new: emu)" in line
 
 
 def test_new_files_do_not_move_samples_from_training_to_evaluation(trained):

@@ -195,7 +195,7 @@ def test_a_folder_that_holds_no_data_set_is_refused_with_what_it_should_hold():
     refused("folder", "folder/train: no images in it", "CLASS/IMAGE.jpg")
     image_folder("folder/train", {"cat": 9})
     image_folder("folder/test", {"emu": 2})
-    refused("folder", "folder/test/emu", "no class of this name", "cat")
+    refused("folder", "folder/test/emu", "no class 'emu', only cat (split 'test': emu)")
     parquet("clone/data", train=table(labels_of(9), NAMED))
     refused("clone", "clone: no images in it", "give clone/data")
     Path("file.txt").touch()
@@ -332,6 +332,31 @@ def test_a_split_without_a_label_column_is_refused_only_when_it_is_used():
     assert len(load("tables", eval_fraction=0.2).evaluation) == 6
 
 
+def test_labels_that_look_like_the_classes_but_are_of_another_type_are_shown_as_what_they_are():
+    texts, numbers = table(["0", "1"] * 5, Value("string")), table([0, 1], Value("int64"))
+    DatasetDict(train=texts, test=numbers).save_to_disk("mixed")
+    refused("mixed", "the training split has no class 0, only '0', '1' (split 'test': 0, 1)")
+    DatasetDict(train=table([0, 1] * 5, Value("int64")), test=texts).save_to_disk("other")
+    refused("other", "the training split has no class '0', only 0, 1 (split 'test': '0', '1')")
+
+
+@pytest.mark.parametrize("kind", [pa.ipc.new_stream, pa.ipc.new_file])
+def test_arrow_files_of_both_formats_are_read_and_must_name_the_classes_alike(kind):
+    Path("arrow").mkdir()
+
+    def write(name, dataset):
+        whole = dataset.data.table
+        with pa.OSFile(f"arrow/{name}.arrow", "wb") as file, kind(file, whole.schema) as writer:
+            writer.write_table(whole)
+
+    write("train-b", table(labels_of(30), NAMED))
+    assert load("arrow").class_names == ANIMALS
+    write("train-a", table(labels_of(30), Value("int64")))  # without names
+    write("train-c", table(labels_of(30), ClassLabel(names=ANIMALS[::-1])))
+    own, other = ", ".join(ANIMALS[::-1]), ", ".join(ANIMALS)
+    refused("arrow", f"train-c.arrow: label has the classes {own}, but in arrow/train-b.arrow {other}")
+
+
 def test_labels_outside_the_classes_are_refused_with_their_place():
     DatasetDict(train=table(labels_of(30), NAMED), test=table([-1] * 5, NAMED)).save_to_disk("unlabelled")
     refused("unlabelled", "image 0 of split 'test' has the label -1, outside 0..2", "unlabelled", "--eval_split")
@@ -339,7 +364,7 @@ def test_labels_outside_the_classes_are_refused_with_their_place():
     refused("holed", "image 2 of split 'train' has a null label")
     named = {"train": table(["a", "b"] * 5, Value("string")), "test": table(["a", "emu"], Value("string"))}
     DatasetDict(named).save_to_disk("named")
-    refused("named", "split 'test' has the class 'emu'", "the training split has only a, b")
+    refused("named", "the training split has no class 'emu', only a, b (split 'test': a, emu)")
 
 
 def test_empty_splits_are_refused():

@@ -18,6 +18,7 @@ from utils.data.splits import (
     distinct,
     fingerprint_of,
     indices_in,
+    lacks_class,
     multi_hot,
     note_forms,
     split_that_defines_classes,
@@ -36,12 +37,15 @@ def open_csv(path: str, config: TrainConfig) -> Source:
         for row in rows.index[rows[name] == ""]:
             raise _error(file, row, f"the {name} is empty", "fill it in, or remove the row")
     paths = rows["path"].map(partial(os.path.join, file.parent))
-    first, meant = paths.iloc[0], _on_disk(file.parent, paths.iloc[0])
-    if nfc(first) != nfc(meant):
-        fix = "write paths with / and with the endings of the files"
-        raise _error(file, rows.index[0], f"there is no file {printable(first)}, but {printable(meant)}", fix)
-    rows["path"] = [path if path.isascii() else _on_disk(file.parent, path) for path in paths]
-    other = join_names(paths[paths != rows["path"]], 3)
+    may_differ = rows["path"].str.contains(r"[^ -~]|\\|(?:^|/)[^./]*$")  # others are looked for when they are checked
+    may_differ.iloc[0] = True
+    rows["path"] = paths[may_differ].map(_on_disk).combine_first(paths)
+    found = rows["path"][rows["path"] != paths]
+    for row, meant in found.items():
+        if nfc(os.path.normpath(paths[row])) != nfc(meant):
+            fix = "write paths with / and with the endings of the files"
+            raise _error(file, row, f"there is no file {printable(paths[row])}, but {printable(meant)}", fix)
+    other = join_names(paths[found.index], 3)
     _refuse_repeated(file, rows["path"])
     if several:  # without the spaces around the bars
         rows["label"] = rows["label"].str.findall(r"[^|\s](?:[^|]*[^|\s])?")
@@ -63,8 +67,7 @@ def open_csv(path: str, config: TrainConfig) -> Source:
         labels = own["label"].explode().dropna()  # an empty list becomes NaN
         numbers = indices_in(class_names, labels)
         for row, label in labels[numbers < 0].items():
-            problem = f"the training split has no class {label!r}, only {join_names(class_names)}"
-            raise _error(file, row, problem, "fix the label")
+            raise _error(file, row, lacks_class(label, class_names, name, distinct(labels)), "fix the label")
         if several:
             lengths = own["label"].str.len().to_numpy()
             numbers = multi_hot(name, lengths, numbers, len(class_names))
@@ -116,15 +119,23 @@ def _read(file: Path, config: TrainConfig) -> Any:
     return rows
 
 
-def _on_disk(folder: Path, path: str) -> str:
+def _on_disk(path: str) -> str:
     """The file that a path may mean if it does not exist: in another Unicode form, with / for \\, or with an ending."""
-    return path if os.path.exists(path) else _files_below(folder).get(nfc(path.replace("\\", "/")), path)
+    if os.path.exists(path):
+        return path
+    found = "/"
+    for part in os.path.normpath(path.replace("\\", "/")).split("/"):
+        exact = os.path.join(found, part)
+        found = exact if os.path.exists(exact) else _files_in(found).get(nfc(exact), "")
+        if not found:
+            return path
+    return found
 
 
 @cache
-def _files_below(folder: Path) -> dict[str, str]:
-    """The files below a folder by their paths in NFC form, with and without their endings."""
-    files = [*map(str, folder.rglob("*"))]
+def _files_in(folder: str) -> dict[str, str]:
+    """The files and folders in a folder by their paths in NFC form, with and without their endings."""
+    files = sorted(map(str, Path(folder).glob("*")))
     return {nfc(os.path.splitext(file)[0]): file for file in files} | {nfc(file): file for file in files}
 
 

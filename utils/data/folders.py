@@ -30,6 +30,7 @@ from utils.data.splits import (
     distinct,
     fingerprint_of,
     indices_in,
+    lacks_class,
     note_forms,
     split_that_defines_classes,
     whole_split,
@@ -206,10 +207,8 @@ def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
             scan.empty_classes.append(class_name)
             continue
         if number < 0:
-            raise UserError(
-                f"{child.path}: the training split has no class of this name, only {join_names(class_names)}",
-                "rename or move the folder",
-            )
+            problem = lacks_class(class_name, class_names, name, names)
+            raise UserError(f"{child.path}: {problem}", "rename or move the folder")
         paths += files
         labels += [number] * len(files)
     if not paths:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from utils.config.settings import TrainConfig
-from utils.console import join_names
+from utils.console import join_names, nfc
 from utils.data.splits import Files, Split, indices_in, multi_hot
 from utils.errors import UserError
 
@@ -158,8 +158,7 @@ def match_files(
         problem = f"split {whole.name!r} has other kinds of images or labels than when the run started"
         raise UserError(problem, "use the same --data and the same --task")
     names = part.names or []
-    row_of = {name: row for row, name in enumerate(files.names)}
-    rows = np.asarray([row_of.get(name, -1) for name in names], np.int64)
+    rows = indices_in(files.names, names)
     labels, is_gone = recorded.copy(), rows < 0
     labels[~is_gone] = whole.labels[rows[~is_gone]]
     gone = np.flatnonzero(is_gone)
@@ -178,8 +177,8 @@ def match_files(
         split = replace(split, bad={**bad, **changed})
     else:
         changes += _count_and_names(part, is_changed, "changed")
-    known = {name for other in record.parts if other.source == part.source for name in other.names or []}
-    new = [name for name, row in row_of.items() if name not in known and row not in whole.bad]
+    known = {nfc(name) for other in record.parts if other.source == part.source for name in other.names or []}
+    new = [name for row, name in enumerate(files.names) if nfc(name) not in known and row not in whole.bad]
     line = f"split {whole.name!r} has new files since training, which are left out: {join_names(new, 3)}"
     return MatchedFiles(split, changes, [line] if new else [])
 
@@ -215,5 +214,5 @@ def is_same(part: RecordedSplit, whole: Split) -> bool:
     """Whether `whole` holds all samples of a recorded split unchanged, wherever it is stored."""
     if part.names is None or not isinstance(whole.images, Files):
         return part.names is None and bool(part.content) and not table_changes(part, whole)
-    ends = dict(zip(whole.images.names, whole.ends.tolist(), strict=True))
-    return all(ends.get(name) == end for name, end in zip(part.names, part.ends or [], strict=True))
+    rows = indices_in(whole.images.names, part.names)
+    return bool((rows >= 0).all() and (whole.ends[rows] == part.ends).all())

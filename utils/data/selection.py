@@ -7,11 +7,11 @@ import numpy as np
 
 from utils.config.bounds import require
 from utils.config.settings import TrainConfig
-from utils.console import Terminal, join_names
+from utils.console import Terminal, join_names, nfc
 from utils.data.check import check_images
 from utils.data.record import Record, is_same, make_record, match_files, table_changes
 from utils.data.sources import open_source
-from utils.data.splits import EVAL_NAMES, Data, Source, Split, hold_out, indices_in, random_subset
+from utils.data.splits import EVAL_NAMES, Data, Source, Split, hold_out, indices_in, note_forms, random_subset
 from utils.errors import UserError
 
 SILENT = Terminal(False)
@@ -26,7 +26,7 @@ def load_data(config: TrainConfig, record: Record | None = None, terminal: Termi
     """
     if record is not None:
         record.check_choices(config)
-    source = _open_checked(config, terminal)
+    source = _open_checked(config, record, terminal)
     if record is not None and record.train.names is not None:
         opened = _recorded_splits(record, source, terminal, config.bad_images == "skip")
         train = _drop_unreadable(opened[0], config, terminal, keep_order=True)
@@ -66,7 +66,7 @@ def load_split(
     only split. Any other name selects the split of that name. A data set that has all images of the record counts as
     the run's own, even if it has been moved.
     """
-    source = _open_checked(config, terminal)
+    source = _open_checked(config, record, terminal)
     if not own_data and record is not None and name in (None, "train") and _holds_all(source, record):
         own_data, config = True, replace(config, **record.choices)
     if own_data and name in (None, "train"):
@@ -86,11 +86,20 @@ def load_split(
     return replace(renumber(split, source.class_names, class_names), name=shown), class_names
 
 
-def _open_checked(config: TrainConfig, terminal: Terminal) -> Source:
-    """The source that --data names. The images of a split are checked when the split is opened."""
+def _open_checked(config: TrainConfig, record: Record | None, terminal: Terminal) -> Source:
+    """The source that --data names. The images of a split are checked when the split is opened.
+
+    The classes are those of the record, in its order, if they only differ in order or Unicode form.
+    """
     source, progress = open_source(config), terminal.progress("checking images")
     full = config.check_images == "full" or config.bad_images == "skip"  # all must be known before samples are counted
-    source.check = lambda split: check_images(replace(split, bits=config.image_bits), full, config.cache_dir, progress)
+    found = wanted = source.class_names
+    if record is not None and sorted(map(nfc, found)) == sorted(map(nfc, record.class_names)):
+        source.class_names = wanted = record.class_names
+        source.notes += note_forms(wanted, found)
+    source.check = lambda split: check_images(
+        replace(renumber(split, found, wanted), bits=config.image_bits), full, config.cache_dir, progress
+    )
     return source
 
 
@@ -167,9 +176,10 @@ def _recorded_splits(record: Record, source: Source, terminal: Terminal, skip: b
 
 
 def _class_changes(before: list[str], now: list[str]) -> str:
+    before, now = [*map(nfc, before)], [*map(nfc, now)]
     new, gone = [n for n in now if n not in before], [n for n in before if n not in now]
     parts = [f"new: {join_names(new, 3)}"] * bool(new) + [f"removed: {join_names(gone, 3)}"] * bool(gone)
-    return f"the classes changed since training ({'; '.join(parts) or 'a different order'})"
+    return f"the classes changed since training ({'; '.join(parts)})"
 
 
 def _holds_all(source: Source, record: Record) -> bool:

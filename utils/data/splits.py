@@ -237,10 +237,11 @@ def multi_hot(split: str, counts: np.ndarray, flat: np.ndarray, classes: int) ->
     return rows
 
 
-def indices_in(names: Iterable, labels: Iterable) -> np.ndarray:
-    """The index in `names` of each label, int64 [n]; -1 for one that is not there. Text is compared in NFC form."""
+def indices_in(names: Sequence, labels: Iterable) -> np.ndarray:
+    """The index in `names` of each label, int64 [n], or of its NFC form; -1 for one that is not there."""
     number = {nfc(name): index for index, name in enumerate(names)}
-    return np.asarray([number.get(nfc(label), -1) for label in labels], np.int64)
+    number |= {name: index for index, name in enumerate(names)}  # two files may differ only in form
+    return np.asarray([number.get(label, number.get(nfc(label), -1)) for label in labels], np.int64)
 
 
 def distinct(names: Iterable) -> list:
@@ -255,6 +256,13 @@ def note_forms(class_names: Collection[str], found: Iterable[str]) -> tuple[str,
     """A line about the names of classes that are written in another Unicode form than in `class_names`."""
     other = sorted(name for name in set(found) - set(class_names) if isinstance(name, str))
     return (f"names in another Unicode form count as the same class: {join_names(other)}",) * bool(other)
+
+
+def lacks_class(label: Any, classes: Iterable, split: str, found: Iterable) -> str:
+    """The problem that the training split has no class of a label, with its classes and those of the label's split."""
+    form = repr if str(label) in map(str, classes) else str  # '0' is not 0
+    only, own = join_names(map(form, classes)), join_names(map(form, found))
+    return f"the training split has no class {label!r}, only {only} (split {split!r}: {own})"
 
 
 def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:

@@ -86,20 +86,25 @@ def _read(path: Path):
 
 def _check_class_names(paths: list[str]) -> None:
     """Raise ValueError if the files of a split have other names for the same integers."""
-    from datasets import Dataset, Features
-    from pyarrow import parquet
+    from datasets import Features
 
-    found: dict[str, list[str]] = {}
+    found: dict[str, tuple[str, list[str]]] = {}
     for path in paths:
-        if path.endswith(".arrow"):
-            features = Dataset.from_file(path).features
-        else:
-            features = Features.from_arrow_schema(parquet.read_schema(path))
-        for column, kind in features.items():
+        for column, kind in Features.from_arrow_schema(_schema_of(path)).items():
             if names := names_of_feature(kind):
-                other = found.setdefault(column, names)
-                problem = f"{path}: {column} has the classes {join_names(names)}, but in {paths[0]} {join_names(other)}"
+                first, other = found.setdefault(column, (path, names))
+                problem = f"{path}: {column} has the classes {join_names(names)}, but in {first} {join_names(other)}"
                 require(names == other, problem, "write all files of a split with the same classes")
+
+
+def _schema_of(path: str):
+    from pyarrow import ipc, parquet
+
+    if not path.endswith(".arrow"):
+        return parquet.read_schema(path)
+    with open(path, "rb") as file:
+        file.seek(8 if file.read(6) == b"ARROW1" else 0)  # a file of the IPC file format is a stream after 8 bytes
+        return ipc.read_schema(file)
 
 
 def names_of_feature(feature) -> list[str]:

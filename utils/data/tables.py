@@ -16,6 +16,7 @@ from utils.data.splits import (
     distinct,
     fingerprint_of,
     indices_in,
+    lacks_class,
     multi_hot,
     note_forms,
     split_that_defines_classes,
@@ -203,8 +204,6 @@ def _labels(split: str, dataset, column: str, classes: Sequence, names: list[str
     numbers = indices_in(classes, found)
     for value, number in zip(found, numbers, strict=True):
         if number < 0 and (isinstance(value, str) or value >= 0):
-            problem = f"split {split!r} has the class {value!r}, but the training split has only {join_names(classes)}"
-            fix = "fix the labels, or choose another split"
-            raise UserError(f"{problem} (split {split!r}: {join_names(own or found)})", fix)
+            raise UserError(lacks_class(value, classes, split, own or found), "fix the labels, or choose another split")
     labels = numbers[indices_in(unique, values.to_numpy())]
     return (labels if counts is None else multi_hot(split, counts.to_numpy(), labels, len(classes))), found
