@@ -156,8 +156,8 @@ def compare_losses(run: Run, loss: float, flags: ReplayConfig) -> str:
     first = different[0]
     return (
         f"logged losses recomputed: {len(again)}; {len(different)} differ, the first at update {first}: "
-        f"{ours[first]} instead of {logged[first]}. Another number of processes repeats every bit only with "
-        "--microbatches, and a GPU only with these or --deterministic"
+        f"{ours[first]} instead of {logged[first]}. All bits repeat on another number of processes only "
+        "with --microbatches, and on a GPU only with that or --deterministic"
     )
 
 

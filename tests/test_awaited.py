@@ -130,7 +130,7 @@ def test_a_worker_that_ends_half_way_through_a_batch_is_reported_with_its_cause_
     assert "/dev/shm" in str(with_known_fix(caught.value)) and DataWait.current is None
 
 
-def test_the_workers_of_a_loader_start_with_sigterm_blocked_and_no_later_item_is_waited_for_so():
+def test_the_workers_of_a_loader_start_with_sigterm_blocked_which_ends_with_the_first_item():
     def blocked():
         return signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 

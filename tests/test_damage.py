@@ -291,7 +291,7 @@ def test_checkpoints_of_two_runs_in_one_folder_are_refused_before_any_is_deleted
     (other,) = Path("runs/whole/checkpoints").glob("step-00000010")
     shutil.move(other, CHECKPOINTS)
     before = contents(RUN)
-    line = "is of another run than step-000000"
+    line = "belongs to another run than step-000000"
     refused(run_one(train.main, (*RESUME, "--resume", resume)), line, "move one of them to another folder")
     assert contents(RUN) == before
 
@@ -455,7 +455,7 @@ def test_settings_that_ask_for_a_far_larger_model_are_refused_before_it_is_built
         return peak_memory() - before
 
     (outcome,) = run_ranks(1, run)
-    assert "settings of this checkpoint need a larger model than its weights; use another" in outcome.err
+    assert "settings of this checkpoint do not match the size of its weights; use another checkpoint" in outcome.err
     assert outcome.err.count("\n") == 1 and outcome.value < 5e8  # the first layer would have a GB
 
 

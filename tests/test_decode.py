@@ -405,8 +405,7 @@ def test_grey_images_of_16_bits_that_use_12_are_scaled_by_a_setting_and_cached_a
         assert (decode_all(train, 8, 8, 1, "cache", iter)[..., 0] == own >> bits - 8).all()
     lines = resolve_input(TrainConfig(data="photos"), None, train)[1]
     assert (
-        "the largest value of a pixel is 15 of 255; if the images have 16 bits and use fewer, set --image_bits 12"
-        in lines
+        "scaled to 8 bits, the largest pixel is 15; for 16-bit images that use fewer bits, set --image_bits 12" in lines
     )
     bright = load_data(TrainConfig(data="photos", cache_dir="cache", image_bits=12)).train
     assert not any("--image_bits" in line for line in resolve_input(TrainConfig(data="photos"), None, bright)[1])

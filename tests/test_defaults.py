@@ -163,7 +163,7 @@ def test_photographs_train_with_the_same_settings_on_one_process_and_on_two():
     assert tables[0] == tables[1] and len(tables[0]) == 4, tables
     assert tables[0][0].startswith("global batch 8 (25 training images: 3 updates per epoch), drop_last (")
     assert tables[0][1].startswith("lr 0.00313 (sgd, new model: 0.05 for batch 128), weight decay 0.0005")
-    assert tables[0][2] == "flip (larger images, or of several sizes)"
+    assert tables[0][2] == "flip (images above 96 pixels or of several sizes)"
     assert tables[0][3] == "evaluation uses 83% of a typical image, whose height is 0.83 times its width"
 
 

@@ -449,9 +449,7 @@ def test_folders_with_images_below_the_classes_are_said_not_to_be_classes():
         image_folder(f"folder/wild/{name}", {"": 2})
     data = load()
     assert data.class_names == ["pets", "wild"]
-    assert data.train.notes == (
-        "folder: folders below the class folders hold images, and are not classes themselves: 6",
-    )
+    assert data.train.notes == ("folder: folders inside class folders that hold images, but are not classes: 6",)
 
 
 def test_images_are_known_by_other_endings_and_without_one_by_their_content():

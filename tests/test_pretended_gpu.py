@@ -99,7 +99,7 @@ def test_a_resumed_run_and_its_evaluation_have_no_fault():
 
 
 def accelerator_of_a_compiled_run():
-    """Whether TF32 is on, the precision of products, the compiler, and the backend that `gather` is written for."""
+    """Whether TF32 is on, the precision of products, the compiler, and the backend that `gather` uses."""
     PretendedGpu().install()
     os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,4 +1,4 @@
-"""Properties of data over many small generated sets: each label is that of the image, or one line says why not.
+"""Properties of data over many small generated sets: each label matches its image, or one line says why not.
 
 Each image shows its class as a brightness, so the truth is read from the pixels that a split decodes to.
 """
@@ -194,7 +194,7 @@ def test_a_listed_file_is_found_in_another_unicode_form_and_the_line_says_so():
     found = load_data(config("set/list.csv"))
     for split in (found.train, found.evaluation):
         assert split.labels.tolist() == shown(split)
-    assert "files whose names have another Unicode form are used: " in found.train.notes[0]
+    assert "files found under another Unicode form of the name: " in found.train.notes[0]
     Path("set/list.csv").write_text(
         Path("set/list.csv").read_text() + unicodedata.normalize("NFD", "\nÜbungen/é1.png,a")
     )

@@ -147,7 +147,9 @@ def test_a_set_held_as_a_colour_array_is_read_whole(monkeypatch):
 
 def test_a_folder_with_the_name_of_a_bundled_set_is_said_not_to_be_used():
     image_folder("digits", {"cat": 20, "dog": 20})
-    assert load("digits").train.notes == ("--data digits is not the folder of this name, which is --data ./digits",)
+    assert load("digits").train.notes == (
+        "--data digits is a bundled data set; for the folder of this name, use --data ./digits",
+    )
     assert load("./digits").class_names == ["cat", "dog"]
 
 

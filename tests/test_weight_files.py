@@ -340,7 +340,7 @@ def test_a_head_without_names_goes_to_classes_named_by_numbers_in_numeric_order(
     words += ["--global_batch_size", "4", "--run_name", "run", "--num_workers", "0", "--report", "false"]
     (outcome,) = run_ranks(1, train.main, words)
     assert outcome.code == 0, outcome.err
-    assert "outputs in the order of classes 1, 2, 3, 4, 5, 6, ... (12 in all)" in outcome.out
+    assert "outputs for classes, in order: 1, 2, 3, 4, 5, 6, ... (12 in all)" in outcome.out
     order = [int(name) - 1 for name in sorted(numbers)]  # the run's own classes are sorted as text
     assert torch.allclose(weights("run")["fc.bias"], state["fc.bias"][order], atol=1e-6)
     Path("photos/list.csv").write_text(
@@ -349,4 +349,4 @@ def test_a_head_without_names_goes_to_classes_named_by_numbers_in_numeric_order(
     words = ["--model", MODEL, "--weights", "W.pth", "--num_workers", "0", "--data"]
     found = [run_ranks(1, eval.main, [*words, data])[0] for data in ("photos", "photos/list.csv")]
     assert found[0].value["loss"] == pytest.approx(found[1].value["loss"], rel=1e-6)
-    assert all("the outputs of the weights, in order, are the classes 1, 2, 3" in each.out for each in found)
+    assert all("classes of the outputs, in order: 1, 2, 3" in each.out for each in found)

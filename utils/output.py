@@ -25,7 +25,7 @@ def guard_output() -> None:
     """Replace sys.stdout and sys.stderr with streams to the same place that never raise.
 
     A character that the encoding lacks is printed as an escape. Output that cannot be written is dropped. On stdout, a
-    control character becomes a question mark, because a stranger's file may hold it. The streams of tests and
+    control character becomes a question mark, because an untrusted file may contain it. The streams of tests and
     notebooks, which are not plain text files, are not replaced.
     """
     for name in ("stdout", "stderr"):

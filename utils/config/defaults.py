@@ -121,7 +121,7 @@ def choose_images(
     if config.flip is None:
         chosen["flip"] = not small
     texts = [f"model {value}" if name == "model" else "flip" if value else "no flip" for name, value in chosen.items()]
-    reason = "images up to 96 pixels" if small else "larger images, or of several sizes"
+    reason = "images up to 96 pixels" if small else "images above 96 pixels or of several sizes"
     if is_new and config.min_scale is None and config.fine_tunes and not (small or small_input):
         chosen["min_scale"] = 0.35
         texts.append(f"random crops of at least {chosen['min_scale']} of the image")

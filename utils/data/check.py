@@ -66,7 +66,7 @@ def _stamps(split: Split) -> tuple[list, dict[int, str]]:
 
 def _cached_result(path: Path, count: int) -> dict | None:
     """The result of an earlier check of the same files; None if it does not exist or its file is damaged."""
-    with suppress(Exception):  # of any class
+    with suppress(Exception):  # any exception type
         found = json.loads(path.read_text())
         is_known = all(0 <= int(row) < count for row in dict(found["bad"]))
         if is_known and len(np.asarray(found["ends"], np.int64)) == count:

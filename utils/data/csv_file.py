@@ -57,7 +57,7 @@ def open_csv(path: str, config: TrainConfig) -> Source:
     left_out = join_names(f"{name} ({counts[name]})" for name in sorted(others))
     note = f"{file}: rows of other splits are left out: {left_out}"
     notes = [f"{note}; --train_split and --eval_split select others"] * bool(others)
-    notes += [f"{file}: files whose names have another Unicode form are used: {other}"] * bool(other)
+    notes += [f"{file}: files found under another Unicode form of the name: {other}"] * bool(other)
     train = rows["split"] == split_that_defines_classes(counts, asked[0])
     found = sorted(set(rows["label"][train].explode().dropna()))
     class_names = distinct(sorted(found, key=int if all(map(str.isdecimal, found)) else str))
@@ -120,7 +120,7 @@ def _read(file: Path, config: TrainConfig) -> Any:
 
 
 def _on_disk(path: str) -> str:
-    """The file that a path may mean if it does not exist: in another Unicode form, with / for \\, or with an ending."""
+    """The existing file that a missing path may mean: in another Unicode form, with / for \\, or with an ending."""
     if os.path.exists(path):
         return path
     found = "/"

@@ -68,7 +68,7 @@ class Scan:
             "files of unsupported types are left out: ": self.kinds(),
             "images next to the class folders have no class and are left out: ": str(self.loose or ""),
             "links to folders that are already included are left out: ": join_names(self.linked, 3),
-            "folders below the class folders hold images, and are not classes themselves: ": str(self.deeper or ""),
+            "folders inside class folders that hold images, but are not classes: ": str(self.deeper or ""),
         }
         return tuple(f"{self.folder}: {line}{found}" for line, found in lines.items() if found)
 
@@ -142,7 +142,7 @@ def _looks_like_image(entry: os.DirEntry) -> bool:
     ending = os.path.splitext(entry.name)[1].lower()
     if ending or entry.name[0] == ".":
         return ending in ENDINGS and entry.name[0] != "." and not is_folder(entry)
-    with suppress(Exception):  # of any class, also for a link to itself
+    with suppress(Exception):  # any exception type, also for a link to itself
         if entry.is_file():  # opening a pipe may wait forever
             Image.open(entry.path, formats=("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")).close()
             return True

@@ -82,7 +82,7 @@ def load_split(
     check_kind(split, config)
     if callable(class_names):
         class_names = class_names(source.class_names)
-        terminal.print(f"the outputs of the weights, in order, are the classes {join_names(class_names, 6)}")
+        terminal.print(f"classes of the outputs, in order: {join_names(class_names, 6)}")
     return replace(renumber(split, source.class_names, class_names), name=shown), class_names
 
 

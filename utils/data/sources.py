@@ -175,7 +175,9 @@ def open_source(config: TrainConfig) -> Source:
     if key:
         source = SOURCES[key](rest, config)
         if not key.startswith(".") and path.exists():
-            source.notes = (f"--data {config.data} is not the folder of this name, which is --data ./{config.data}",)
+            source.notes = (
+                f"--data {config.data} is a bundled data set; for the folder of this name, use --data ./{config.data}",
+            )
         return source
     if not path.exists():
         return load_hub(config)

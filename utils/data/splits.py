@@ -49,7 +49,7 @@ class Split:
     ends: Any = None
     bad: Mapping[int, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # lines to print about how the data set was read
-    bits: int = 16  # of 16-bit grey images, those that are used
+    bits: int = 16  # used bits of 16-bit grey images
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -255,7 +255,7 @@ def distinct(names: Iterable) -> list:
 def note_forms(class_names: Collection[str], found: Iterable[str]) -> tuple[str, ...]:
     """A line about the names of classes that are written in another Unicode form than in `class_names`."""
     other = sorted(name for name in set(found) - set(class_names) if isinstance(name, str))
-    return (f"names in another Unicode form count as the same class: {join_names(other)}",) * bool(other)
+    return (f"matched although in another Unicode form: {join_names(other)}",) * bool(other)
 
 
 def lacks_class(label: Any, classes: Iterable, split: str, found: Iterable) -> str:

@@ -186,8 +186,8 @@ def _classes(dataset, column: str) -> tuple[list[str], Sequence, tuple[str, ...]
 def _labels(split: str, dataset, column: str, classes: Sequence, names: list[str]) -> tuple[np.ndarray, list]:
     """The labels as class indices, int64 [N], -1 for negative ones; lists as multi-hot rows. And the different labels.
 
-    `classes` are the classes of the training split, as names or integers. Names decide if both splits have them: the
-    integers of a split stand for its own names, or for the training split's `names` if it has none. Raises
+    `classes` are the classes of the training split, as names or integers. Labels match by name if both splits have
+    names: the integers of a split stand for its own names, or for the training split's `names` if it has none. Raises
     ValueError for a null label.
     """
     values, counts = _values(dataset, column)

@@ -106,7 +106,7 @@ def worker_processes(count: int, ahead: int = 2) -> dict:
 
 
 def _end_worker(worker: BaseProcess) -> None:
-    threading.excepthook = lambda _error: None  # of the thread that pins batches, which loses its connection
+    threading.excepthook = lambda _error: None  # of the pin-memory thread, which loses its connection
     worker.terminate()
 
 

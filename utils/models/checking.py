@@ -66,7 +66,9 @@ def hook_for_size(weight_bytes: float) -> Callable[..., None]:
     def count(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
         nonlocal left
         left -= 0 if parameter is None else parameter.nbytes
-        require(left >= 0, "the settings of this checkpoint need a larger model than its weights", "use another")
+        require(
+            left >= 0, "the settings of this checkpoint do not match the size of its weights", "use another checkpoint"
+        )
 
     return count
 

@@ -267,7 +267,7 @@ class Ranks:
 
     @property
     def rounding(self) -> str:
-        """What decides how this rank rounds: its processor, its threads and its version of PyTorch."""
+        """What the rounding of this rank depends on: its processor, its threads and its version of PyTorch."""
         processor = torch.backends.cpu.get_cpu_capability()
         if self.device.type == "cuda":
             processor = torch.cuda.get_device_name(self.device)

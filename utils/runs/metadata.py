@@ -129,7 +129,9 @@ def check_identity(saved: SavedRun) -> None:
         name = checkpoint_of(path, state.step).name
         if (name, state.run_id) != (path.name, saved.state.run_id) and not damage_of(path):
             require(name == path.name, f"{path}: holds {name}", f"rename it to {name}")
-            raise UserError(f"{path}: is of another run than {saved.path.name}", "move one of them to another folder")
+            raise UserError(
+                f"{path}: belongs to another run than {saved.path.name}", "move one of them to another folder"
+            )
 
 
 def make_files(

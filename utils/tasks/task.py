@@ -46,7 +46,7 @@ class Task:
     """The metric of an evaluation that decides which checkpoint is the best."""
     highest_is_best: Sequence[str] = ()
     lowest_is_best: Sequence[str] = ("loss",)
-    """The metrics that `metric` and --best_metric may be, by the value that is the best."""
+    """The metrics that --best_metric accepts, by which value is the best."""
     training: Sequence[str]
     """Names of the sums of a training batch; the first one is "loss"."""
     when_mixed: str = "metrics are against mixed targets"

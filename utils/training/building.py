@@ -172,8 +172,8 @@ def resolve_input(
     small_input = max(sides(config.image_size or 0)) <= SMALL and config.eval_size is None
     config, lines = choose_images(config, small, small_input, saved is None)
     if largest < 2**7:
-        fix = f"if the images have 16 bits and use fewer, set --image_bits {8 + largest.bit_length()}"
-        lines.append(f"the largest value of a pixel is {largest} of 255; {fix}")
+        fix = f"for 16-bit images that use fewer bits, set --image_bits {8 + largest.bit_length()}"
+        lines.append(f"scaled to 8 bits, the largest pixel is {largest}; {fix}")
     spec = input_spec(config, channels, size)
     share = spec.for_evaluation().visible_share(ratio)
     if share < 0.99:
@@ -215,7 +215,7 @@ def adapt_model(
             lines += [f"features are not cached: {reason}"] * (BACKBONE in config.freeze and reason != "")
         if config.dry_run and last_part is not None:
             last_part = None  # the features of all images would take too long
-            lines.append("the run itself caches the outputs of the frozen layers: its updates are faster")
+            lines.append("a real run caches the outputs of the frozen layers, so its updates are faster")
         if config.grad_checkpointing:
             checkpoint_blocks(model, config.model)
         if has_batch_norm(model):
@@ -266,7 +266,7 @@ def load_source(module: nn.Module, source: InitialWeights, class_names: list[str
     zero_heads(module)
     if not source.class_names and count_outputs(tensors, module) == len(class_names):
         source.class_names = names_of_outputs(len(class_names), False, class_names)
-        source.taken.append(f"outputs in the order of classes {join_names(source.class_names, 6)}")
+        source.taken.append(f"outputs for classes, in order: {join_names(source.class_names, 6)}")
     source.match = copy_matching(module, tensors, source.class_names, class_names)
     source.match.unused += left_out
     if bad := bad_tensors(module.state_dict()):

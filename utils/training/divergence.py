@@ -100,10 +100,10 @@ def compare_ranks(run: Run) -> None:
         if odd and len(kinds) > 1:
             between = f"{'; '.join(kinds)}; checkpoints have those of rank 0"
             if not run.state.rounding_said:
-                run.log.say(f"the ranks' weights differ, as their processors round differently: {between}")
+                run.log.say(f"the ranks' weights differ; their processors may round differently: {between}")
             run.state.rounding_said = True
             return
         where = f"after update {run.state.step}, {name} of rank {join_names(odd)} differs from that of rank"
-        fix = "own code must change gradients and weights in the same way on all ranks; if there is none, a device"
-        fix = f"{fix} may be faulty: test them, then resume from the last checkpoint"
+        fix = "your own code must treat all ranks alike; without own code, a device"
+        fix = f"{fix} may be faulty: test the devices, then resume from the last checkpoint"
         require(not odd, f"{where} {values.index(usual)}", fix)

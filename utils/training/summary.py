@@ -72,7 +72,7 @@ def warn_about_data(data: Data, config: TrainConfig) -> list[str]:
     """Lines to print about the data at the start of a run."""
     lines, names = [*data.train.notes, *data.evaluation.notes], data.class_names
     if data.evaluation.name == "test":
-        fix = "with --eval_fraction 0.1, training images choose it, and eval.py --split test then gives the score"
+        fix = "with --eval_fraction 0.1, a hold-out chooses it, and eval.py --split test then gives the score"
         lines.append(f"split test chooses the best checkpoint, so its score will be slightly too high; {fix}")
     for split, word in ((data.train, "training"), (data.evaluation, "evaluation")):
         absent = [names[index] for index in np.flatnonzero(count_classes(split.labels, len(names)) == 0)]
