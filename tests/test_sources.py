@@ -11,9 +11,12 @@ import pytest
 import torchvision
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
 from helpers.make_data import encoded, image_folder, mnist_files, parquet, pictures, table
+from helpers.ranks import run_ranks
+from helpers.training_runs import train_run
 from PIL import Image as PillowImage
 from pyarrow import parquet as pq
 
+import eval
 from utils.config.settings import TrainConfig
 from utils.data.cache import decode_all
 from utils.data.decode import decode, peek
@@ -118,6 +121,16 @@ def test_mnist_files_are_found_in_the_data_dir_or_in_the_cache():
             assert split.labels.tolist() == labels_of(len(images), 10)
         assert len(data.class_names) == 10 and peek(data.train)[:2] == (1, (28, 28))
         assert decode_all(data.train, 32, 32, 1, "cache", iter).shape == (40, 32, 32, 1)
+
+
+def test_an_evaluation_does_not_say_that_the_classes_of_a_torchvision_set_changed():
+    """They are only known when a split is open."""
+    made = [(pictures(20, (28, 28), 1, seed=seed), np.arange(20) % 10) for seed in (1, 2)]
+    mnist_files("cache/torchvision", train=made[0], t10k=made[1])
+    of_data = ["--data", "torchvision/MNIST", "--cache_dir", "cache"]
+    train_run(1, "run", *of_data, "--model", "mlp", "--global_batch_size", "10", "--max_steps", "1")
+    (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run", "--cache_dir", "cache"])
+    assert outcome.code == 0 and "classes changed" not in outcome.out, outcome.out
 
 
 def test_a_missing_set_that_cannot_be_downloaded_is_one_line_with_the_fix(monkeypatch):

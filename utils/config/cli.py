@@ -88,7 +88,7 @@ def _read_words(cls: type, prog: str, argv: list[str], tables: Sequence[Table]) 
         raise UserError(f"unexpected argument {paths[0]}", fix)
     required = [setting.name for setting in fields(cls) if setting.default is setting.default_factory]
     missing = [f"--{name}" for name in required if name not in values]
-    require(not missing, f"missing {', '.join(missing)}", "--help describes them")
+    require(not missing, f"missing {', '.join(missing)}", "see --help")
     return values
 
 
@@ -138,7 +138,7 @@ def _texts(module: str) -> dict[str, dict[str, str]]:
 def _help(text: str, setting: Field) -> str:
     """The help text, with the default if there is one that the text does not describe."""
     default = setting.default
-    if isinstance(default, bool | int | float | str) and "(default:" not in text:
+    if isinstance(default, bool | int | float | str) and default != "" and "(default:" not in text:
         text += f" (default: {str(default).lower() if isinstance(default, bool) else default})"
     return text.replace("%", "%%")
 

@@ -45,7 +45,7 @@ def load_data(config: TrainConfig, record: Record | None = None, terminal: Termi
         check_kind(split, config)
     if len(source.class_names) < 2:
         problem = f"--data {config.data} has one class, {join_names(source.class_names)}"
-        raise UserError("; ".join([problem, *train.notes]), "give at least two")
+        raise UserError("; ".join([problem, *train.notes]), "give at least two classes")
     return Data(train, evaluation, source.class_names, record, bad)
 
 
@@ -190,15 +190,16 @@ def _holds_all(source: Source, record: Record) -> bool:
 
 def _own_split(source: Source, config: TrainConfig, training: bool, record: Record | None, terminal: Terminal) -> Split:
     """The samples that the run trained on, or those that it evaluated on."""
-    if record is not None and record.class_names != source.class_names:
-        terminal.print(_class_changes(record.class_names, source.class_names))
     part = None if record is None else record.train if training else record.evaluation
-    if record is not None and part is not None and part.names is not None:
+    if record is not None and part is not None:
         whole = source.split(_existing(source, part.source, "the run used split"))
-        found = match_files(record, part, whole, source.class_names)
-        for text in (*found.changes, *found.new_files):
-            terminal.print(text)
-        return found.split
+        if record.class_names != source.class_names:  # which some sources only know now
+            terminal.print(_class_changes(record.class_names, source.class_names))
+        if part.names is not None:
+            found = match_files(record, part, whole, source.class_names)
+            for text in (*found.changes, *found.new_files):
+                terminal.print(text)
+            return found.split
     train, evaluation = _choose_splits(source, config, terminal)
     split, whole = train if training else evaluation
     changes = table_changes(part, whole) if part else []

@@ -104,7 +104,7 @@ def check_same_run(saved: SavedRun, config: TrainConfig, plan: Plan, data: Data)
         ("labels", there.labels, data.train.label_fingerprint),
     ):
         problem = f"{saved.path}: was trained with {what} of {shorten(str(old))}, not {shorten(str(new))}"
-        require(old == new, problem, "use the same settings")
+        require(old == new, problem, "use the same settings, or start a new run")
     threads = torch.get_num_threads()
     same = not config.microbatches or there.device != "cpu" or there.threads == threads
     problem = f"{saved.path}: --microbatches needs the same threads per process: {there.threads}, not {threads}"
