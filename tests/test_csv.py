@@ -195,7 +195,7 @@ def test_a_path_that_does_not_exist_is_looked_for_only_in_the_folders_that_it_na
     for path in ("Übung/é/000.png", "./Übung/é/000.png", "dog/../Übung/é/000.png"):
         text = unicodedata.normalize("NFC", f"path,label\n{path},cat\nÜbung/é/001.png,dog\n")
         (note,) = opened(write(text)).split("train").notes
-        assert "have another Unicode form are used: " in note
+        assert "found under another Unicode form of the name: " in note
     opened(write("path,label\nnone/0.png,cat\nnone/1.png,dog\n"))
     assert listed and not any("other" in os.path.relpath(folder) for folder in listed)
 
