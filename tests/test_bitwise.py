@@ -385,7 +385,7 @@ def test_a_replay_computes_the_logged_losses_again(more):
     log.write_text(log.read_text().replace(f'"loss": {logged[6]}', '"loss": 7.0'))
     (outcome,) = run_ranks(1, replay.main, ["--run", "runs/run", "--cpu", "--update", "6"])
     assert f"1 differ, the first at update 6: {logged[6]} instead of 7.0. All bits repeat" in outcome.out
-    assert "and a GPU only with these or --deterministic" in outcome.out
+    assert "and on a GPU only with that or --deterministic" in outcome.out
     log.write_text(log.read_text() + "half\n")
     line = refused(replay.main, "--run", "runs/run", "--cpu", "--update", "6")
     assert "runs/run/log.jsonl: line " in line and line.endswith(" is damaged; delete it")
