@@ -9,8 +9,8 @@ numbers. `faults` has a line for each of these, with the place in the project:
 
 `operations` has, for each update, how many operations the host starts on the GPU; views are not counted.
 
-It knows nothing of kernels, memory and speed. C++ sees tensors on "meta", so autocast is imitated, and only for the
-functions that are named here, if they are called from Python. There is no DDP and no torch.compile.
+It knows nothing of kernels, memory and speed. C++ sees tensors on "meta", so autocast is imitated, only for
+the functions in LOWER and FLOAT, and only when Python calls them. There is no DDP and no torch.compile.
 """
 
 import os

@@ -27,8 +27,8 @@ from utils.training.evaluation import TOP
 def find_images(given: Sequence[str]) -> Split:
     """The images at these paths, in this order, each once; those of a folder or pattern by name.
 
-    The labels of the split have no meaning. Raises UserError if a path does not exist, or if there
-    is no image.
+    The labels of the split have no meaning. Raises UserError if a path does not exist, or if no
+    image is found.
     """
     found: list[str] = []
     notes: list[str] = []

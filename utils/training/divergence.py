@@ -6,7 +6,6 @@ This happens before a checkpoint is saved. A training loss that is far too high 
 import math
 import shlex
 
-from utils.config.bounds import require
 from utils.console import join_names
 from utils.errors import UserError
 from utils.launch.command import script_command
@@ -97,13 +96,15 @@ def compare_ranks(run: Run) -> None:
         values = [sums.get(name) for _, sums in found]
         usual = max(values, key=values.count)
         odd = [rank for rank, value in enumerate(values) if value != usual]
-        if odd and len(kinds) > 1:
-            between = f"{'; '.join(kinds)}; checkpoints have those of rank 0"
+        if not odd:
+            continue
+        if len(kinds) > 1:
             if not run.state.rounding_said:
+                between = f"{'; '.join(kinds)}; checkpoints have those of rank 0"
                 run.log.say(f"the ranks' weights differ; their processors may round differently: {between}")
             run.state.rounding_said = True
             return
         where = f"after update {run.state.step}, {name} of rank {join_names(odd)} differs from that of rank"
         fix = "your own code must treat all ranks alike; without own code, a device"
         fix = f"{fix} may be faulty: test the devices, then resume from the last checkpoint"
-        require(not odd, f"{where} {values.index(usual)}", fix)
+        raise UserError(f"{where} {values.index(usual)}", fix)
