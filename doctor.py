@@ -1,11 +1,12 @@
-"""Check whether a topology is healthy: the machines, the connections between them, and a training step across them.
+"""Check whether a topology is healthy: the machines, the connections between them, and a training
+step across them.
 
     python doctor.py                                                             this machine
     accelerate launch --config_file accelerate_configs/2gpu.yaml doctor.py       the same launch as for train.py
     srun --ntasks 16 --gpus-per-task 1 python doctor.py --output_dir /shared/runs --json doctor.json
 
-Launch it exactly like train.py. The exit code is 0 if all checks are green, and 1 if any is red. Each red line is
-followed by its fix. `python doctor.py --help` lists the settings.
+Launch it exactly like train.py. The exit code is 0 if all checks are green, and 1 if any is red.
+Each red line is followed by its fix. `python doctor.py --help` lists the settings.
 """
 
 from utils.output import guard_output  # the first import: see its docstring
@@ -31,14 +32,18 @@ from utils.ranks.session import distributed_session
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Check this machine, then all processes together, and print the findings. Exits with code 1 if any is red."""
+    """Check this machine, then all processes together, and print the findings.
+
+    Exits with code 1 if any is red.
+    """
     guard_output()
     config = parse_args(DoctorConfig, "doctor.py", argv)
     findings, topology = check_machine(config)
     if topology is None or findings[0].red:
         report_alone(findings, topology, config)
         raise SystemExit(1)
-    if topology.is_main and is_launched():  # if another rank exits, the launcher ends this one: print first
+    # if another rank exits, the launcher ends this one: print first
+    if topology.is_main and is_launched():
         signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(3))
 
     def report_unconnected(error: Exception) -> None:
@@ -56,8 +61,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise SystemExit(1) from None
         findings, broken = check_run(ranks, config, findings)
         if ranks.is_main:
-            machines, count = len({member.host for member in ranks.members}) or 1, topology.world_size
-            place = f"{count} process{'es' * (count > 1)} on {machines} machine{'s' * (machines > 1)}"
+            machines, count = (
+                len({member.host for member in ranks.members}) or 1,
+                topology.world_size,
+            )
+            place = (
+                f"{count} process{'es' * (count > 1)} on {machines} machine{'s' * (machines > 1)}"
+            )
             report(place, findings, config.json)
         if broken:  # other ranks may have exited: do not wait for them
             raise SystemExit(1)
@@ -65,11 +75,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(1)
 
 
-def check_run(ranks: Ranks, config: DoctorConfig, findings: list[Finding]) -> tuple[list[Finding], bool]:
+def check_run(
+    ranks: Ranks, config: DoctorConfig, findings: list[Finding]
+) -> tuple[list[Finding], bool]:
     """Merge the findings of all ranks, then run the checks that need the process group; collective.
 
-    All ranks call every check, whatever the earlier checks found. If a check fails because a rank has exited, the
-    earlier findings are kept. Returns (the findings, whether a check failed in this way).
+    All ranks call every check, whatever the earlier checks found. If a check fails because a rank
+    has exited, the earlier findings are kept. Returns (the findings, whether a check failed in this
+    way).
     """
     place = "machines"
     try:
@@ -91,18 +104,29 @@ def check_run(ranks: Ranks, config: DoctorConfig, findings: list[Finding]) -> tu
             findings += found if isinstance(found, list) else [found]
     except Exception as error:
         text = one_line(ranks.record_end(error))
-        if not ranks.is_main and not is_lost_rank(error):  # the main process only sees that this rank exits
+        # the main process only sees that this rank exits
+        if not ranks.is_main and not is_lost_rank(error):
             sys.stderr.write(f"doctor.py: rank {ranks.topology.rank}, checking {place}: {text}\n")
-        return [*findings, Finding(place, text, False, "the checks after this one did not run")], True
+        return [
+            *findings,
+            Finding(place, text, False, "the checks after this one did not run"),
+        ], True
     return findings, False
 
 
-def report_alone(findings: Sequence[Finding], topology: Topology | None, config: DoctorConfig) -> None:
-    """Print the findings if the processes did not connect: the first rank of each machine prints its table."""
+def report_alone(
+    findings: Sequence[Finding], topology: Topology | None, config: DoctorConfig
+) -> None:
+    """Print the findings if the processes did not connect: the first rank of each machine prints
+    its table.
+    """
     rank = os.environ.get("RANK", "0") if topology is None else topology.rank
     if topology.local_rank == 0 if topology else reports_for_machine() or not is_launched():
-        file = config.json if topology is None or topology.is_main else None  # the disk may be shared
-        report(f"{socket.gethostname()}, rank {rank}; the processes are not connected", findings, file)
+        # the disk may be shared
+        file = config.json if topology is None or topology.is_main else None
+        report(
+            f"{socket.gethostname()}, rank {rank}; the processes are not connected", findings, file
+        )
     else:
         delay_exit()
 
@@ -110,7 +134,11 @@ def report_alone(findings: Sequence[Finding], topology: Topology | None, config:
 def report(title: str, findings: Sequence[Finding], file: str | None) -> None:
     """Print the table and a summary; if `file` is set, then write the findings to it as JSON."""
     wrong, judged = sum(f.red for f in findings), sum(f.ok is not None for f in findings)
-    summary = f"{wrong} of {judged} checks are red" if wrong else f"healthy: all {judged} checks are green"
+    summary = (
+        f"{wrong} of {judged} checks are red"
+        if wrong
+        else f"healthy: all {judged} checks are green"
+    )
     print(f"{show(f'Lockstep doctor  {title}', findings)}\n{summary}", flush=True)
     if wrong:
         faults = [f"{f.name}: {f.value}; {f.fix}" for f in findings if f.red]

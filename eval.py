@@ -1,7 +1,8 @@
 """Evaluate a checkpoint or published weights exactly, on any topology: each sample is counted once.
 
     python eval.py --ckpt runs/NAME                                              the run's best checkpoint
-    accelerate launch --config_file accelerate_configs/2gpu.yaml eval.py --ckpt runs/NAME --split test --json test.json
+    accelerate launch --config_file accelerate_configs/2gpu.yaml eval.py --ckpt runs/NAME --split
+    test --json test.json
     python eval.py --model resnet50 --pretrained --data path/to/imagenet         published weights
 
 The metrics are the same on any number of processes. `python eval.py --help` lists the settings.
@@ -77,12 +78,18 @@ def main(argv: Sequence[str] | None = None) -> dict:
             config, task = make_task(config, saved.class_names, None)
             if flags.predictions:
                 task.check_predictions()
-        record, found = evaluate(set_evaluation_input(saved, spec), config, flags, task, split, ranks)
+        record, found = evaluate(
+            set_evaluation_input(saved, spec), config, flags, task, split, ranks
+        )
         if ranks.is_main:
             more = [
                 ("input", spec.describe_pixels()),
                 *([("views", flags.tta)] if flags.tta else []),
-                *([("model alone", f"{record['model_images_per_second']:,.1f} images/s")] if flags.throughput else []),
+                *(
+                    [("model alone", f"{record['model_images_per_second']:,.1f} images/s")]
+                    if flags.throughput
+                    else []
+                ),
             ]
             try:
                 write_files(flags, record, found, task, split)
@@ -92,8 +99,10 @@ def main(argv: Sequence[str] | None = None) -> dict:
 
 
 def settings_of(saved: SavedRun, flags: EvalConfig) -> tuple[TrainConfig, bool]:
-    """The run's settings, overridden by the given flags, and whether the data is that of the run."""
-    own_data = bool(flags.ckpt) and (not flags.data or absolute_data(flags.data) == saved.settings.data)
+    """The run's settings, overridden by the flags, and whether the data is that of the run."""
+    own_data = bool(flags.ckpt) and (
+        not flags.data or absolute_data(flags.data) == saved.settings.data
+    )
     given = given_settings(flags)
     if not own_data:  # other data has other splits
         given |= {"train_split": None, "eval_split": None, "eval_fraction": None}
@@ -109,7 +118,12 @@ def spec_of(saved: SavedRun, config: TrainConfig) -> InputSpec:
 
 
 def find_split(
-    saved: SavedRun, config: TrainConfig, flags: EvalConfig, own_data: bool, names: Names, ranks: Ranks
+    saved: SavedRun,
+    config: TrainConfig,
+    flags: EvalConfig,
+    own_data: bool,
+    names: Names,
+    ranks: Ranks,
 ) -> tuple[Split, list[str]]:
     """The split to evaluate, and the names of its labels, the same on all ranks; collective."""
     terminal = Terminal(ranks.is_main)
@@ -156,7 +170,9 @@ def evaluate(
     return record, evaluator.predictions
 
 
-def write_files(flags: EvalConfig, record: dict, found: Predictions | None, task: Task, split: Split) -> None:
+def write_files(
+    flags: EvalConfig, record: dict, found: Predictions | None, task: Task, split: Split
+) -> None:
     """Write the files of --json and --predictions, and print their paths."""
     if flags.json:
         write_output(expand(flags.json), json.dumps(record, indent=1) + "\n")
@@ -175,7 +191,11 @@ def origin(saved: SavedRun, config: TrainConfig, flags: EvalConfig) -> dict[str,
         return {"model": flags.model, "pretrained": version_of(config)}
     if flags.model:
         return {"model": flags.model, "weights": flags.weights}
-    place = {"checkpoint": str(saved.path.absolute()), "step": saved.state.step, "epoch": saved.state.epochs_begun}
+    place = {
+        "checkpoint": str(saved.path.absolute()),
+        "step": saved.state.step,
+        "epoch": saved.state.epochs_begun,
+    }
     return place | weights.describe()
 
 

@@ -1,4 +1,5 @@
-"""Export a checkpoint as a folder that loads without Lockstep: weights, config.json and a model card.
+"""Export a checkpoint as a folder that loads without Lockstep: weights, config.json and a model
+card.
 
     python export.py --ckpt runs/NAME --to onnx --out models/NAME
 
@@ -50,22 +51,33 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def write(loaded: Loaded, form: str, out: Path) -> float:
-    """Write the folder `out` if the exported model equals the checkpoint; returns the result of `compare`."""
+    """Write the folder `out` if the exported model equals the checkpoint; returns the result of
+    `compare`.
+    """
     with new_folder(out) as folder:
         try:
             code = FORMS[form](loaded, folder)
             path, config = folder / "config.json", config_of(loaded)
-            config |= json.loads(path.read_text()) if path.exists() else {}  # timm has written its own
+            # timm has written its own
+            config |= json.loads(path.read_text()) if path.exists() else {}
             path.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
             difference = compare(loaded, form, code.predict)
         except (UserError, OSError):
             raise
         except Exception as error:  # exporters and runtimes raise errors of many classes
-            model, reason, free = loaded.saved.settings.model, one_line(error)[:160], shutil.disk_usage(folder).free
+            model, reason, free = (
+                loaded.saved.settings.model,
+                one_line(error)[:160],
+                shutil.disk_usage(folder).free,
+            )
             if free < sum(tensor.nbytes for tensor in loaded.model.state_dict().values()):
-                problem = f"{model} cannot be written ({reason}): {bytes_text(free)} are free on the disk"
+                problem = (
+                    f"{model} cannot be written ({reason}): {bytes_text(free)} are free on the disk"
+                )
                 raise UserError(f"--to {form}: {problem}", "free space") from error
-            raise UserError(f"--to {form}: {model} cannot be exported ({reason})", "use another format") from error
+            raise UserError(
+                f"--to {form}: {model} cannot be exported ({reason})", "use another format"
+            ) from error
         (folder / "README.md").write_text(card(loaded, code, difference), encoding="utf-8")
     return difference
 
@@ -74,7 +86,10 @@ def report(loaded: Loaded, form: str, out: Path, difference: float) -> str:
     """The result as a table."""
     rows = [
         ("checkpoint", loaded.saved.path),
-        ("model", f"{loaded.saved.settings.model}, {loaded.spec.describe()}, {len(loaded.saved.class_names)} classes"),
+        (
+            "model",
+            f"{loaded.saved.settings.model}, {loaded.spec.describe()}, {len(loaded.saved.class_names)} classes",
+        ),
         ("weights", "average (ema)" if loaded.is_average else "raw"),
         ("difference", f"{difference:.1e} in probability on the same pixels"),
         ("folder", f"{out}, {bytes_text(size_of(out))}"),

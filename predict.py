@@ -1,8 +1,9 @@
 """Predict the classes of images with a checkpoint; any number of processes writes the same file.
 
     python predict.py --ckpt runs/NAME photo.jpg                                       prints the most likely classes
-    accelerate launch --config_file accelerate_configs/2gpu.yaml predict.py --ckpt runs/NAME photos --out photos.csv
-    python predict.py --ckpt runs/NAME 'photos/**/*.jpg' --out photos.parquet --html photos.html
+    accelerate launch --config_file accelerate_configs/2gpu.yaml predict.py --ckpt runs/NAME photos
+    --out photos.csv python predict.py --ckpt runs/NAME 'photos/**/*.jpg' --out photos.parquet
+    --html photos.html
 
 Images are decoded and resized as in an evaluation. `python predict.py --help` lists the settings.
 """
@@ -56,7 +57,9 @@ from utils.training.evaluation import Evaluator, check_outputs, make_eval_loader
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Predict with these arguments; returns the number of images and, on the main process, their rows."""
+    """Predict with these arguments; returns the number of images and, on the main process, their
+    rows.
+    """
     guard_output()
     flags = parse_args(PredictConfig, "predict.py", argv)
     with distributed_session("predict.py", flags) as ranks:
@@ -102,7 +105,9 @@ def find_split(flags: PredictConfig, config: TrainConfig, ranks: Ranks) -> Split
     """The images to predict, the same on all ranks; collective."""
     progress = Terminal(ranks.is_main).progress("checking images")
     with ranks.local_main_first("checking the images"):
-        split = check_all(replace(find_images(flags.paths), bits=config.image_bits), config.cache_dir, progress)
+        split = check_all(
+            replace(find_images(flags.paths), bits=config.image_bits), config.cache_dir, progress
+        )
     fingerprint = fingerprint_of(split.fingerprint, split.content, *sorted(split.bad))
     ranks.check_same(fingerprint, "different images")
     return split
@@ -147,7 +152,10 @@ def write(flags: PredictConfig, saved: SavedRun, rows: list[Row], split: Split) 
     if flags.out:
         out, count = expand(flags.out), min(flags.top, len(saved.class_names))
         places = map(split.describe, range(len(rows)))
-        cells = [{"path": path, **row.cells(count), "error": row.error} for path, row in zip(places, rows, strict=True)]
+        cells = [
+            {"path": path, **row.cells(count), "error": row.error}
+            for path, row in zip(places, rows, strict=True)
+        ]
         write_output(out, encode(cells, out))
     if flags.html:
         title = f"Predictions of {saved.settings.model}, update {saved.state.step}"

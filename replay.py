@@ -1,10 +1,12 @@
-"""Recompute one update of a run in one process, and show the samples and layers of one of its microbatches.
+"""Recompute one update of a run in one process, and show the samples and layers of one of its
+microbatches.
 
     python replay.py --run runs/NAME --update 120
     python replay.py --run runs/NAME --update 120 --microbatch 3 --pdb
 
-It starts from the newest checkpoint before the update, or from the initial weights. It changes nothing in the run
-folder, except that it adds pictures in `replay/`. `python replay.py --help` lists the settings.
+It starts from the newest checkpoint before the update, or from the initial weights. It changes
+nothing in the run folder, except that it adds pictures in `replay/`. `python replay.py --help`
+lists the settings.
 """
 
 from utils.output import guard_output  # the first import: see its docstring
@@ -57,7 +59,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         distributed_session("replay.py", flags) as ranks,
         Stopping(ranks) as stopping,
     ):
-        require(ranks.topology.world_size == 1, "replay.py runs in one process", "start it with plain python")
+        require(
+            ranks.topology.world_size == 1,
+            "replay.py runs in one process",
+            "start it with plain python",
+        )
         records = read_log(expand(flags.run))
         config = make_settings(flags, records, scratch)
         ranks.threads = config.threads or ranks.threads
@@ -65,15 +71,26 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         ranks.join()
         run = train.build(config, ranks, stopping, given=None)
         last = run.plan.microbatches - 1
-        require(flags.update <= run.updates, f"--update {flags.update}: the last one of the run is {run.updates}")
+        require(
+            flags.update <= run.updates,
+            f"--update {flags.update}: the last one of the run is {run.updates}",
+        )
         fits = (flags.microbatch or 0) <= last
         require(fits, f"--microbatch {flags.microbatch}: the last one of the update is {last}")
-        before = next((record["init_weights"] for record in records if "init_weights" in record), None)
+        before = next(
+            (record["init_weights"] for record in records if "init_weights" in record), None
+        )
         source = run.setup.source
         same = source is None or before in (None, source.weights)
         fix = "restore them, or choose an --update after the oldest checkpoint"
-        require(same, f"--init_from {run.config.init_from}: the weights have changed since the run began", fix)
-        print(f"replaying update {flags.update} of {flags.run} from {run.setup.resumed_from or 'the initial weights'}")
+        require(
+            same,
+            f"--init_from {run.config.init_from}: the weights have changed since the run began",
+            fix,
+        )
+        print(
+            f"replaying update {flags.update} of {flags.run} from {run.setup.resumed_from or 'the initial weights'}"
+        )
         print(f"updates to compute before it: {flags.update - 1 - run.state.step}")
         batches = iter(run.train_batches)
         recompute(run, batches, flags.update - 1)
@@ -81,12 +98,22 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def make_settings(flags: ReplayConfig, records: list[dict], scratch: str) -> TrainConfig:
-    """The settings that repeat the run in one process, from the newest checkpoint before the update."""
+    """The settings that repeat the run in one process, from the newest checkpoint before the
+    update.
+    """
     folder = expand(flags.run)
-    starts = [record for record in records if record["kind"] == "start" and record["step"] < flags.update]
-    require(bool(starts), f"--run {folder}: the log begins after update {flags.update}", "name a later update")
+    starts = [
+        record for record in records if record["kind"] == "start" and record["step"] < flags.update
+    ]
+    require(
+        bool(starts),
+        f"--run {folder}: the log begins after update {flags.update}",
+        "name a later update",
+    )
     start, config = starts[-1], read_config(folder / "config.yaml")
-    before = [path for path in checkpoints_of(folder / "checkpoints") if step_of(path) < flags.update]
+    before = [
+        path for path in checkpoints_of(folder / "checkpoints") if step_of(path) < flags.update
+    ]
     checkpoint = next((str(path) for path in reversed(before) if damage_of(path) is None), None)
     return replace(
         config,
@@ -103,7 +130,7 @@ def make_settings(flags: ReplayConfig, records: list[dict], scratch: str) -> Tra
 
 
 def recompute(run: Run, batches: Iterator[Batch], until: int) -> None:
-    """Train up to update `until` as the run did, without evaluations, and log at the same updates."""
+    """Train up to update `until` as the run did, without evaluations; log at the same updates."""
     run.model.train()
     while run.state.step < until:
         train.train_update(run, batches)
@@ -114,7 +141,8 @@ def recompute(run: Run, batches: Iterator[Batch], until: int) -> None:
 
 
 def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig) -> dict[str, Any]:
-    """Compute the losses of the next update's microbatches, then print and return the details of one of them.
+    """Compute the losses of the next update's microbatches, then print and return the details of
+    one of them.
 
     By default, this is the first one with a NaN or infinite loss, else number 0.
     """
@@ -132,7 +160,9 @@ def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig) -> dict[str, A
     print(f"update {flags.update}: loss {loss}")
     print(compare_losses(run, loss, flags))
     name = f"microbatch {batch.number} of update {flags.update}"
-    print(f"{name}: sum of losses {losses[batch.number]}; the update has {len(losses)} microbatches")
+    print(
+        f"{name}: sum of losses {losses[batch.number]}; the update has {len(losses)} microbatches"
+    )
     path = expand(flags.run) / "replay" / f"{name.replace(' ', '-')}.png"
     path.parent.mkdir(exist_ok=True)
     if len(batch.labels):
@@ -144,7 +174,9 @@ def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig) -> dict[str, A
 def compare_losses(run: Run, loss: float, flags: ReplayConfig) -> str:
     """Whether the computed losses are those in the log; `loss` is that of the update to show."""
     logs = read_log(run.folder), read_log(expand(flags.run))
-    ours, logged = ({each["step"]: each["loss"] for each in log if each["kind"] == "train"} for log in logs)
+    ours, logged = (
+        {each["step"]: each["loss"] for each in log if each["kind"] == "train"} for log in logs
+    )
     if flags.update - 1 in (0, *logged):  # the log may have a record of this update alone
         ours[flags.update] = loss if math.isfinite(loss) else None
     again = [step for step in ours if step in logged]
@@ -162,23 +194,33 @@ def compare_losses(run: Run, loss: float, flags: ReplayConfig) -> str:
 
 
 def inspect(run: Run, batch: Batch, stop: bool) -> str:
-    """Print the samples of a microbatch and its largest gradients; returns where NaN or infinite values begin.
+    """Print the samples of a microbatch and its largest gradients; returns where NaN or infinite
+    values begin.
 
     With `stop`, opens the debugger before the forward pass.
     """
     if stop:
-        print("next: the forward pass, in compute_loss; look at batch.images, batch.labels and run.module")
+        print(
+            "next: the forward pass, in compute_loss; look at batch.images, batch.labels and run.module"
+        )
         pdb.set_trace()
     with observe_layers(run.module) as layers:
         loss, outputs = compute_loss(run, batch)
         run.accelerator.backward(loss * run.gradients.loss_scale(run.state.position))
     rows = [("sample", f"class; the first {_LOGITS} logits")]
-    for place, label, logits in zip(batch.indices.tolist(), batch.labels.tolist(), outputs.tolist(), strict=True):
-        classes, numbers = label_lines(label, run.data.class_names), [f"{logit:.3g}" for logit in logits[:_LOGITS]]
+    for place, label, logits in zip(
+        batch.indices.tolist(), batch.labels.tolist(), outputs.tolist(), strict=True
+    ):
+        classes, numbers = (
+            label_lines(label, run.data.class_names),
+            [f"{logit:.3g}" for logit in logits[:_LOGITS]],
+        )
         rows.append((run.data.train.describe(place), f"{', '.join(classes)}; {' '.join(numbers)}"))
     print(table(f"{len(batch.labels)} samples", rows))
     norms = gradient_norms(run.module)
-    largest = heapq.nlargest(_ROWS, norms, lambda name: norms[name] if math.isfinite(norms[name]) else math.inf)
+    largest = heapq.nlargest(
+        _ROWS, norms, lambda name: norms[name] if math.isfinite(norms[name]) else math.inf
+    )
     print(table("Largest gradient norms", [(name, f"{norms[name]:.4g}") for name in largest]))
     bad_layer = first_bad_layer(run.module, layers)
     print(bad_layer or "no layer has NaN or infinite values")
@@ -194,7 +236,9 @@ def compute_loss(run: Run, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 @contextmanager
 def observe_layers(module: nn.Module) -> Iterator[Layers]:
-    """Add to the list, in the order of execution, each layer without layers of its own that runs in the block."""
+    """Add to the list, in the order of execution, each layer without layers of its own that runs in
+    the block.
+    """
     layers: Layers = []
 
     def observe(name: str, _layer: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -214,7 +258,11 @@ def observe_layers(module: nn.Module) -> Iterator[Layers]:
 
 def gradient_norms(module: nn.Module) -> dict[str, float]:
     """The norm of the gradient of each parameter that has one."""
-    return {name: p.grad.float().norm().item() for name, p in module.named_parameters() if p.grad is not None}
+    return {
+        name: p.grad.float().norm().item()
+        for name, p in module.named_parameters()
+        if p.grad is not None
+    }
 
 
 def first_bad_layer(module: nn.Module, layers: Layers) -> str:
@@ -228,7 +276,11 @@ def first_bad_layer(module: nn.Module, layers: Layers) -> str:
         if not outputs:
             return f"the output of layer {name} is the first with NaN or infinite values; its input is finite"
     gradients = [name for name, norm in gradient_norms(module).items() if not norm < float("inf")]
-    return f"the gradient of {gradients[-1]} is NaN or infinite; all layers' outputs are finite" if gradients else ""
+    return (
+        f"the gradient of {gradients[-1]} is NaN or infinite; all layers' outputs are finite"
+        if gradients
+        else ""
+    )
 
 
 def _finite(value: Any) -> bool:

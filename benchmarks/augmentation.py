@@ -1,17 +1,20 @@
-"""Images per second of one core with strong augmentation: Lockstep, timm and torchvision in paired rounds.
+"""Images per second of one core with strong augmentation: Lockstep, timm and torchvision in paired
+rounds.
 
     python benchmarks/augmentation.py --photos FOLDER --json FILE       an image folder, train/CLASS/IMAGE.jpg
     python benchmarks/augmentation.py                                   generated photographs
 
-Every side runs in this process, without loader processes, with one thread, from stored data to normalised batches.
+Every side runs in this process, without loader processes, with one thread, from stored data to
+normalised batches.
 
 * photographs: random crops of 224x224, half of them flipped, in batches of 32. Ours with TrivialAugment and with
-  RandAugment; timm's `create_loader` with RandAugment (`rand-m9-mstd0.5`); torchvision's reference transforms with
-  TrivialAugment.
+  RandAugment; timm's `create_loader` with RandAugment (`rand-m9-mstd0.5`); torchvision's reference
+  transforms with TrivialAugment.
 * grey 28x28 and colour 32x32: shifted, flipped, a quarter of them erased, and mixed by Mixup, in batches of 256. Also
   with TrivialAugment. torchvision's transforms run on tensors.
 
-A ratio is ours divided by theirs in the same round. A cell is the median of the rounds, with their range.
+A ratio is ours divided by theirs in the same round. A cell is the median of the rounds, with their
+range.
 """
 
 from collections.abc import Callable
@@ -38,7 +41,11 @@ Sides = dict[str, Callable[[], float]]
 
 def photographs(folder: str) -> Sides:
     """The sides for photographs; the first one is compared with the others."""
-    crop = [v2.RandomResizedCrop(224, antialias=True), v2.RandomHorizontalFlip(), v2.TrivialAugmentWide()]
+    crop = [
+        v2.RandomResizedCrop(224, antialias=True),
+        v2.RandomHorizontalFlip(),
+        v2.TrivialAugmentWide(),
+    ]
     normalise = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
     dataset = datasets.ImageFolder(folder, v2.Compose([*crop, *normalise]))
     paths, spec = [path for path, _ in dataset.samples], InputSpec(224, 224, 3, MEAN, STD)
@@ -52,7 +59,12 @@ def photographs(folder: str) -> Sides:
         from timm.data import create_dataset, create_loader
     except ImportError:
         return sides
-    options = {"auto_augment": "rand-m9-mstd0.5", "num_workers": 0, "persistent_workers": False, "device": DEVICE}
+    options = {
+        "auto_augment": "rand-m9-mstd0.5",
+        "num_workers": 0,
+        "persistent_workers": False,
+        "device": DEVICE,
+    }
     theirs = create_dataset("", root=folder, is_training=True)
     loader = create_loader(theirs, 224, 32, is_training=True, **options)
     return sides | {"timm, rand-m9-mstd0.5": partial(rate, loader)}
@@ -62,32 +74,53 @@ def small(side: int, channels: int, auto_augment: str | None, count: int) -> Sid
     """The sides for `count` small images; torchvision, which is slower, has at most 4,096."""
     pixels = np.random.default_rng(0).integers(0, 256, (count, side, side, channels), np.uint8)
     spec = InputSpec(side, side, channels, MEAN[:channels], STD[:channels])
-    config = TrainConfig(crop_padding=2, flip=True, random_erasing=0.25, mixup=0.2, auto_augment=auto_augment)
+    config = TrainConfig(
+        crop_padding=2, flip=True, random_erasing=0.25, mixup=0.2, auto_augment=auto_augment
+    )
     split = whole_split("train", pixels.transpose(0, 3, 1, 2), np.zeros(count), "made")
     mine = make_dataset(split, spec, config, True, iter)
     change = [v2.RandomCrop(side, padding=2), v2.RandomHorizontalFlip()]
     change += [v2.TrivialAugmentWide()] if auto_augment else []
-    normalise = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(spec.mean, spec.std), v2.RandomErasing(0.25)]
-    theirs = InMemory(list(torch.from_numpy(pixels[:4096]).permute(0, 3, 1, 2).contiguous()), [*change, *normalise])
+    normalise = [
+        v2.ToDtype(torch.float32, scale=True),
+        v2.Normalize(spec.mean, spec.std),
+        v2.RandomErasing(0.25),
+    ]
+    theirs = InMemory(
+        list(torch.from_numpy(pixels[:4096]).permute(0, 3, 1, 2).contiguous()),
+        [*change, *normalise],
+    )
     mixup = v2.MixUp(alpha=0.2, num_classes=10)
 
     def collate(images: list[tuple[torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-        return mixup(torch.stack([image for image, *_ in images]), torch.zeros(len(images), dtype=torch.int64))
+        return mixup(
+            torch.stack([image for image, *_ in images]),
+            torch.zeros(len(images), dtype=torch.int64),
+        )
 
     sides = {"ours": partial(rate, ours(mine, spec, 256, config))}
-    return sides | {"torchvision": partial(rate, DataLoader(theirs, 256, shuffle=True, collate_fn=collate))}
+    return sides | {
+        "torchvision": partial(rate, DataLoader(theirs, 256, shuffle=True, collate_fn=collate))
+    }
 
 
 def table(form: str, results: dict[str, list[float]]) -> list[list[str]]:
     """A row for each side; the first one is compared with the others."""
     first, *_ = results.values()
-    over = {name: "" if rates is first else spread(ratios(first, rates), ".2f") for name, rates in results.items()}
+    over = {
+        name: "" if rates is first else spread(ratios(first, rates), ".2f")
+        for name, rates in results.items()
+    }
     return [[form, name, spread(rates), over[name]] for name, rates in results.items()]
 
 
 def main() -> None:
     parser = make_parser(__doc__, rounds=7)
-    parser.add_argument("--photos", metavar="FOLDER", help="photographs as an image folder (default: generated ones)")
+    parser.add_argument(
+        "--photos",
+        metavar="FOLDER",
+        help="photographs as an image folder (default: generated ones)",
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()  # as in train.py; here it applies to all sides

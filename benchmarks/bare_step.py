@@ -1,13 +1,14 @@
-"""The training step alone, on one batch that stays on the device, without data, loop or log. Prints one JSON line.
+"""The training step alone, on one batch that stays on the device, without data, loop or log. Prints
+one JSON line.
 
     python benchmarks/bare_step.py                                          one process
     torchrun --nproc_per_node 2 benchmarks/bare_step.py --exchange ddp      two processes that average their gradients
 
-It is run by scaling.py and gpus.py. Network, optimizer and memory layout are those of train.py; nothing else of
-Lockstep is used.
-With `--exchange none` the processes run side by side and do not communicate while they are timed. With `data_parallel`
-one process uses all GPUs through torch.nn.DataParallel. With `--library timm` network and optimizer are those of timm,
-and with `--photos FOLDER` its loader reads the batches from an image folder.
+It is run by scaling.py and gpus.py. Network, optimizer and memory layout are those of train.py;
+nothing else of Lockstep is used. With `--exchange none` the processes run side by side and do not
+communicate while they are timed. With `data_parallel` one process uses all GPUs through
+torch.nn.DataParallel. With `--library timm` network and optimizer are those of timm, and with
+`--photos FOLDER` its loader reads the batches from an image folder.
 """
 
 import argparse
@@ -35,7 +36,9 @@ from utils.training.optim import build_optimizer
 CLASSES = 10
 
 
-def make_model(args: argparse.Namespace, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make_model(
+    args: argparse.Namespace, device: torch.device
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The network and its optimizer."""
     config = TrainConfig(model=args.model, lr=0.05, weight_decay=5e-4)
     if args.library == "timm":
@@ -44,9 +47,19 @@ def make_model(args: argparse.Namespace, device: torch.device) -> tuple[nn.Modul
 
         model = timm.create_model(args.model, num_classes=CLASSES, in_chans=args.channels)
         model = model.to(device, memory_format=torch.channels_last)
-        settings = {"lr": config.lr, "momentum": config.momentum, "weight_decay": config.weight_decay}
+        settings = {
+            "lr": config.lr,
+            "momentum": config.momentum,
+            "weight_decay": config.weight_decay,
+        }
         return model, create_optimizer_v2(model, opt="sgd", **settings)
-    spec = InputSpec(args.image_size, args.image_size, args.channels, [0.5] * args.channels, [0.5] * args.channels)
+    spec = InputSpec(
+        args.image_size,
+        args.image_size,
+        args.channels,
+        [0.5] * args.channels,
+        [0.5] * args.channels,
+    )
     model = build_model(config, spec, classes=CLASSES).to(device)
     return model, build_optimizer(config, model)
 
@@ -58,11 +71,15 @@ def make_batches(args: argparse.Namespace, device: torch.device) -> Iterable[tup
 
         dataset = create_dataset("", root=args.photos, is_training=True)
         options = {"num_workers": args.num_workers, "device": device, "color_jitter": 0.0}
-        loader = create_loader(dataset, args.image_size, args.batch_size, is_training=True, **options)
+        loader = create_loader(
+            dataset, args.image_size, args.batch_size, is_training=True, **options
+        )
         while True:
             for images, labels in loader:
                 yield images.contiguous(memory_format=torch.channels_last), labels
-    images = torch.randn(args.batch_size, args.channels, args.image_size, args.image_size, device=device)
+    images = torch.randn(
+        args.batch_size, args.channels, args.image_size, args.image_size, device=device
+    )
     labels = torch.randint(CLASSES, (args.batch_size,), device=device)
     yield from repeat((images.contiguous(memory_format=torch.channels_last), labels))
 
@@ -73,7 +90,9 @@ def make_step(args: argparse.Namespace, device: torch.device) -> Callable[[], No
     model, optimizer = make_model(args, device)
     if args.exchange == "ddp":
         ids = [device.index] if device.type == "cuda" else None
-        model = nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+        model = nn.parallel.DistributedDataParallel(
+            model, device_ids=ids, gradient_as_bucket_view=True
+        )
     elif args.exchange == "data_parallel":
         model = nn.DataParallel(model)
     batches = iter(make_batches(args, device))
@@ -103,18 +122,34 @@ def timed(step, steps: int, device: torch.device) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--exchange", choices=("none", "ddp", "data_parallel"), default="none")
-    parser.add_argument("--batch_size", type=int, default=128, help="of each process (default: %(default)s)")
+    parser.add_argument(
+        "--batch_size", type=int, default=128, help="of each process (default: %(default)s)"
+    )
     parser.add_argument("--mixed_precision", choices=("no", "bf16", "fp16"), default="no")
     parser.add_argument("--model", default="mnist_cnn", help="(default: %(default)s)")
-    parser.add_argument("--image_size", type=int, default=28, help="pixels of a side (default: %(default)s)")
-    parser.add_argument("--channels", type=int, default=1, help="of the images (default: %(default)s)")
-    parser.add_argument("--library", choices=("lockstep", "timm"), default="lockstep", help="of model and optimizer")
+    parser.add_argument(
+        "--image_size", type=int, default=28, help="pixels of a side (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--channels", type=int, default=1, help="of the images (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--library", choices=("lockstep", "timm"), default="lockstep", help="of model and optimizer"
+    )
     parser.add_argument("--photos", metavar="FOLDER", help="an image folder for timm's loader")
-    parser.add_argument("--num_workers", type=int, default=4, help="of timm's loader (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=150, help="timed updates (default: %(default)s)")
-    parser.add_argument("--warmup", type=int, default=30, help="updates before them (default: %(default)s)")
+    parser.add_argument(
+        "--num_workers", type=int, default=4, help="of timm's loader (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=150, help="timed updates (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=30, help="updates before them (default: %(default)s)"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -122,7 +157,9 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     if cuda:
         torch.set_float32_matmul_precision("high")  # as train.py does
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    )
     if cuda:
         torch.cuda.set_device(device)
     if processes > 1:
@@ -131,7 +168,9 @@ def main() -> None:
     timed(step, args.warmup, device)
     if cuda:
         torch.cuda.reset_peak_memory_stats()  # cuDNN has tried its kernels
-    rate = torch.tensor([args.steps * args.batch_size / timed(step, args.steps, device)], device=device)
+    rate = torch.tensor(
+        [args.steps * args.batch_size / timed(step, args.steps, device)], device=device
+    )
     if processes > 1:
         dist.all_reduce(rate)  # the sum over the processes
     if int(os.environ.get("RANK", 0)) == 0:

@@ -2,10 +2,11 @@
 
     python benchmarks/bitwise.py --rounds 3 --processes 1,2,4 --json bitwise.json
 
-Each model trains on generated images with the same global batch on each number of processes, with --microbatches 8 and
-as usual. As usual, a process computes its share of the batch at once. For a comparison of the exchange alone, it also
-trains with the same microbatches by accumulation. Each process has one thread. The hashes are those of the weights
-after the last update, the first ten digits of SHA-256. A ratio compares rates of the same round.
+Each model trains on generated images with the same global batch on each number of processes, with
+--microbatches 8 and as usual. As usual, a process computes its share of the batch at once. For a
+comparison of the exchange alone, it also trains with the same microbatches by accumulation. Each
+process has one thread. The hashes are those of the weights after the last update, the first ten
+digits of SHA-256. A ratio compares rates of the same round.
 """
 
 import argparse
@@ -18,7 +19,9 @@ from common import flags, in_turns, make_parser, rates, ratios, report, spread, 
 
 MICROBATCHES = 8
 MODELS = {
-    "mnist_cnn": flags(data="synthetic/10x28x6400", channels=1, model="mnist_cnn", max_steps=60, log_every=10),
+    "mnist_cnn": flags(
+        data="synthetic/10x28x6400", channels=1, model="mnist_cnn", max_steps=60, log_every=10
+    ),
     "resnet18": flags(data="synthetic/10x32x640", model="resnet18", max_steps=6, log_every=2),
 }
 FIXED, ACCUMULATED, USUAL = "--microbatches 8", "accumulation", "as usual"
@@ -26,7 +29,10 @@ FIXED, ACCUMULATED, USUAL = "--microbatches 8", "accumulation", "as usual"
 
 def measure(model: str, kind: str, processes: int) -> dict:
     """Images per second of a run without its first record, and the hash of its weights."""
-    settings = [*MODELS[model], *flags(global_batch_size=128, threads=1, max_eval_samples=64, eval_every=10**6)]
+    settings = [
+        *MODELS[model],
+        *flags(global_batch_size=128, threads=1, max_eval_samples=64, eval_every=10**6),
+    ]
     if kind == FIXED:
         settings += flags(microbatches=MICROBATCHES)
     elif kind == ACCUMULATED:
@@ -48,8 +54,13 @@ def rows(results: dict[tuple[str, str, int], list[dict]]) -> list[list]:
     for model, kind, processes in results:
         if kind != FIXED:
             continue
-        by = {k: [run["rate"] for run in results[model, k, processes]] for k in (FIXED, ACCUMULATED, USUAL)}
-        hashes = {k: ", ".join(sorted({run["hash"] for run in results[model, k, processes]})) for k in by}
+        by = {
+            k: [run["rate"] for run in results[model, k, processes]]
+            for k in (FIXED, ACCUMULATED, USUAL)
+        }
+        hashes = {
+            k: ", ".join(sorted({run["hash"] for run in results[model, k, processes]})) for k in by
+        }
         costs = [spread(ratios(by[FIXED], by[k]), ".2f") for k in (ACCUMULATED, USUAL)]
         lines.append([model, processes, hashes[FIXED], hashes[USUAL], spread(by[FIXED]), *costs])
     return lines
@@ -65,7 +76,12 @@ def main() -> None:
     results = in_turns({name: partial(measure, *name) for name in names}, args.rounds)
     header = ["model", "processes", "weights with --microbatches 8", "weights as usual", "images/s"]
     header += ["against accumulation", "against the usual exchange"]
-    report(args, header, rows(results), {" ".join(map(str, name)): found for name, found in results.items()})
+    report(
+        args,
+        header,
+        rows(results),
+        {" ".join(map(str, name)): found for name, found in results.items()},
+    )
 
 
 if __name__ == "__main__":

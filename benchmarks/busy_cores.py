@@ -1,13 +1,15 @@
-"""Images per second on MNIST, on an idle machine and beside a busy loop, if OpenMP's threads sleep or spin.
+"""Images per second on MNIST, on an idle machine and beside a busy loop, if OpenMP's threads sleep
+or spin.
 
     python benchmarks/busy_cores.py --mnist DIR --rounds 5 --json FILE
 
-OpenMP's threads wait for each other. *passive* is train.py as it is: they sleep while they wait. *spinning* is train.py
-with PyTorch's default (GOMP_SPINCOUNT=300000). *plain* is a loop of PyTorch alone, with its defaults and the tutorials'
-network, on one batch in memory. All use batches of 128 per process and all cores. The busy loop is one Python process.
+OpenMP's threads wait for each other. *passive* is train.py as it is: they sleep while they wait.
+*spinning* is train.py with PyTorch's default (GOMP_SPINCOUNT=300000). *plain* is a loop of PyTorch
+alone, with its defaults and the tutorials' network, on one batch in memory. All use batches of 128
+per process and all cores. The busy loop is one Python process.
 
-A rate is the median over stretches of 20 updates, without the first. A ratio compares rates of the same round. The load
-average shows how busy the machine was before.
+A rate is the median over stretches of 20 updates, without the first. A ratio compares rates of the
+same round. The load average shows how busy the machine was before.
 """
 
 import json
@@ -19,10 +21,24 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from common import ROOT, flags, in_turns, kill, last_json, launch, make_parser, rates, ratios, report, run, spread
+from common import (
+    ROOT,
+    flags,
+    in_turns,
+    kill,
+    last_json,
+    launch,
+    make_parser,
+    rates,
+    ratios,
+    report,
+    run,
+    spread,
+)
 
 STRETCH, STRETCHES = 20, 4
-WAITING = {"passive": {}, "spinning": {"GOMP_SPINCOUNT": "300000"}}  # libgomp's default in PyTorch's wheels
+# libgomp's default in PyTorch's wheels
+WAITING = {"passive": {}, "spinning": {"GOMP_SPINCOUNT": "300000"}}
 PLAIN = """
 import json, statistics, sys, time, torch
 from torch import nn
@@ -58,7 +74,9 @@ def rate(side: str, processes: int, load: str, mnist: Path) -> dict:
 
 
 def our_rate(processes: int, env: dict, mnist: Path) -> float:
-    sgd = flags(model="mnist_cnn", batch_size=128, lr=0.01, lr_schedule="constant", max_eval_samples=256)
+    sgd = flags(
+        model="mnist_cnn", batch_size=128, lr=0.01, lr_schedule="constant", max_eval_samples=256
+    )
     much = flags(data=mnist, max_steps=STRETCH * STRETCHES, log_every=STRETCH, run_name="run")
     with TemporaryDirectory(prefix="lockstep-") as folder:
         run([*launch(processes), ROOT / "train.py", *sgd, *much, "--output_dir", folder], env=env)
@@ -73,10 +91,16 @@ def plain_rate() -> float:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--mnist", type=Path, metavar="DIR", required=True, help="MNIST's parquet files")
-    parser.add_argument("--processes", default="1,2", help="numbers of processes (default: %(default)s)")
+    parser.add_argument(
+        "--mnist", type=Path, metavar="DIR", required=True, help="MNIST's parquet files"
+    )
+    parser.add_argument(
+        "--processes", default="1,2", help="numbers of processes (default: %(default)s)"
+    )
     args = parser.parse_args()
-    cases = [(side, n) for n in map(int, args.processes.split(",")) for side in WAITING] + [("plain", 1)]
+    cases = [(side, n) for n in map(int, args.processes.split(",")) for side in WAITING] + [
+        ("plain", 1)
+    ]
     keys = [(side, n, load) for side, n in cases for load in ("idle", "busy")]
     results = in_turns({key: partial(rate, *key, args.mnist) for key in keys}, args.rounds)
     found = {key: [turn["images_per_second"] for turn in turns] for key, turns in results.items()}
@@ -84,7 +108,9 @@ def main() -> None:
     for side, n, load in keys:
         ours = ratios(found["passive", n, load], found[side, n, load])
         loads = [turn["load"] for turn in results[side, n, load]]
-        rows.append([side, n, load, spread(found[side, n, load]), spread(ours, ".2f"), spread(loads, ".1f")])
+        rows.append(
+            [side, n, load, spread(found[side, n, load]), spread(ours, ".2f"), spread(loads, ".1f")]
+        )
     header = ["side", "processes", "beside", "images/s", "passive over this", "load average"]
     report(args, header, rows, {" ".join(map(str, key)): turns for key, turns in results.items()})
 

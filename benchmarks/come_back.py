@@ -3,14 +3,16 @@
     python benchmarks/come_back.py --mnist DIR --json FILE                    MNIST's parquet files in DIR, five rounds
     python benchmarks/come_back.py --mnist DIR --before CHECKOUT              alternating with another checkout
 
-Launchers on this machine stand for up to three machines, with one rank each. They train recipes/mnist.yaml with the
-command of docs/elastic.md. Each round starts two. Then a third one joins and leaves twice; the second join is counted:
+Launchers on this machine stand for up to three machines, with one rank each. They train
+recipes/mnist.yaml with the command of docs/elastic.md. Each round starts two. Then a third one
+joins and leaves twice; the second join is counted:
 
 * joined: a third launcher starts. The time begins when the others stop for it.
 * notice: the third launcher gets SIGTERM, as from a cloud that takes the machine back.
 * lost: a third launcher and its rank are killed with SIGKILL.
 
-A stage lasts until the slowest rank has finished it. The whole time ends with the first update of the new ranks.
+A stage lasts until the slowest rank has finished it. The whole time ends with the first update of
+the new ranks.
 """
 
 import argparse
@@ -30,7 +32,8 @@ from tempfile import TemporaryDirectory
 BEGUN = time.time()  # when this process started, before the slow imports
 ROOT = Path(__file__).resolve().parent.parent
 EVENTS = ("joined", "notice", "lost")
-STAGES = {  # the mark that ends each stage; the first two are of the old ranks, the others of the new ones
+# the mark that ends each stage; the first two are of the old ranks, the others of the new ones
+STAGES = {
     "signal or error, last update, save": "train",
     "end of the processes": "exited",
     "heartbeats, rendezvous of the launchers": "begun",
@@ -69,8 +72,14 @@ def run_rank(folder: Path, root: Path, argv: list[str]) -> None:
         import train
 
         note("imported", time.time())
-        for owner, name in ((train.Ranks, "join"), (train.CheckpointManager, "newest"), (train, "make_datasets"),
-                            (train, "build"), (train, "train_update"), (train, "train")):  # fmt: skip
+        for owner, name in (
+            (train.Ranks, "join"),
+            (train.CheckpointManager, "newest"),
+            (train, "make_datasets"),
+            (train, "build"),
+            (train, "train_update"),
+            (train, "train"),
+        ):
             noting(owner, name)
         train.main(argv)
 
@@ -93,13 +102,17 @@ class Launchers:
     def start(self) -> None:
         from common import flags
 
-        options = flags(nnodes="1:3", nproc_per_node=1, max_restarts=100, rdzv_backend="c10d", rdzv_id="run")
+        options = flags(
+            nnodes="1:3", nproc_per_node=1, max_restarts=100, rdzv_backend="c10d", rdzv_id="run"
+        )
         options += flags(rdzv_endpoint=self.folder / "store", rdzv_conf=CONF)
         command = [str(Path(sys.executable).with_name("torchrun")), *options]
         command += [str(self.script), "--rank", str(self.folder), str(self.root), *self.settings]
         shared = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_WORKER_IDENTICAL": "1"}
         with (self.folder / f"launcher-{len(self.running)}.txt").open("a") as out:
-            self.running.append(subprocess.Popen(command, env=os.environ | shared, stdout=out, stderr=out))
+            self.running.append(
+                subprocess.Popen(command, env=os.environ | shared, stdout=out, stderr=out)
+            )
 
     def ranks(self) -> list[int]:
         """The process IDs of the ranks, in the order of the launchers."""
@@ -108,19 +121,29 @@ class Launchers:
         found = []
         for launcher in self.running:
             with suppress(psutil.NoSuchProcess):  # it has just ended
-                ranks = [rank for rank in psutil.Process(launcher.pid).children() if rank.status() != "zombie"]
+                ranks = [
+                    rank
+                    for rank in psutil.Process(launcher.pid).children()
+                    if rank.status() != "zombie"
+                ]
                 found += [rank.pid for rank in ranks]
         return found
 
     def wait_until(self, count: int, other_than: set[int] = frozenset()) -> list[int]:
-        """Wait until that many ranks, none of them one of `other_than`, have finished an update; returns them."""
+        """Wait until that many ranks, none of them one of `other_than`, have finished an update;
+        returns them.
+        """
         deadline = time.time() + 300
         while time.time() < deadline:
             ranks = [pid for pid in self.ranks() if pid not in other_than]
-            if len(ranks) == count and all("train_update" in times_of(self.folder, pid) for pid in ranks):
+            if len(ranks) == count and all(
+                "train_update" in times_of(self.folder, pid) for pid in ranks
+            ):
                 return ranks
             time.sleep(0.05)
-        raise SystemExit("\n".join(file.read_text()[-3000:] for file in self.folder.glob("launcher-*.txt")))
+        raise SystemExit(
+            "\n".join(file.read_text()[-3000:] for file in self.folder.glob("launcher-*.txt"))
+        )
 
     def end(self) -> None:
         import psutil
@@ -193,20 +216,38 @@ def main() -> None:
     from common import flags, in_turns, make_parser, report, spread
 
     parser: argparse.ArgumentParser = make_parser(__doc__)
-    parser.add_argument("--mnist", type=Path, metavar="DIR", required=True, help="MNIST's parquet files")
-    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="another checkout of this repository")
+    parser.add_argument(
+        "--mnist", type=Path, metavar="DIR", required=True, help="MNIST's parquet files"
+    )
+    parser.add_argument(
+        "--before", type=Path, metavar="CHECKOUT", help="another checkout of this repository"
+    )
     args = parser.parse_args()
-    settings = flags(config=ROOT / "recipes/mnist.yaml", data=args.mnist, run_name="run", resume="auto")
+    settings = flags(
+        config=ROOT / "recipes/mnist.yaml", data=args.mnist, run_name="run", resume="auto"
+    )
     settings += flags(microbatches=4, epochs=1000, save_seconds=5, log_every=1)
     sides = {"now": partial(measure, ROOT, settings)}
     if args.before:
         sides["before"] = partial(measure, args.before.resolve(), settings)
     results = in_turns(sides, args.rounds)
     rows = [
-        [stage, *(spread([each[event][stage] for each in results[side]], ".1f") for event in EVENTS for side in sides)]
+        [
+            stage,
+            *(
+                spread([each[event][stage] for each in results[side]], ".1f")
+                for event in EVENTS
+                for side in sides
+            ),
+        ]
         for stage in [*STAGES, "whole"]
     ]
-    report(args, ["Seconds", *(f"{event}, {side}" for event in EVENTS for side in sides)], rows, results)
+    report(
+        args,
+        ["Seconds", *(f"{event}, {side}" for event in EVENTS for side in sides)],
+        rows,
+        results,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Helpers of the benchmarks: run commands in turn, compute medians and ranges, describe the machine, write results."""
+"""Helpers of the benchmarks: run commands in turn, compute medians and ranges, describe the
+machine, write results.
+"""
 
 import argparse
 import json
@@ -50,7 +52,8 @@ def machine_line() -> str:
 def in_turns(sides: Mapping[str, Callable[[], float | dict]], rounds: int) -> dict[str, list]:
     """The results of each side in each round. Every round runs all sides, in a new random order.
 
-    The speed of a machine drifts by more than the differences of interest, so compare only sides of the same round.
+    The speed of a machine drifts by more than the differences of interest, so compare only sides of
+    the same round.
     """
     results, shuffle = {name: [] for name in sides}, random.Random(0)
     with tqdm(total=rounds * len(sides)) as bar:
@@ -82,44 +85,68 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence]) -> str:
 
 def make_parser(doc: str, rounds: int = 5) -> argparse.ArgumentParser:
     """A parser with the flags that all benchmarks have; `doc` is the script's docstring."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=rounds, help="runs of each side (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=rounds, help="runs of each side (default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to FILE")
     return parser
 
 
-def report(args: argparse.Namespace, header: Sequence[str], rows: Sequence[Sequence], results: dict) -> None:
+def report(
+    args: argparse.Namespace, header: Sequence[str], rows: Sequence[Sequence], results: dict
+) -> None:
     """Print the table and the machine, and write all numbers to --json if it is set."""
     print(f"{markdown(header, rows)}\n\n{machine_line()}")
     if args.json:
-        record = {"machine": machine(), "settings": {k: str(v) for k, v in vars(args).items()}, "results": results}
+        record = {
+            "machine": machine(),
+            "settings": {k: str(v) for k, v in vars(args).items()},
+            "results": results,
+        }
         args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def launch(processes: int) -> list[str]:
-    """The command that runs a script: Python for one process, else accelerate launch with the project's config.
+    """The command that runs a script: Python for one process, else accelerate launch with the
+    project's config.
 
     Several processes run on CPUs if there are too few GPUs for them.
     """
     if processes == 1:
         return [sys.executable]
-    config = ROOT / "accelerate_configs" / ("2gpu.yaml" if torch.cuda.device_count() >= processes else "2cpu.yaml")
+    config = (
+        ROOT
+        / "accelerate_configs"
+        / ("2gpu.yaml" if torch.cuda.device_count() >= processes else "2cpu.yaml")
+    )
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     return [*launcher, "--num_processes", str(processes)]
 
 
 def run(
-    command: Sequence, until: Callable[[str], bool] | None = None, seconds: float = 1800.0, env: Mapping | None = None
+    command: Sequence,
+    until: Callable[[str], bool] | None = None,
+    seconds: float = 1800.0,
+    env: Mapping | None = None,
 ) -> tuple[list[tuple[float, str]], float]:
-    """Run a command until it exits, or kill it after the first line of its output that `until` accepts.
+    """Run a command until it exits, or kill it after the first line of its output that `until`
+    accepts.
 
-    Returns its lines, each with the seconds since the start of the command, and the total seconds. Raises TimeoutError
-    after `seconds`, and SystemExit with its last lines if it fails. Its child processes are killed too, except those
-    whose parent had already exited.
+    Returns its lines, each with the seconds since the start of the command, and the total seconds.
+    Raises TimeoutError after `seconds`, and SystemExit with its last lines if it fails. Its child
+    processes are killed too, except those whose parent had already exited.
     """
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` runs
     command, lines, begun = [str(word) for word in command], [], time.perf_counter()
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    pipes = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+        "errors": "replace",
+    }
     with subprocess.Popen(command, env={**os.environ, **(env or {})}, **pipes) as process:
         clock = Timer(seconds, kill, [process.pid])
         try:
@@ -147,7 +174,9 @@ def last_json(lines: Sequence[tuple[float, str]]) -> dict:
 
 
 def kill(pid: int) -> None:
-    """Kill a process and all its descendants, since the ranks of a launcher have separate process groups."""
+    """Kill a process and all its descendants, since the ranks of a launcher have separate process
+    groups.
+    """
     with suppress(psutil.NoSuchProcess):
         for process in [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]:
             with suppress(psutil.NoSuchProcess):
@@ -156,7 +185,12 @@ def kill(pid: int) -> None:
 
 def flags(**settings) -> list[str]:
     """Settings as command-line flags, without those that are None."""
-    return [word for name, value in settings.items() if value is not None for word in (f"--{name}", str(value))]
+    return [
+        word
+        for name, value in settings.items()
+        if value is not None
+        for word in (f"--{name}", str(value))
+    ]
 
 
 def train(processes: int, *settings: str, then: Callable[[Path], None] | None = None) -> list[dict]:
@@ -165,10 +199,23 @@ def train(processes: int, *settings: str, then: Callable[[Path], None] | None = 
     `then` is called with the run folder before it is deleted.
     """
     with TemporaryDirectory(prefix="lockstep-") as folder:
-        run([*launch(processes), ROOT / "train.py", *settings, "--output_dir", folder, "--run_name", "run"])
+        run(
+            [
+                *launch(processes),
+                ROOT / "train.py",
+                *settings,
+                "--output_dir",
+                folder,
+                "--run_name",
+                "run",
+            ]
+        )
         if then:
             then(Path(folder) / "run")
-        return [json.loads(line) for line in (Path(folder) / "run" / "log.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in (Path(folder) / "run" / "log.jsonl").read_text().splitlines()
+        ]
 
 
 def rates(log: Sequence[dict]) -> list[float]:

@@ -1,12 +1,13 @@
-"""SHA-256 of the final weights of ten short runs, to show that a change of the code changes no result.
+"""SHA-256 of the final weights of ten short runs, to show that a change of the code changes no
+result.
 
     python benchmarks/fingerprints.py --cifar10 DIR --photos DIR --json before.json       on the old commit
     python benchmarks/fingerprints.py --cifar10 DIR --photos DIR --compare before.json    on the new one
 
---cifar10 is a folder with the parquet files of CIFAR-10, --photos an image folder. Each run has one thread per process.
-The hash covers the weights, their average if there is one, and the last evaluation, to five digits and without its
-duration. Hashes are only comparable on one machine with the same libraries. Exits with
-code 1 if one differs.
+--cifar10 is a folder with the parquet files of CIFAR-10, --photos an image folder. Each run has one
+thread per process. The hash covers the weights, their average if there is one, and the last
+evaluation, to five digits and without its duration. Hashes are only comparable on one machine with
+the same libraries. Exits with code 1 if one differs.
 """
 
 import argparse
@@ -22,30 +23,72 @@ from safetensors.numpy import load_file
 from tqdm import tqdm
 
 DIGITS = flags(max_steps=40, log_every=10, eval_every=20)
-CIFAR = flags(max_train_samples=2000, max_eval_samples=500, max_steps=20, log_every=5, eval_every=20)
+CIFAR = flags(
+    max_train_samples=2000, max_eval_samples=500, max_steps=20, log_every=5, eval_every=20
+)
 PHOTOS = flags(image_size=64, max_steps=6, global_batch_size=16, log_every=2, num_workers=1)
-# Name: processes and settings. {cifar10}, {photos} and {labels} stand for data, {digits} for the folder of that run.
+# Name: processes and settings. {cifar10}, {photos} and {labels} stand for data, {digits} for the
+# folder of that run.
 RUNS = {
     "digits": (1, DIGITS),
-    "digits, accumulation": (2, [*DIGITS, *flags(model="mlp", grad_accum=2, clip_norm=1, optimizer="adamw")]),
+    "digits, accumulation": (
+        2,
+        [*DIGITS, *flags(model="mlp", grad_accum=2, clip_norm=1, optimizer="adamw")],
+    ),
     "microbatches on one process": (1, [*DIGITS, *flags(microbatches=4, label_smoothing=0.1)]),
     "microbatches on two": (2, [*DIGITS, *flags(microbatches=4, label_smoothing=0.1)]),
     "CIFAR-10, mixing and average": (
         2,
-        [*CIFAR, *flags(data="{cifar10}", model="fastnet", mixup=0.2, cutmix=1, ema_decay=0.9, crop_padding=4)],
+        [
+            *CIFAR,
+            *flags(
+                data="{cifar10}",
+                model="fastnet",
+                mixup=0.2,
+                cutmix=1,
+                ema_decay=0.9,
+                crop_padding=4,
+            ),
+        ],
     ),
     "CIFAR-10, policy": (
         1,
-        [*CIFAR, *flags(data="{cifar10}", model="mnist_cnn", auto_augment="trivialaugment", random_erasing=0.5)],
+        [
+            *CIFAR,
+            *flags(
+                data="{cifar10}",
+                model="mnist_cnn",
+                auto_augment="trivialaugment",
+                random_erasing=0.5,
+            ),
+        ],
     ),
     "photographs": (1, [*PHOTOS, *flags(data="{photos}", model="resnet18")]),
     "photographs, drop path": (
         2,
-        [*PHOTOS, *flags(data="{photos}", model="timm/test_vit", optimizer="muon", drop_path=0.1, image_size=160)],
+        [
+            *PHOTOS,
+            *flags(
+                data="{photos}",
+                model="timm/test_vit",
+                optimizer="muon",
+                drop_path=0.1,
+                image_size=160,
+            ),
+        ],
     ),
     "multilabel": (
         2,
-        [*PHOTOS, *flags(data="{labels}", task="multilabel", loss="focal", pos_weight="balanced", eval_fraction=0.2)],
+        [
+            *PHOTOS,
+            *flags(
+                data="{labels}",
+                task="multilabel",
+                loss="focal",
+                pos_weight="balanced",
+                eval_fraction=0.2,
+            ),
+        ],
     ),
     "fine-tuning": (
         2,
@@ -55,8 +98,12 @@ RUNS = {
 
 
 def write_labels(photos: Path, path: Path) -> None:
-    """A CSV file that gives each photograph the label of its folder, and every other one a second label."""
-    images = sorted(image for image in photos.rglob("*") if image.suffix.lower() in (".jpg", ".jpeg"))
+    """A CSV file that gives each photograph the label of its folder, and every other one a second
+    label.
+    """
+    images = sorted(
+        image for image in photos.rglob("*") if image.suffix.lower() in (".jpg", ".jpeg")
+    )
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["path", "label"])
@@ -76,15 +123,23 @@ def fingerprint(folder: Path) -> str:
     records = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
     last = [record for record in records if record["kind"] == "eval"][-1]
     for name in sorted(last.keys() - {"seconds", "time"}):
-        found.update(f"{name} {last[name]:.5g}".encode() if isinstance(last[name], float) else str(last[name]).encode())
+        found.update(
+            f"{name} {last[name]:.5g}".encode()
+            if isinstance(last[name], float)
+            else str(last[name]).encode()
+        )
     return found.hexdigest()
 
 
 def main() -> None:
     parser: argparse.ArgumentParser = make_parser(__doc__, rounds=1)
-    parser.add_argument("--cifar10", type=Path, required=True, metavar="DIR", help="folder with parquet files")
+    parser.add_argument(
+        "--cifar10", type=Path, required=True, metavar="DIR", help="folder with parquet files"
+    )
     parser.add_argument("--photos", type=Path, required=True, metavar="DIR", help="image folder")
-    parser.add_argument("--compare", type=Path, metavar="FILE", help="a file that --json has written before")
+    parser.add_argument(
+        "--compare", type=Path, metavar="FILE", help="a file that --json has written before"
+    )
     args = parser.parse_args()
     found: dict[str, str] = {}
     with TemporaryDirectory(prefix="lockstep-") as temporary:
@@ -94,7 +149,9 @@ def main() -> None:
         places |= {"labels": folder / "labels.csv", "digits": folder / "digits"}
         for name, (processes, settings) in tqdm(RUNS.items()):
             words = [word.format(**places) if word.startswith("{") else word for word in settings]
-            own = flags(output_dir=folder, run_name=name.replace(",", "").replace(" ", "-"), threads=1)
+            own = flags(
+                output_dir=folder, run_name=name.replace(",", "").replace(" ", "-"), threads=1
+            )
             run([*launch(processes), ROOT / "train.py", "--cpu", *words, *own])
             found[name] = fingerprint(folder / own[3])
     before = json.loads(args.compare.read_text())["results"] if args.compare else {}

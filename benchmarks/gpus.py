@@ -1,7 +1,9 @@
-"""train.py on the GPUs of this machine beside the training step alone, timm's step and DataParallel, in paired rounds.
+"""train.py on the GPUs of this machine beside the training step alone, timm's step and
+DataParallel, in paired rounds.
 
     python benchmarks/gpus.py --json gpu.json                                                   ResNet-50 at 224 pixels
-    python benchmarks/gpus.py --rounds 1 --model resnet18 --image_size 32 --batch_size 8 --steps 8 --photos_count 16
+    python benchmarks/gpus.py --rounds 1 --model resnet18 --image_size 32 --batch_size 8 --steps 8
+    --photos_count 16
 
 The second command is a trial on a CPU. The sides are:
 
@@ -12,8 +14,9 @@ The second command is a trial on a CPU. The sides are:
   step of train.py alone;
 * all GPUs, if there are several: train.py with DistributedDataParallel, and the same step with DataParallel.
 
-A ratio is ours divided by theirs in the same round. A cell is the median of the rounds, with their range. The memory is
-the most that PyTorch has used of one GPU at a time, after the first updates, in which kernels are tried.
+A ratio is ours divided by theirs in the same round. A cell is the median of the rounds, with their
+range. The memory is the most that PyTorch has used of one GPU at a time, after the first updates,
+in which kernels are tried.
 """
 
 import argparse
@@ -24,7 +27,20 @@ from statistics import harmonic_mean
 from tempfile import TemporaryDirectory
 
 import torch
-from common import ROOT, flags, in_turns, last_json, launch, make_parser, rates, ratios, report, run, spread, train
+from common import (
+    ROOT,
+    flags,
+    in_turns,
+    last_json,
+    launch,
+    make_parser,
+    rates,
+    ratios,
+    report,
+    run,
+    spread,
+    train,
+)
 from input_pipeline import make_photographs
 
 OURS, ALONE, TIMM, DATA_PARALLEL = "train.py", "its step alone", "timm", "DataParallel"
@@ -33,14 +49,22 @@ SMALL = {"model": "mnist_cnn", "image_size": 28, "channels": 1, "repeat": 10}
 
 
 def measure_train(
-    args: argparse.Namespace, data: str, batch_size: int, processes: int = 1, repeat: int = 1, **settings
+    args: argparse.Namespace,
+    data: str,
+    batch_size: int,
+    processes: int = 1,
+    repeat: int = 1,
+    **settings,
 ) -> dict:
-    """Images per second and peak memory of train.py in `repeat` times --steps updates, after its first record.
+    """Images per second and peak memory of train.py in `repeat` times --steps updates, after its
+    first record.
 
     All batches have the same size, because cuDNN would search for kernels when a smaller one comes.
     """
     steps = repeat * args.steps
-    times = flags(max_steps=steps, log_every=max(1, steps // 4), eval_every=steps, max_eval_samples=64)
+    times = flags(
+        max_steps=steps, log_every=max(1, steps // 4), eval_every=steps, max_eval_samples=64
+    )
     work = flags(data=data, batch_size=batch_size, mixed_precision=args.mixed_precision, lr=0.01)
     work += flags(save_every=steps, report=False)
     log = train(processes, *times, *work, *flags(drop_last=True, **settings))
@@ -67,7 +91,9 @@ def sides(args: argparse.Namespace, photos: str) -> dict[str, dict[str, Callable
             OURS: partial(ours, f"synthetic/10x{size}x{count}", args.batch_size, **network),
             ALONE: partial(alone, args.batch_size, channels=3, **network),
         },
-        "photographs": {OURS: partial(ours, photos, args.batch_size, num_workers=args.num_workers, **network)},
+        "photographs": {
+            OURS: partial(ours, photos, args.batch_size, num_workers=args.num_workers, **network)
+        },
         "small images": {
             OURS: partial(ours, f"synthetic/10x28x{small_count}", args.small_batch_size, **SMALL),
             ALONE: partial(alone, args.small_batch_size, **SMALL),
@@ -76,12 +102,16 @@ def sides(args: argparse.Namespace, photos: str) -> dict[str, dict[str, Callable
     if has_timm():
         theirs = partial(alone, args.batch_size, library="timm", channels=3, **network)
         found["generated"][TIMM] = theirs
-        found["photographs"][TIMM] = partial(theirs, photos=f"{photos}/train", num_workers=args.num_workers)
+        found["photographs"][TIMM] = partial(
+            theirs, photos=f"{photos}/train", num_workers=args.num_workers
+        )
     if gpus > 1:
         data = f"synthetic/10x{size}x{count * gpus}"
         found["all GPUs"] = {
             OURS: partial(ours, data, args.batch_size, gpus, **network),
-            DATA_PARALLEL: partial(alone, gpus * args.batch_size, exchange="data_parallel", channels=3, **network),
+            DATA_PARALLEL: partial(
+                alone, gpus * args.batch_size, exchange="data_parallel", channels=3, **network
+            ),
         }
     return {kind: side for kind, side in found.items() if kind in args.kinds.split(",")}
 
@@ -109,32 +139,63 @@ def rows(results: dict[str, dict[str, list[dict]]]) -> list[list[str]]:
     """The table: a row for each side of each kind, with our ratio to it and its memory."""
     table = []
     for kind, by_side in results.items():
-        rate = {name: [found["images_per_second"] for found in rounds] for name, rounds in by_side.items()}
+        rate = {
+            name: [found["images_per_second"] for found in rounds]
+            for name, rounds in by_side.items()
+        }
         for name, rounds in by_side.items():
             ratio = "" if name == OURS else spread(ratios(rate[OURS], rate[name]), ".2f")
             memory = [found["gpu_memory"] / 1e9 for found in rounds if found["gpu_memory"]]
-            table.append([kind, name, spread(rate[name]), ratio, spread(memory, ".2f") if memory else ""])
+            table.append(
+                [kind, name, spread(rate[name]), ratio, spread(memory, ".2f") if memory else ""]
+            )
     return table
 
 
 def main() -> None:
     parser = make_parser(__doc__, rounds=3)
-    parser.add_argument("--kinds", default="generated,photographs,small images,all GPUs", help="(default: %(default)s)")
-    parser.add_argument("--model", default="resnet50", help="a model of torchvision and timm (default: %(default)s)")
-    parser.add_argument("--image_size", type=int, default=224, help="pixels of a side (default: %(default)s)")
-    parser.add_argument("--batch_size", type=int, default=256, help="of each process (default: %(default)s)")
-    parser.add_argument("--small_batch_size", type=int, default=1024, help="of small images (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=80, help="updates; small images: times ten (default: %(default)s)")
-    parser.add_argument("--num_workers", type=int, default=8, help="loader processes (default: %(default)s)")
-    parser.add_argument("--photos_count", type=int, default=2048, help="distinct photographs (default: %(default)s)")
-    parser.add_argument("--mixed_precision", help="no, bf16 or fp16 (default: bf16 on GPUs, else no)")
+    parser.add_argument(
+        "--kinds",
+        default="generated,photographs,small images,all GPUs",
+        help="(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--model", default="resnet50", help="a model of torchvision and timm (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--image_size", type=int, default=224, help="pixels of a side (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--batch_size", type=int, default=256, help="of each process (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--small_batch_size", type=int, default=1024, help="of small images (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=80,
+        help="updates; small images: times ten (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--num_workers", type=int, default=8, help="loader processes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--photos_count", type=int, default=2048, help="distinct photographs (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--mixed_precision", help="no, bf16 or fp16 (default: bf16 on GPUs, else no)"
+    )
     args = parser.parse_args()
     args.mixed_precision = args.mixed_precision or ("bf16" if torch.cuda.is_available() else "no")
     with TemporaryDirectory(prefix="lockstep-") as made:
         photos = Path(made) / "photos"
         if "photographs" in args.kinds:
             two_classes(photos, args.photos_count)
-        results = {kind: in_turns(by_side, args.rounds) for kind, by_side in sides(args, str(photos)).items()}
+        results = {
+            kind: in_turns(by_side, args.rounds)
+            for kind, by_side in sides(args, str(photos)).items()
+        }
     report(args, ["Images", "Side", "Images/s", "Ours over it", "GB"], rows(results), results)
 
 

@@ -1,15 +1,18 @@
-"""The time and memory that a resumed run needs until its first update, at 1 % and at 99 % of a long epoch.
+"""The time and memory that a resumed run needs until its first update, at 1 % and at 99 % of a long
+epoch.
 
     python benchmarks/resume_startup.py --json FILE                          10 million samples, about eight minutes
     python benchmarks/resume_startup.py --samples 100000 --rounds 2          a trial of one minute
 
-It trains a small network to 1 % of an epoch of synthetic images, and resumes that run to 99 %. Then it resumes from
-both checkpoints in turn, each time in a new run, for one update, which is a hundredth of the epoch. With each resume,
-it also computes the order of the epoch alone, each time in a new process: by `permutation`, which does not depend on
-the position, so that its two columns differ only by noise, and by `UpdateSampler`, until its first microbatch.
+It trains a small network to 1 % of an epoch of synthetic images, and resumes that run to 99 %. Then
+it resumes from both checkpoints in turn, each time in a new run, for one update, which is a
+hundredth of the epoch. With each resume, it also computes the order of the epoch alone, each time
+in a new process: by `permutation`, which does not depend on the position, so that its two columns
+differ only by noise, and by `UpdateSampler`, until its first microbatch.
 
-Everything runs in one thread. If other programs slow the machine down, compare the processor times. Memory is resident
-memory in MB of 10^6 bytes. The memory of the order does not include what the process used before.
+Everything runs in one thread. If other programs slow the machine down, compare the processor times.
+Memory is resident memory in MB of 10^6 bytes. The memory of the order does not include what the
+process used before.
 """
 
 import argparse
@@ -41,12 +44,33 @@ BATCH = 1000  # samples of one forward pass
 
 def train(samples: int, runs: Path, *flags: str) -> dict[str, float]:
     """Run train.py until it exits; returns the time and memory that it took."""
-    command = [sys.executable, str(Path(__file__).resolve().parent.parent / "train.py"), "--model", "mlp"]
-    command += ["--data", f"synthetic/10x1x{samples}", "--global_batch_size", str(samples // 100), "--threads", "1"]
-    command += ["--batch_size", str(BATCH), "--lr_schedule", "constant", "--max_eval_samples", "100"]
+    command = [
+        sys.executable,
+        str(Path(__file__).resolve().parent.parent / "train.py"),
+        "--model",
+        "mlp",
+    ]
+    command += [
+        "--data",
+        f"synthetic/10x1x{samples}",
+        "--global_batch_size",
+        str(samples // 100),
+        "--threads",
+        "1",
+    ]
+    command += [
+        "--batch_size",
+        str(BATCH),
+        "--lr_schedule",
+        "constant",
+        "--max_eval_samples",
+        "100",
+    ]
     command += ["--log_every", "1", "--output_dir", str(runs), *flags]
     updated, lines, begun = None, [], time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         try:
             for line in process.stdout:
                 if updated is None and line.startswith("update "):
@@ -66,17 +90,30 @@ def train(samples: int, runs: Path, *flags: str) -> dict[str, float]:
 
 
 def make_order(samples: int, step: int, whole: bool) -> dict[str, float]:
-    """Compute the `whole` order, or the sampler's first microbatch of update `step`; returns time and memory."""
+    """Compute the `whole` order, or the sampler's first microbatch of update `step`; returns time
+    and memory.
+    """
     permutation(1, seed=0, epoch=0)  # numpy imports its random module on first use
-    plan, before = Plan(samples, samples // 100, microbatches=samples // 100 // BATCH, seed=0), resident("VmRSS")
+    plan, before = (
+        Plan(samples, samples // 100, microbatches=samples // 100 // BATCH, seed=0),
+        resident("VmRSS"),
+    )
     begun = time.process_time()
     if whole:
         name, held = "Order alone", permutation(samples, plan.seed, epoch=0)
     else:
         name, held = "Sampler's first microbatch", iter(UpdateSampler(plan, 1, 1, step))
         next(held)
-    seconds, peak, kept = time.process_time() - begun, resident("VmHWM") - before, resident("VmRSS") - before
-    return {f"{name}, processor time, s": seconds, f"{name}, peak memory, MB": peak, f"{name}, memory kept, MB": kept}
+    seconds, peak, kept = (
+        time.process_time() - begun,
+        resident("VmHWM") - before,
+        resident("VmRSS") - before,
+    )
+    return {
+        f"{name}, processor time, s": seconds,
+        f"{name}, peak memory, MB": peak,
+        f"{name}, memory kept, MB": kept,
+    }
 
 
 def resident(field: str) -> float:
@@ -93,12 +130,25 @@ def measure(samples: int, rounds: int) -> dict[str, dict[str, list[float]]]:
     with TemporaryDirectory(prefix="lockstep-") as folder, fresh, bar:
         for place, step in PLACES.items():
             bar.set_description(f"training to {place}")
-            train(samples, Path(folder), "--run_name", "whole", "--resume", "auto", "--max_steps", str(step))
+            train(
+                samples,
+                Path(folder),
+                "--run_name",
+                "whole",
+                "--resume",
+                "auto",
+                "--max_steps",
+                str(step),
+            )
             bar.update()
         for number in range(rounds):
-            for place in sorted(PLACES, reverse=number % 2 == 1):  # in alternating order, so that a drift cancels out
+            # in alternating order, so that a drift cancels out
+            for place in sorted(PLACES, reverse=number % 2 == 1):
                 bar.set_description(f"resuming at {place}")
-                step, checkpoint = PLACES[place], f"{folder}/whole/checkpoints/step-{PLACES[place]:08d}"
+                step, checkpoint = (
+                    PLACES[place],
+                    f"{folder}/whole/checkpoints/step-{PLACES[place]:08d}",
+                )
                 name = ("--run_name", f"{number}-from-{step}", "--max_steps", str(step + 1))
                 taken = train(samples, Path(folder), "--resume", checkpoint, *name)
                 for whole in (True, False):
@@ -110,9 +160,18 @@ def measure(samples: int, rounds: int) -> dict[str, dict[str, list[float]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=10_000_000, help="a multiple of 100000 (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="resumes from each place (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=10_000_000,
+        help="a multiple of 100000 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="resumes from each place (default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to FILE")
     args = parser.parse_args()
     if args.samples < 1 or args.samples % (100 * BATCH) or args.rounds < 2:
@@ -122,15 +181,29 @@ def main() -> None:
     results = measure(args.samples, args.rounds)
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     machine = f"{os.cpu_count()} x {cpu[1] if cpu else platform.machine()}"
-    print(f"{args.samples} samples, {args.rounds} resumes from each place, {machine}, numpy {np.__version__}\n")
-    print("| Median (lowest to highest) | at 1 % | at 99 % | 99 % less 1 %, mean ± standard error |")
+    print(
+        f"{args.samples} samples, {args.rounds} resumes from each place, {machine}, numpy {np.__version__}\n"
+    )
+    print(
+        "| Median (lowest to highest) | at 1 % | at 99 % | 99 % less 1 %, mean ± standard error |"
+    )
     print("| --- | --- | --- | --- |")
     for what, at in results.items():
-        cells = [f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})" for values in at.values()]
+        cells = [
+            f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+            for values in at.values()
+        ]
         later = [last - first for first, last in zip(*at.values(), strict=True)]
-        print(f"| {what} | {' | '.join(cells)} | {mean(later):+.2f} ± {stdev(later) / sqrt(len(later)):.2f} |")
+        print(
+            f"| {what} | {' | '.join(cells)} | {mean(later):+.2f} ± {stdev(later) / sqrt(len(later)):.2f} |"
+        )
     if args.json:
-        record = {"samples": args.samples, "machine": machine, "numpy": np.__version__, "results": results}
+        record = {
+            "samples": args.samples,
+            "machine": machine,
+            "numpy": np.__version__,
+            "results": results,
+        }
         args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -1,10 +1,11 @@
-"""Measure the seconds of each step of a save. Training waits for the first step; a thread does the others.
+"""Measure the seconds of each step of a save. Training waits for the first step; a thread does the
+others.
 
     python benchmarks/save_cost.py                                   resnet50 with SGD, vit_l_16 with AdamW
     python benchmarks/save_cost.py --models resnet50:sgd --epoch_seconds 60
 
-With --epoch_seconds, the table also has the whole save and the wait as shares of the training time of an epoch. A run
-saves after each epoch by default.
+With --epoch_seconds, the table also has the whole save and the wait as shares of the training time
+of an epoch. A run saves after each epoch by default.
 """
 
 import shutil
@@ -30,7 +31,14 @@ from utils.training.optim import build_optimizer
 
 SPEC = InputSpec(height=224, width=224, channels=3, mean=[0.5] * 3, std=[0.5] * 3)
 STEPS = ("write", "hash", "fsync", "rename")
-HEADER = ["model, optimizer", "MB", "save_state, s", "SHA-256, s", "fsync, s", "manifest, rename, s"]
+HEADER = [
+    "model, optimizer",
+    "MB",
+    "save_state, s",
+    "SHA-256, s",
+    "fsync, s",
+    "manifest, rename, s",
+]
 
 
 def seconds(action: Callable, *arguments) -> float:
@@ -39,7 +47,9 @@ def seconds(action: Callable, *arguments) -> float:
     return time.perf_counter() - begun
 
 
-def measure(name: str, optimizer_name: str, folder: Path, rounds: int) -> tuple[float, dict[str, list[float]]]:
+def measure(
+    name: str, optimizer_name: str, folder: Path, rounds: int
+) -> tuple[float, dict[str, list[float]]]:
     """The size of a checkpoint in MB, and the seconds of each step of a save in each round."""
     config = TrainConfig(model=name, optimizer=optimizer_name, lr=0.05, weight_decay=5e-4)
     accelerator = Accelerator()
@@ -69,8 +79,12 @@ def measure(name: str, optimizer_name: str, folder: Path, rounds: int) -> tuple[
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--models", default="resnet50:sgd,vit_l_16:adamw", help="(default: %(default)s)")
-    parser.add_argument("--folder", help="on the disk to measure (default: the system's folder for temporary files)")
+    parser.add_argument(
+        "--models", default="resnet50:sgd,vit_l_16:adamw", help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--folder", help="on the disk to measure (default: the system's folder for temporary files)"
+    )
     parser.add_argument("--epoch_seconds", type=float, help="training time of an epoch")
     args = parser.parse_args()
     rows, results = [], {}
@@ -78,7 +92,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             size, steps = measure(*pair.split(":"), Path(folder), args.rounds)
         results[pair] = steps
-        row = [pair.replace(":", ", "), f"{size:.0f}", *(spread(steps[step], ".2f") for step in STEPS)]
+        row = [
+            pair.replace(":", ", "),
+            f"{size:.0f}",
+            *(spread(steps[step], ".2f") for step in STEPS),
+        ]
         if args.epoch_seconds:
             whole = [sum(times) / args.epoch_seconds for times in zip(*steps.values(), strict=True)]
             waits = [time / args.epoch_seconds for time in steps["write"]]

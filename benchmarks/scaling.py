@@ -1,21 +1,24 @@
-"""From one device to many: images per second, seconds per epoch, speed-up, efficiency, and the cost of the exchange.
+"""From one device to many: images per second, seconds per epoch, speed-up, efficiency, and the cost
+of the exchange.
 
     python benchmarks/scaling.py --plot scaling.png --json scaling.json       1, 2, 4 ... as many as GPUs, else cores
     python benchmarks/scaling.py --processes 1,2 --rounds 1 --mnist_idx DIR   on MNIST, read from a torchvision root
 
-Each process has its own batch of 128, so the global batch grows with the number of processes (weak scaling, as in the
-tutorials). On CPUs each process has one thread. Without --mnist_idx the images are generated, with the number and size
-of MNIST's images. In each round these run in turn, each in new processes:
+Each process has its own batch of 128, so the global batch grows with the number of processes (weak
+scaling, as in the tutorials). On CPUs each process has one thread. Without --mnist_idx the images
+are generated, with the number and size of MNIST's images. In each round these run in turn, each in
+new processes:
 
 * train.py: real training with its data pipeline; images per second from log.jsonl without the first record
 * bare DDP: the same step on one batch that stays on the device, with gradients averaged by DistributedDataParallel
 * bare, no exchange: the same step, with the processes side by side on the same cores or GPUs without communication
 * DataParallel: torch.nn.DataParallel with the same global batch, if there are several GPUs
 
-Speed-up is relative to one process of the same kind in the same round. Efficiency is the speed-up divided by the number
-of processes. The exchange costs 1 - (rate of bare DDP) / (rate without exchange). Cores share memory bandwidth and
-heat, so even without exchange the rate may be less than N times that of one process. Seconds per epoch are 60,000
-images divided by the images per second, for training alone.
+Speed-up is relative to one process of the same kind in the same round. Efficiency is the speed-up
+divided by the number of processes. The exchange costs 1 - (rate of bare DDP) / (rate without
+exchange). Cores share memory bandwidth and heat, so even without exchange the rate may be less than
+N times that of one process. Seconds per epoch are 60,000 images divided by the images per second,
+for training alone.
 """
 
 import argparse
@@ -52,12 +55,25 @@ def train_rate(processes: int, args: argparse.Namespace) -> float:
 
 
 def train_flags(args: argparse.Namespace, steps: int) -> list[str]:
-    """The flags of train.py: the tutorials' network and batch, no evaluation or checkpoint before the end."""
+    """The flags of train.py: the tutorials' network and batch, no evaluation or checkpoint before
+    the end.
+    """
     data = flags(data=f"synthetic/10x28x{MNIST_IMAGES}", channels=1)
     if args.mnist_idx:
         data = flags(data="torchvision/MNIST", data_dir=args.mnist_idx)
-    work = flags(model="mnist_cnn", batch_size=args.batch_size, threads=1, mixed_precision=args.mixed_precision)
-    times = flags(max_steps=steps, log_every=LOG_EVERY, eval_every=steps, save_every=steps, max_eval_samples=256)
+    work = flags(
+        model="mnist_cnn",
+        batch_size=args.batch_size,
+        threads=1,
+        mixed_precision=args.mixed_precision,
+    )
+    times = flags(
+        max_steps=steps,
+        log_every=LOG_EVERY,
+        eval_every=steps,
+        save_every=steps,
+        max_eval_samples=256,
+    )
     return [*data, *work, *times]
 
 
@@ -75,7 +91,9 @@ def sides(args: argparse.Namespace) -> dict[tuple[str, int], Callable[[], float]
     step, batch, gpus = partial(bare_rate, args=args), args.batch_size, torch.cuda.device_count()
     found = {(TRAIN, n): partial(train_rate, n, args) for n in args.processes}
     found |= {(DDP, n): partial(step, n, "ddp", batch) for n in args.processes if n > 1}
-    found |= {(DATA_PARALLEL, gpus): partial(step, 1, "data_parallel", gpus * batch)} if gpus > 1 else {}
+    found |= (
+        {(DATA_PARALLEL, gpus): partial(step, 1, "data_parallel", gpus * batch)} if gpus > 1 else {}
+    )
     return found | {(ALONE, n): partial(step, n, "none", batch) for n in args.processes}
 
 
@@ -92,7 +110,9 @@ def rows(results: dict[tuple[str, int], list[float]]) -> list[list]:
 
 
 def plot(results: dict[tuple[str, int], list[float]], file: Path) -> None:
-    """Plot images per second over processes, the median with the range of the rounds, and N times one process."""
+    """Plot images per second over processes, the median with the range of the rounds, and N times
+    one process.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -101,7 +121,13 @@ def plot(results: dict[tuple[str, int], list[float]], file: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
     counts = sorted({n for kind, n in results if kind == TRAIN})
     one = median(results[TRAIN, 1])
-    axes.plot(counts, [one * n for n in counts], "--", color="grey", label="train.py on one process, times N")
+    axes.plot(
+        counts,
+        [one * n for n in counts],
+        "--",
+        color="grey",
+        label="train.py on one process, times N",
+    )
     for kind, style in ((TRAIN, "o-"), (DDP, "s-"), (ALONE, "^:"), (DATA_PARALLEL, "D")):
         at = {n: found for (of, n), found in results.items() if of == kind}
         if kind == DDP:
@@ -111,7 +137,10 @@ def plot(results: dict[tuple[str, int], list[float]], file: Path) -> None:
         high = [max(found) - m for m, found in zip(middle, at.values(), strict=True)]
         if at:
             axes.errorbar(list(at), middle, [low, high], fmt=style, capsize=3, label=kind)
-    axes.set(xlabel="GPUs" if torch.cuda.is_available() else "processes of one thread each", ylabel="images per second")
+    axes.set(
+        xlabel="GPUs" if torch.cuda.is_available() else "processes of one thread each",
+        ylabel="images per second",
+    )
     axes.set_xticks(counts)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter("{x:,.0f}")
@@ -124,8 +153,14 @@ def main() -> None:
     parser = make_parser(__doc__)
     most = torch.cuda.device_count() or len(os.sched_getaffinity(0))
     counts = sorted({1, most, *(2**k for k in range(most.bit_length()) if 2**k <= most)})
-    parser.add_argument("--processes", default=",".join(map(str, counts)), help="how many (default here: %(default)s)")
-    parser.add_argument("--batch_size", type=int, default=128, help="of each process (default: %(default)s)")
+    parser.add_argument(
+        "--processes",
+        default=",".join(map(str, counts)),
+        help="how many (default here: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch_size", type=int, default=128, help="of each process (default: %(default)s)"
+    )
     parser.add_argument(
         "--steps",
         type=int,
@@ -133,20 +168,40 @@ def main() -> None:
         help=f"updates of a run, a multiple of {LOG_EVERY} (default: %(default)s)",
     )
     parser.add_argument("--mixed_precision", help="as for train.py (default: that of train.py)")
-    parser.add_argument("--mnist_idx", type=Path, metavar="DIR", help="MNIST as torchvision.datasets.MNIST reads it")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also plot images per second over processes")
+    parser.add_argument(
+        "--mnist_idx", type=Path, metavar="DIR", help="MNIST as torchvision.datasets.MNIST reads it"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="also plot images per second over processes"
+    )
     args = parser.parse_args()
     args.processes = sorted({1, *map(int, args.processes.split(","))})
     if args.steps < 2 * LOG_EVERY or args.steps % LOG_EVERY:
         parser.error(f"--steps must be a multiple of {LOG_EVERY}, at least {2 * LOG_EVERY}")
-    first = train(1, *train_flags(args, 1))  # decodes images that are not in the cache yet, and logs the precision
+    # decodes images that are not in the cache yet, and logs the precision
+    first = train(1, *train_flags(args, 1))
     args.precision = first[0]["precision"]
     results = in_turns(sides(args), args.rounds)
-    header = ["", "processes", "images/s", "s per epoch", "speed-up", "efficiency", "the exchange costs"]
-    report(args, header, rows(results), {f"{kind}, {n}": found for (kind, n), found in results.items()})
+    header = [
+        "",
+        "processes",
+        "images/s",
+        "s per epoch",
+        "speed-up",
+        "efficiency",
+        "the exchange costs",
+    ]
+    report(
+        args, header, rows(results), {f"{kind}, {n}": found for (kind, n), found in results.items()}
+    )
     for n in args.processes[1:]:
-        gains = [ratios(results[kind, n], results[one, 1]) for kind, one in ((TRAIN, TRAIN), (DDP, ALONE))]
-        print(f"From 1 to {n} processes train.py gains {spread(ratios(*gains), '.2f')} times as much as bare DDP.")
+        gains = [
+            ratios(results[kind, n], results[one, 1])
+            for kind, one in ((TRAIN, TRAIN), (DDP, ALONE))
+        ]
+        print(
+            f"From 1 to {n} processes train.py gains {spread(ratios(*gains), '.2f')} times as much as bare DDP."
+        )
     if args.plot:
         plot(results, args.plot)
 

@@ -1,15 +1,18 @@
-"""How long each stage of a start takes, on first use and later, and how much memory the ranks need for large data.
+"""How long each stage of a start takes, on first use and later, and how much memory the ranks need
+for large data.
 
     python benchmarks/startup.py --mnist DIR --json FILE          MNIST's parquet files in DIR, five rounds
     python benchmarks/startup.py --gigabytes 5 --rounds 1         memory, with 0.5 and 5 GB of decoded pixels
 
-Each run is `train.py --config recipes/mnist.yaml --max_steps 1`, from its start to its exit: one update, an evaluation
-of 1,000 images, and one checkpoint. This script runs train.py and records when each stage ends. A stage lasts until the
-slowest rank has finished it. On first use the caches are empty, so 70,000 PNG images are decoded.
+Each run is `train.py --config recipes/mnist.yaml --max_steps 1`, from its start to its exit: one
+update, an evaluation of 1,000 images, and one checkpoint. This script runs train.py and records
+when each stage ends. A stage lasts until the slowest rank has finished it. On first use the caches
+are empty, so 70,000 PNG images are decoded.
 
-For memory, a small network trains on each image of a table once. Private memory is RssAnon of /proc/PID/status. Mapped
-memory is RssFile: libraries, and the decoded images, which all ranks of a machine share and which the system reclaims
-when memory is short. Both are peaks, sampled every 20 ms, of the rank with the highest peak. 1 GB = 10^9 bytes.
+For memory, a small network trains on each image of a table once. Private memory is RssAnon of
+/proc/PID/status. Mapped memory is RssFile: libraries, and the decoded images, which all ranks of a
+machine share and which the system reclaims when memory is short. Both are peaks, sampled every 20
+ms, of the rank with the highest peak. 1 GB = 10^9 bytes.
 """
 
 import argparse
@@ -40,7 +43,9 @@ SIDE = 96  # pixels of the images in the memory part, the largest that are decod
 
 
 def run_rank(folder: Path, argv: list[str]) -> None:
-    """Train with these arguments; write the times of the stages and the peaks of memory to `folder`."""
+    """Train with these arguments; write the times of the stages and the peaks of memory to
+    `folder`.
+    """
     at, peak = {"begun": BEGUN}, {"RssAnon": 0, "RssFile": 0}
     sys.path.insert(0, str(ROOT))
     import train
@@ -50,7 +55,9 @@ def run_rank(folder: Path, argv: list[str]) -> None:
     for name in ("load_data", "make_dataset", "train", "train_update"):
         setattr(train, name, noting(getattr(train, name), name, at))
     train.main(argv)
-    (folder / f"rank-{os.environ.get('RANK', 0)}.json").write_text(json.dumps({"at": at, "peak": peak}))
+    (folder / f"rank-{os.environ.get('RANK', 0)}.json").write_text(
+        json.dumps({"at": at, "peak": peak})
+    )
 
 
 def noting(function: Callable, name: str, at: dict[str, float]) -> Callable:
@@ -76,7 +83,9 @@ def sample_memory(peak: dict[str, int]) -> None:
         time.sleep(0.02)
 
 
-def train_once(processes: int, caches: Path, *settings: str) -> tuple[dict[str, float], list[dict[str, int]]]:
+def train_once(
+    processes: int, caches: Path, *settings: str
+) -> tuple[dict[str, float], list[dict[str, int]]]:
     """Run train.py once; returns the seconds of its stages, and each rank's peaks of memory."""
     from common import flags, launch, run
 
@@ -85,12 +94,16 @@ def train_once(processes: int, caches: Path, *settings: str) -> tuple[dict[str, 
         begun = time.time()
         command = [*launch(processes), __file__, "--rank", folder, *settings, *places]
         run(command, env={"HF_HOME": str(caches / "huggingface")})
-        ended, ranks = time.time(), [json.loads(file.read_text()) for file in Path(folder).glob("rank-*.json")]
+        ended, ranks = (
+            time.time(),
+            [json.loads(file.read_text()) for file in Path(folder).glob("rank-*.json")],
+        )
     assert len(ranks) == processes
     seconds, before = {}, begun
     for stage, event in STAGES.items():
         times = [rank["at"].get(event, ended) for rank in ranks]
-        now = min(times) if event == "load_data called" else max(times)  # when the first rank starts to load the data
+        # when the first rank starts to load the data
+        now = min(times) if event == "load_data called" else max(times)
         seconds[stage], before = now - before, now
     return seconds | {"whole command": ended - begun}, [rank["peak"] for rank in ranks]
 
@@ -99,7 +112,9 @@ def measure_start(args: argparse.Namespace) -> None:
     """Print the stages of first and later starts, on one and on two processes."""
     from common import flags, in_turns, report, spread
 
-    settings = flags(config=ROOT / "recipes/mnist.yaml", data=args.mnist, max_steps=1, max_eval_samples=1000)
+    settings = flags(
+        config=ROOT / "recipes/mnist.yaml", data=args.mnist, max_steps=1, max_eval_samples=1000
+    )
 
     def first(processes: int) -> dict[str, float]:
         with TemporaryDirectory(prefix="lockstep-") as caches:
@@ -108,7 +123,9 @@ def measure_start(args: argparse.Namespace) -> None:
     with TemporaryDirectory(prefix="lockstep-") as kept:
         sides = {"first use": partial(first, 1), "first use, 2 processes": partial(first, 2)}
         for name, processes in {"later": 1, "later, 2 processes": 2}.items():
-            sides[name] = lambda processes=processes: train_once(processes, Path(kept), *settings)[0]
+            sides[name] = lambda processes=processes: train_once(processes, Path(kept), *settings)[
+                0
+            ]
         sides["later"]()  # fills the caches that the later runs use
         results = in_turns(sides, args.rounds)
     rows = [
@@ -127,21 +144,28 @@ def measure_memory(args: argparse.Namespace) -> None:
         for size in (args.gigabytes / 10, args.gigabytes):
             place = Path(folder, f"{size:g}")
             write_table(place / "table", round(size * 1e9 / (SIDE * SIDE * 3)))
-            model = flags(model="mlp", model_args="{hidden: 8}", epochs=1, global_batch_size=256, lr=0.001)
+            model = flags(
+                model="mlp", model_args="{hidden: 8}", epochs=1, global_batch_size=256, lr=0.001
+            )
             settings = [*flags(data=place / "table"), *model]
             for processes in (1, 2):
                 sides[size, processes] = partial(train_once, processes, place, *settings)
         results = in_turns(sides, args.rounds)
     rows = []
     for (size, processes), runs in results.items():
-        most = [[max(peak[field] for peak in peaks) / 1e9 for _, peaks in runs] for field in ("RssAnon", "RssFile")]
+        most = [
+            [max(peak[field] for peak in peaks) / 1e9 for _, peaks in runs]
+            for field in ("RssAnon", "RssFile")
+        ]
         rows.append([f"{size:g} GB", processes, *(spread(values, ".2f") for values in most)])
     header = ["Decoded pixels", "Processes", "Private memory of a rank, GB", "Mapped by a rank, GB"]
     report(args, header, rows, {str(side): runs for side, runs in results.items()})
 
 
 def write_table(folder: Path, count: int) -> None:
-    """Write parquet files with `count` training images, a few hundred of them distinct, and some test images."""
+    """Write parquet files with `count` training images, a few hundred of them distinct, and some
+    test images.
+    """
     import io
 
     import numpy as np
@@ -152,7 +176,9 @@ def write_table(folder: Path, count: int) -> None:
     random, images = np.random.default_rng(0), []
     for _ in range(256):
         file = io.BytesIO()
-        pixels = random.integers(0, 256, (8, 8, 3), np.uint8).repeat(SIDE // 8, 0).repeat(SIDE // 8, 1)
+        pixels = (
+            random.integers(0, 256, (8, 8, 3), np.uint8).repeat(SIDE // 8, 0).repeat(SIDE // 8, 1)
+        )
         Image.fromarray(pixels).save(file, "PNG")
         images.append({"bytes": file.getvalue(), "path": None})
     kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
@@ -170,8 +196,12 @@ def main() -> None:
 
     parser = make_parser(__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--mnist", type=Path, metavar="DIR", help="measure the start, with MNIST's parquet files")
-    what.add_argument("--gigabytes", type=float, metavar="N", help="measure memory, with N GB of decoded pixels")
+    what.add_argument(
+        "--mnist", type=Path, metavar="DIR", help="measure the start, with MNIST's parquet files"
+    )
+    what.add_argument(
+        "--gigabytes", type=float, metavar="N", help="measure memory, with N GB of decoded pixels"
+    )
     args = parser.parse_args()
     measure_start(args) if args.mnist else measure_memory(args)
 

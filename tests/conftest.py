@@ -1,7 +1,8 @@
-"""Ranks are forked from this process, so everything they need is imported here, once, and no thread is started.
+"""Ranks are forked from this process, so everything they need is imported here, once, and no thread
+is started.
 
-A worker of pytest-xdist has one thread, which only waits for the name of the next test. The process that hands out
-the tests runs none, and imports nothing of this.
+A worker of pytest-xdist has one thread, which only waits for the name of the next test. The process
+that hands out the tests runs none, and imports nothing of this.
 """
 
 import os
@@ -10,9 +11,11 @@ import tempfile
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # a forked child of a process with OpenMP threads would hang
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # workers and ranks would compile all modules again, for seconds each
+# workers and ranks would compile all modules again, for seconds each
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network for anything
-# Tests use the CPU on any machine. Only the children of tests/gpu/ see the GPUs that the user has made visible.
+# Tests use the CPU on any machine. Only the children of tests/gpu/ see the GPUs that the user has
+# made visible.
 os.environ.setdefault("LOCKSTEP_TESTS_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

@@ -14,13 +14,17 @@ MOST_PACKAGES = 12
 
 
 def shown_order(page: str) -> list[str]:
-    """The parts in the page's code block with a line for each, which starts with `errors.py` or `launch/`."""
+    """The parts in the page's code block with a line for each, which starts with `errors.py` or
+    `launch/`.
+    """
     blocks = re.findall(r"^```\w*\n(.*?)^```", page, re.M | re.S)
     return max((re.findall(r"^\w+(?:\.py|/)(?=\s)", block, re.M) for block in blocks), key=len)
 
 
 def modules() -> dict[str, Path]:
-    """The modules of utils by their names, such as utils.data.spec; a package has the name of its folder."""
+    """The modules of utils by their names, such as utils.data.spec; a package has the name of its
+    folder.
+    """
     names = {}
     for path in (ROOT / "utils").rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -29,7 +33,9 @@ def modules() -> dict[str, Path]:
 
 
 def imports(name: str, path: Path, known: Iterable[str]) -> set[str]:
-    """What a module imports, anywhere in it: the names of modules in utils/, and what else it names."""
+    """What a module imports, anywhere in it: the names of modules in utils/, and what else it
+    names.
+    """
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -47,7 +53,9 @@ GRAPH = {name: imports(name, path, modules()) for name, path in modules().items(
 
 
 def faults(parts: list[str]) -> list[str]:
-    """What is wrong with the imports of utils, in words, where a part may import only itself and earlier ones."""
+    """What is wrong with the imports of utils, in words, where a part may import only itself and
+    earlier ones.
+    """
     order = [part.removesuffix(".py").removesuffix("/") for part in parts]
     scripts, wrong = {path.stem for path in ROOT.glob("*.py")}, []
     for name, target in ((name, target) for name, targets in GRAPH.items() for target in targets):
@@ -70,7 +78,8 @@ def order():
 
 def test_imports_point_to_earlier_parts_of_the_page_and_make_no_circle(order):
     assert faults(order) == []
-    TopologicalSorter({name: targets & GRAPH.keys() for name, targets in GRAPH.items()}).prepare()  # or CycleError
+    # or CycleError
+    TopologicalSorter({name: targets & GRAPH.keys() for name, targets in GRAPH.items()}).prepare()
     assert len(faults(order[::-1])) > 50  # such imports are seen
 
 
@@ -86,12 +95,20 @@ def test_the_page_shows_each_part_of_utils_once_and_there_are_few(order):
 
 
 def calls(path: Path) -> list[tuple[str, ast.Call]]:
-    """The calls of methods of an accelerator in a file: `accelerator.prepare(...)` as ("prepare", its node)."""
+    """The calls of methods of an accelerator in a file:
+
+    `accelerator.prepare(...)` as ("prepare", its node).
+    """
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             owner = ast.unparse(node.func.value)
-            if owner in ("accelerator", "self.accelerator", "run.accelerator", "evaluator.accelerator"):
+            if owner in (
+                "accelerator",
+                "self.accelerator",
+                "run.accelerator",
+                "evaluator.accelerator",
+            ):
                 found.append((node.func.attr, node))
     return found
 
@@ -102,7 +119,12 @@ def test_train_py_calls_accelerate_in_plain_sight():
     loaders = ["model", "optimizer", "train_loader", "eval_loader"]
     assert [ast.unparse(each) for each in prepare.args] == loaders and not prepare.keywords
     names = [name for name, _ in of_train]
-    assert [names.count(name) for name in ("backward", "gather", "save_state", "log")] == [1, 1, 1, 1]
+    assert [names.count(name) for name in ("backward", "gather", "save_state", "log")] == [
+        1,
+        1,
+        1,
+        1,
+    ]
     for script in ("eval.py", "predict.py"):
         names = [name for name, _ in calls(ROOT / script)]
         assert names.count("prepare") == names.count("gather") == 1
@@ -121,11 +143,17 @@ def test_only_the_doctor_prepares_in_utils():
 def test_train_py_is_short_and_enters_few_rooms():
     text = (ROOT / "train.py").read_text()
     tree = ast.parse(text)
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module.startswith("utils")]
+    imports = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("utils")
+    ]
     assert len(imports) <= 30
     lines = text.splitlines()
     assert len(lines) <= 270 and max(map(len, lines)) <= 100
     assert "Accelerator" in text and "lambda" not in text and "partial" not in text
-    (build,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "build"]
+    (build,) = [
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "build"
+    ]
     bound = [node for node in ast.walk(build) if isinstance(node, ast.Name) and node.id == "config"]
     assert sum(isinstance(node.ctx, ast.Store) for node in bound) <= 1  # and its parameter

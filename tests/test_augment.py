@@ -46,9 +46,14 @@ def test_shift_and_flip_equals_a_loop_over_images(channels, padding, flip):
     images = pictures(40, (7, 9))[..., :channels].copy()
     operation = ShiftAndFlip(InputSpec(7, 9, channels, [0], [1]), padding, flip)
     random = uniform(40, 3)
-    expected = [shifted_and_flipped(*pair, padding, flip) for pair in zip(images, random, strict=True)]
+    expected = [
+        shifted_and_flipped(*pair, padding, flip) for pair in zip(images, random, strict=True)
+    ]
     used = random[:, (0 if padding else 2) : (3 if flip else 2)]  # as many as its streams
-    assert (operation.batch(torch.from_numpy(images), operation.prepare(used)).numpy() == np.stack(expected)).all()
+    assert (
+        operation.batch(torch.from_numpy(images), operation.prepare(used)).numpy()
+        == np.stack(expected)
+    ).all()
 
 
 def test_shifts_are_all_equally_likely_and_half_of_the_images_are_mirrored():
@@ -81,26 +86,40 @@ def test_crop_boxes_lie_inside_the_image_with_the_area_and_shape_they_should_hav
 
 
 def test_crop_boxes_reach_every_side_of_the_image():
-    tops, lefts, heights, widths = np.array([crop_box(100, 100, random, 0.08) for random in uniform(3000, 4)]).T
+    tops, lefts, heights, widths = np.array(
+        [crop_box(100, 100, random, 0.08) for random in uniform(3000, 4)]
+    ).T
     for starts, sides in ((tops, heights), (lefts, widths)):
         assert starts.min() == 0 and (starts + sides).max() == 100
         assert 0.45 < (starts + sides / 2).mean() / 100 < 0.55
 
 
-# -- single images and batches ---------------------------------------------------------------------------------------
+# -- single images and batches
+# ---------------------------------------------------------------------------------------
 
 # Settings with which each entry of AUGMENTATIONS makes an operation
 ENABLED = {
     "crop": [{"min_scale": 0.08}, {"min_scale": 0.5}],
-    "shift and flip": [{"crop_padding": 3}, {"flip": "alternate"}, {"crop_padding": 2, "flip": True}],
-    "auto augment": [{"auto_augment": "randaugment"}, {"auto_augment": "3augment"}, {"auto_augment": "trivialaugment"}],
+    "shift and flip": [
+        {"crop_padding": 3},
+        {"flip": "alternate"},
+        {"crop_padding": 2, "flip": True},
+    ],
+    "auto augment": [
+        {"auto_augment": "randaugment"},
+        {"auto_augment": "3augment"},
+        {"auto_augment": "trivialaugment"},
+    ],
     "color jitter": [{"color_jitter": 0.4}],
     "random erasing": [{"random_erasing": 0.5}],
     "cutout": [{"cutout": 8}],
 }
 ALL = {name: value for settings in ENABLED.values() for name, value in settings[-1].items()}
 BATCHED = ["shift and flip", "random erasing", "cutout"]  # the others run in loader processes
-CASES = ENABLED | {"all": [ALL], "all batched": [{n: v for each in BATCHED for n, v in ENABLED[each][-1].items()}]}
+CASES = ENABLED | {
+    "all": [ALL],
+    "all batched": [{n: v for each in BATCHED for n, v in ENABLED[each][-1].items()}],
+}
 
 
 def both_ends(augmentation, images, microbatch):
@@ -132,22 +151,36 @@ def test_a_batch_is_changed_like_its_single_images_bit_for_bit(name, channels):
         repeated = both_ends(made, images, Microbatch(0, 1, 0, numbers, np.arange(count) % 2))[1]
         differs = (repeated != batch).any((1, 2, 3))
         assert not differs[::2].any() and differs[1::2].sum() > 0.1 * count / 2
-        parts = [both_ends(made, images, Microbatch(9, 1, 3, part))[1] for part in np.split(numbers, [1, 1, 120])]
+        parts = [
+            both_ends(made, images, Microbatch(9, 1, 3, part))[1]
+            for part in np.split(numbers, [1, 1, 120])
+        ]
         assert torch.equal(torch.cat(parts), batch)
     assert (images.numpy() == pixels).all()  # no operation changes its input
 
 
 def changed_by_hand(image, seed, epoch, index, spec, is_cropped):
-    """Crop, shift by up to 2 and flip with torchvision, NumPy and plain random numbers; then Cutout."""
+    """Crop, shift by up to 2 and flip with torchvision, NumPy and plain random numbers; then
+    Cutout.
+    """
 
     def draw(*counters):
         return [plain_uniform(seed, epoch, index, counter) for counter in counters]
 
     if is_cropped:
-        box, planes = crop_box(*image.shape[:2], draw(5, 6, 7, 8), 0.3), torch.from_numpy(image.transpose(2, 0, 1))
-        image = F.resized_crop(planes.contiguous(), *box, list(spec.size), antialias=True).permute(1, 2, 0).numpy()
+        box, planes = (
+            crop_box(*image.shape[:2], draw(5, 6, 7, 8), 0.3),
+            torch.from_numpy(image.transpose(2, 0, 1)),
+        )
+        image = (
+            F.resized_crop(planes.contiguous(), *box, list(spec.size), antialias=True)
+            .permute(1, 2, 0)
+            .numpy()
+        )
     moved = torch.from_numpy(shifted_and_flipped(image, draw(1, 2, 3), 2, True).copy())
-    (cut,) = Cutout(spec, 8).change(moved[None], Draws(seed, epoch, np.array([index])).uniform(*Cutout.streams))
+    (cut,) = Cutout(spec, 8).change(
+        moved[None], Draws(seed, epoch, np.array([index])).uniform(*Cutout.streams)
+    )
     return cut
 
 
@@ -157,19 +190,29 @@ def changed_by_hand(image, seed, epoch, index, spec, is_cropped):
 )
 def test_small_images_and_photographs_are_changed_by_the_same_flags_in_the_same_order(size, place):
     spec, crop = InputSpec(*size, 3, [0.0] * 3, [1 / 255] * 3), 0.3 if place == "loader" else 1.0
-    config = TrainConfig(seed=5, num_workers=2 * (place == "loader"), crop_padding=2, flip=True, min_scale=crop)
+    config = TrainConfig(
+        seed=5, num_workers=2 * (place == "loader"), crop_padding=2, flip=True, min_scale=crop
+    )
     config = replace(config, cutout=8)
     pixels = pictures(30, size if spec.small else (150, 170))
-    images = pixels.transpose(0, 3, 1, 2) if spec.small else [encoded(image, "PNG") for image in pixels]
-    dataset = make_dataset(whole_split("train", images, np.arange(30), "made"), spec, config, True, iter)
+    images = (
+        pixels.transpose(0, 3, 1, 2) if spec.small else [encoded(image, "PNG") for image in pixels]
+    )
+    dataset = make_dataset(
+        whole_split("train", images, np.arange(30), "made"), spec, config, True, iter
+    )
     if place == "device":
         dataset = ResidentImages(dataset, CPU.device)
     order = np.random.default_rng(0).permutation(30)
-    microbatches = [Microbatch(0, 2, number, part) for number, part in enumerate(np.split(order, [12]))]
+    microbatches = [
+        Microbatch(0, 2, number, part) for number, part in enumerate(np.split(order, [12]))
+    ]
     loader = make_loader(dataset, Given(microbatches), config, CPU.threads, CPU.device)
     batches = list(Batches(loader, spec, config, CPU.device, training=True))
     assert torch.cat([batch.labels for batch in batches]).tolist() == order.tolist()
-    found = torch.cat([batch.images for batch in batches]).permute(0, 2, 3, 1).round().to(torch.uint8)
+    found = (
+        torch.cat([batch.images for batch in batches]).permute(0, 2, 3, 1).round().to(torch.uint8)
+    )
     for image, index in zip(found, order.tolist(), strict=True):
         assert torch.equal(image, changed_by_hand(pixels[index], 5, 2, index, spec, crop < 1))
 
@@ -185,7 +228,8 @@ def test_each_flag_has_effect_at_any_size_and_by_default_only_photographs_are_cr
         assert "crop" not in make_augmentation(TrainConfig(min_scale=0.5), spec, False).operations
 
 
-# -- datasets and loaders --------------------------------------------------------------------------------------------
+# -- datasets and loaders
+# --------------------------------------------------------------------------------------------
 
 SPEC = InputSpec(112, 112, 3, [0.5] * 3, [0.25] * 3)
 
@@ -207,7 +251,10 @@ def photograph_set(split, seed=0, training=True, **settings):
 
 @pytest.mark.parametrize("min_scale", [0.08, 1.0])
 def test_half_of_the_photographs_are_mirrored_in_training_and_none_in_evaluation(min_scale):
-    split, microbatch = photographs(40), Microbatch(0, 3, 0, np.random.default_rng(0).permutation(40))
+    split, microbatch = (
+        photographs(40),
+        Microbatch(0, 3, 0, np.random.default_rng(0).permutation(40)),
+    )
 
     def images(**settings):
         return photograph_set(split, 5, **settings).__getitems__(microbatch).images
@@ -215,16 +262,25 @@ def test_half_of_the_photographs_are_mirrored_in_training_and_none_in_evaluation
     plain = images(min_scale=min_scale)
     is_mirrored = [plain_uniform(5, 3, int(index), 3) < 0.5 for index in microbatch.indices]
     assert 10 < sum(is_mirrored) < 30
-    expected = [image.flip(1) if flip else image for image, flip in zip(plain, is_mirrored, strict=True)]
+    expected = [
+        image.flip(1) if flip else image for image, flip in zip(plain, is_mirrored, strict=True)
+    ]
     assert torch.equal(images(flip=True, min_scale=min_scale), torch.stack(expected))
-    assert torch.equal(images(training=False, flip=True, min_scale=min_scale), images(training=False))
+    assert torch.equal(
+        images(training=False, flip=True, min_scale=min_scale), images(training=False)
+    )
 
 
 @pytest.mark.parametrize("min_scale", [0.3, 1.0, None])
 def test_photographs_larger_than_needed_are_decoded_smaller_and_show_the_same(min_scale):
-    file, microbatch = encoded(smooth(960, 1280), "JPEG", quality=95), Microbatch(0, 3, 0, np.arange(12))
+    file, microbatch = (
+        encoded(smooth(960, 1280), "JPEG", quality=95),
+        Microbatch(0, 3, 0, np.arange(12)),
+    )
     whole, reduced = (
-        photograph_set(whole_split("train", [raw] * 12, np.arange(12), "made"), 5, min_scale=min_scale)
+        photograph_set(
+            whole_split("train", [raw] * 12, np.arange(12), "made"), 5, min_scale=min_scale
+        )
         .__getitems__(microbatch)
         .images.int()
         for raw in (file, file + bytes(LARGE))
@@ -234,16 +290,27 @@ def test_photographs_larger_than_needed_are_decoded_smaller_and_show_the_same(mi
 
 
 def test_large_images_of_a_small_data_set_are_decoded_smaller_and_show_the_same():
-    file, spec = encoded(smooth(480, 640), "JPEG", quality=95), InputSpec(32, 32, 3, [0.5] * 3, [0.5] * 3)
-    splits = [whole_split("train", [raw], np.zeros(1), f"{len(raw)}") for raw in (file, file + bytes(LARGE))]
-    datasets = [make_dataset(split, spec, TrainConfig(cache_dir="cache"), True, iter) for split in splits]
+    file, spec = (
+        encoded(smooth(480, 640), "JPEG", quality=95),
+        InputSpec(32, 32, 3, [0.5] * 3, [0.5] * 3),
+    )
+    splits = [
+        whole_split("train", [raw], np.zeros(1), f"{len(raw)}")
+        for raw in (file, file + bytes(LARGE))
+    ]
+    datasets = [
+        make_dataset(split, spec, TrainConfig(cache_dir="cache"), True, iter) for split in splits
+    ]
     whole, reduced = (np.array(dataset.pixels).astype(int) for dataset in datasets)
     assert not np.array_equal(whole, reduced)
     assert np.abs(whole - reduced).max() <= 4
 
 
 def test_an_empty_batch_passes_through_everything():
-    small, config = InputSpec(8, 8, 1, [0.5], [0.5]), TrainConfig(crop_padding=2, flip=True, num_workers=0)
+    small, config = (
+        InputSpec(8, 8, 1, [0.5], [0.5]),
+        TrainConfig(crop_padding=2, flip=True, num_workers=0),
+    )
     decoded = DecodedImages(pictures(5, channels=1)[..., None], np.arange(5))
     for dataset, spec in ((decoded, small), (photograph_set(photographs(2)), SPEC)):
         given = Given([Microbatch(0, 0, 0, np.zeros(0, np.int64))])

@@ -19,9 +19,31 @@ from utils.runs.manifest import checkpoints_of
 
 DECAY = 0.3  # the warm-up reaches it at the fourth update
 # Batch statistics, and an integer buffer. Four updates an epoch, the last one smaller.
-FLAGS = ["--data", "digits", "--image_size", "16", "--model", "timm/test_resnet", "--lr", "0.02", "--threads", "1"]
+FLAGS = [
+    "--data",
+    "digits",
+    "--image_size",
+    "16",
+    "--model",
+    "timm/test_resnet",
+    "--lr",
+    "0.02",
+    "--threads",
+    "1",
+]
 FLAGS += ["--max_train_samples", "350", "--max_eval_samples", "70", "--global_batch_size", "100"]
-FLAGS += ["--eval_batch_size", "16", "--max_steps", "9", "--log_every", "2", "--eval_every", "4", "--save_every", "3"]
+FLAGS += [
+    "--eval_batch_size",
+    "16",
+    "--max_steps",
+    "9",
+    "--log_every",
+    "2",
+    "--eval_every",
+    "4",
+    "--save_every",
+    "3",
+]
 FLAGS += ["--keep", "9"]
 EMA = [*FLAGS, "--ema_decay", str(DECAY)]
 FILE = "ema.safetensors"
@@ -44,7 +66,10 @@ def train_and_keep_weights(flags):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with runs of two processes: `two`, with its weights after each update, and `without` averages."""
+    """A folder with runs of two processes:
+
+    `two`, with its weights after each update, and `without` averages.
+    """
     folder = tmp_path_factory.mktemp("averages")
     with working_in(folder):
         outcome, other = run_ranks(2, train_and_keep_weights, ["--run_name", "two", *EMA])
@@ -88,7 +113,9 @@ def test_training_itself_does_not_change(in_folder):
 
 def test_both_kinds_of_weights_are_evaluated_and_the_average_decides_the_best(in_folder):
     found = records("two", "eval")
-    assert [(r["step"], r["weights"]) for r in found] == [(s, w) for s in (4, 8, 9) for w in ("raw", "ema")]
+    assert [(r["step"], r["weights"]) for r in found] == [
+        (s, w) for s in (4, 8, 9) for w in ("raw", "ema")
+    ]
     averaged = {r["step"]: r for r in found if r["weights"] == "ema"}
     checkpoint = checkpoints_of(Path("runs/two/checkpoints"))[-1]
     state = json.loads((checkpoint / "state.json").read_text())["state"]
@@ -97,16 +124,22 @@ def test_both_kinds_of_weights_are_evaluated_and_the_average_decides_the_best(in
     last = {r["weights"]: r["loss"] for r in found if r["step"] == 9}
     assert last["raw"] != last["ema"]
     for more, kind in ([], "ema"), (["--weights", "raw"], "raw"):
-        (result,) = returned(1, eval.main, ["--ckpt", str(checkpoint), "--max_eval_samples", "70", *more])
+        (result,) = returned(
+            1, eval.main, ["--ckpt", str(checkpoint), "--max_eval_samples", "70", *more]
+        )
         assert (result["weights"], result["loss"]) == (kind, pytest.approx(last[kind], rel=1e-6))
 
 
 def test_a_run_shows_both_evaluations_and_ends_with_the_average(in_folder):
     out, value = Path("out.txt").read_text(), json.loads(Path("value.json").read_text())
-    assert all(f"update 4  eval (hold-out, {weights})  accuracy" in out for weights in ("raw", "ema"))
+    assert all(
+        f"update 4  eval (hold-out, {weights})  accuracy" in out for weights in ("raw", "ema")
+    )
     last = records("two", "eval")[-1]
     assert last["weights"] == "ema" and value == {name: last[name] for name in value}
-    assert re.search(rf"\naccuracy +{last['accuracy']:.4f}\n", out) and re.search(r"\nweights +ema\n", out)
+    assert re.search(rf"\naccuracy +{last['accuracy']:.4f}\n", out) and re.search(
+        r"\nweights +ema\n", out
+    )
 
 
 @pytest.mark.full
@@ -137,7 +170,9 @@ def stop_in_the_second_evaluation(flags):
 def test_a_stop_between_the_two_evaluations_repeats_both(in_folder):
     outcomes = run_ranks(2, stop_in_the_second_evaluation, [*EMA, "--resume", "auto"])
     assert [outcome.code for outcome in outcomes] == [75, 75], outcomes[0].err
-    assert [(record["step"], record["weights"]) for record in records("stopped", "eval")] == [(4, "raw")]
+    assert [(record["step"], record["weights"]) for record in records("stopped", "eval")] == [
+        (4, "raw")
+    ]
     train_run(2, "stopped", *EMA, "--resume", "auto")
     assert evaluations("stopped") == evaluations("two")
     assert same_tensors(weights("stopped", file=FILE), weights("two", file=FILE))
@@ -146,19 +181,40 @@ def test_a_stop_between_the_two_evaluations_repeats_both(in_folder):
 def test_an_average_that_starts_late_starts_from_the_weights(in_folder):
     shutil.copytree("runs/without", "runs/late")
     before = weights("late")
-    (outcome,) = run_ranks(1, train.main, ["--run_name", "late", *EMA, "--resume", "auto", "--max_steps", "10"])
+    (outcome,) = run_ranks(
+        1, train.main, ["--run_name", "late", *EMA, "--resume", "auto", "--max_steps", "10"]
+    )
     assert "ema.safetensors is not in the checkpoint: ema starts from the weights" in outcome.out
     last = weights("late")
     for name, tensor in weights("late", file=FILE).items():
         if tensor.is_floating_point():
-            torch.testing.assert_close(tensor, DECAY * before[name] + (1 - DECAY) * last[name], rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(
+                tensor, DECAY * before[name] + (1 - DECAY) * last[name], rtol=1e-5, atol=1e-7
+            )
     (outcome,) = run_ranks(
-        1, train.main, ["--run_name", "late", *FLAGS, "--ema_decay", "null", "--resume", "auto", "--max_steps", "11"]
+        1,
+        train.main,
+        [
+            "--run_name",
+            "late",
+            *FLAGS,
+            "--ema_decay",
+            "null",
+            "--resume",
+            "auto",
+            "--max_steps",
+            "11",
+        ],
     )
-    assert outcome.code == 0 and "parts of the checkpoint that this run does not have: ema" in outcome.out
+    assert (
+        outcome.code == 0
+        and "parts of the checkpoint that this run does not have: ema" in outcome.out
+    )
 
 
 def test_what_a_run_does_not_have_is_refused_in_one_line(in_folder):
     line = refused(eval.main, "--ckpt", "runs/without", "--weights", "ema")
     assert ": has no average of the weights; use --weights raw" in line
-    assert "weights" not in returned(1, eval.main, ["--ckpt", "runs/without", "--weights", "raw"])[0]
+    assert (
+        "weights" not in returned(1, eval.main, ["--ckpt", "runs/without", "--weights", "raw"])[0]
+    )

@@ -1,4 +1,6 @@
-"""Data that does not arrive: the run reports it, exits when told to stop, and exits after --timeout; nothing hangs."""
+"""Data that does not arrive: the run reports it, exits when told to stop, and exits after
+--timeout; nothing hangs.
+"""
 
 import os
 import signal
@@ -21,8 +23,28 @@ from utils.launch.exits import with_known_fix
 from utils.ranks import watch
 from utils.waiting import DataWait, wait_for_items
 
-FLAGS = ["--data", "photos", "--model", "mlp", "--model_args", "{hidden: 2}", "--image_size", "112", "--threads", "1"]
-FLAGS += ["--global_batch_size", "8", "--log_every", "1", "--max_steps", "100000", "--run_name", "run"]
+FLAGS = [
+    "--data",
+    "photos",
+    "--model",
+    "mlp",
+    "--model_args",
+    "{hidden: 2}",
+    "--image_size",
+    "112",
+    "--threads",
+    "1",
+]
+FLAGS += [
+    "--global_batch_size",
+    "8",
+    "--log_every",
+    "1",
+    "--max_steps",
+    "100000",
+    "--run_name",
+    "run",
+]
 FLAGS += ["--eval_every", "100000", "--save_every", "100000", "--min_scale", "1"]
 NO_LINE = "has not arrived for"
 
@@ -42,7 +64,9 @@ def photos():
 
 
 class Clock:
-    """Replaces the watchdog's pauses: each look comes after some seconds, and may call a function first."""
+    """Replaces the watchdog's pauses: each look comes after some seconds, and may call a function
+    first.
+    """
 
     def __init__(self, monkeypatch, looks):
         self.now, self.looks = 0.0, iter(looks)
@@ -64,7 +88,9 @@ class Left(Exception):
 
 
 def watched(monkeypatch, looks, orphaned=lambda: False, what="a training batch", main=True):
-    """What the watchdog reported in these looks, and the text and code that it exited with, if it did."""
+    """What the watchdog reported in these looks, and the text and code that it exited with, if it
+    did.
+    """
     said, last, dog = [], [], watch.Watch(0 if main else 1, 600.0, "train.py", orphaned)
     dog._stop = Clock(monkeypatch, looks)
     monkeypatch.setattr(watch, "print_line", lambda prog, text: said.append(text))
@@ -85,7 +111,11 @@ def watched(monkeypatch, looks, orphaned=lambda: False, what="a training batch",
 def test_waiting_is_reported_once_and_ends_after_the_timeout(monkeypatch):
     said, text, code = watched(monkeypatch, [0.5] * 1300)
     assert len(said) == 1 and said[0].startswith("has waited 60 s for a training batch")
-    assert code == 2 and text.startswith("error: a training batch has not arrived for 600 s") and "--timeout" in text
+    assert (
+        code == 2
+        and text.startswith("error: a training batch has not arrived for 600 s")
+        and "--timeout" in text
+    )
     said, text, code = watched(monkeypatch, [0.5] * 1190)
     assert len(said) == 1 and text is code is None
     assert watched(monkeypatch, [0.5] * 200, main=False)[0] == []  # only the main rank reports it
@@ -96,15 +126,20 @@ def test_only_time_in_which_the_process_waits_for_one_batch_counts(monkeypatch):
         DataWait.current = DataWait("a training batch")
 
     assert watched(monkeypatch, ([0.5] * 100 + [comes]) * 30) == ([], None, None)
-    assert watched(monkeypatch, [0.5] * 3000, what="", orphaned=lambda: True) == ([], None, None)  # it computes
-    assert watched(monkeypatch, [0.5, 5000.0, 0.5, 5000.0, 0.5])[1:] == (None, None)  # it was paused
+    # it computes
+    assert watched(monkeypatch, [0.5] * 3000, what="", orphaned=lambda: True) == ([], None, None)
+    # it was paused
+    assert watched(monkeypatch, [0.5, 5000.0, 0.5, 5000.0, 0.5])[1:] == (None, None)
 
 
 def test_a_request_to_stop_ends_the_process_after_ten_seconds_without_a_batch(monkeypatch):
     """The seconds count from the request: the batch may still arrive."""
     orphan = []
     looks = [0.5] * 100 + [lambda: orphan.append(1)]
-    assert watched(monkeypatch, looks + [0.5] * 18, orphaned=lambda: bool(orphan))[1:] == (None, None)
+    assert watched(monkeypatch, looks + [0.5] * 18, orphaned=lambda: bool(orphan))[1:] == (
+        None,
+        None,
+    )
     orphan.clear()
     _, text, code = watched(monkeypatch, looks + [0.5] * 21, orphaned=lambda: bool(orphan))
     assert code == 75 and text.startswith(
@@ -113,7 +148,9 @@ def test_a_request_to_stop_ends_the_process_after_ten_seconds_without_a_batch(mo
     assert "--resume auto" in text
 
 
-def test_a_worker_that_ends_half_way_through_a_batch_is_reported_with_its_cause_if_known(monkeypatch):
+def test_a_worker_that_ends_half_way_through_a_batch_is_reported_with_its_cause_if_known(
+    monkeypatch,
+):
     def broken():
         yield 1
         raise EOFError
@@ -134,12 +171,16 @@ def test_the_workers_of_a_loader_start_with_sigterm_blocked_which_ends_with_the_
     def blocked():
         return signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
-    class Prepared:  # like Accelerate's loader, it starts the workers when the first item is asked for
+    # like Accelerate's loader, it starts the workers when the first item is asked for
+    class Prepared:
         def __iter__(self):
             yield blocked()
             yield blocked()
 
-    assert [(item, blocked()) for item in wait_for_items(Prepared(), "a batch")] == [(True, False), (False, False)]
+    assert [(item, blocked()) for item in wait_for_items(Prepared(), "a batch")] == [
+        (True, False),
+        (False, False),
+    ]
 
 
 # Real runs whose data comes from a dead disk: a pipe that nobody writes to
@@ -171,11 +212,14 @@ def all_gone():
 
 
 def begin(processes, *flags, halves=(0, 1), launcher=False):
-    """Train for two updates; each of these halves of the fourth global batch, one half per rank, has a dead sample."""
+    """Train for two updates; each of these halves of the fourth global batch, one half per rank,
+    has a dead sample.
+    """
     dead = [int(permutation(40, 0, 0)[3 * 8 + 4 * half + 1]) for half in halves]
     flags = [*FLAGS, *flags]
     launch = start_ranks(processes, _dead_disk, train.main, flags, dead, launcher=launcher)
-    until(has_logged(2))  # so that the ranks have met for the last time: Accelerate reads one batch ahead
+    # so that the ranks have met for the last time: Accelerate reads one batch ahead
+    until(has_logged(2))
     until(readers)
     return launch
 
@@ -184,12 +228,17 @@ def begin(processes, *flags, halves=(0, 1), launcher=False):
     ("processes", "workers", "halves"),
     [(1, "0", [0]), (2, "1", [1]), pytest.param(2, "1", [0, 1], marks=pytest.mark.full)],
 )
-def test_a_run_that_is_to_stop_exits_though_no_batch_arrives(photos, capfd, processes, workers, halves):
+def test_a_run_that_is_to_stop_exits_though_no_batch_arrives(
+    photos, capfd, processes, workers, halves
+):
     launch = begin(processes, "--num_workers", workers, halves=halves)
     launch.kill(signal.SIGTERM)
     assert [outcome.code for outcome in launch.finish()] == [75] * processes
     said = capfd.readouterr().err
-    assert said.count(NO_LINE) == 1 and "train.py: stopped (SIGTERM): a training batch has not arrived for" in said
+    assert (
+        said.count(NO_LINE) == 1
+        and "train.py: stopped (SIGTERM): a training batch has not arrived for" in said
+    )
     assert "--resume auto" in said
     until(all_gone)
 
@@ -207,12 +256,26 @@ def test_ranks_whose_launcher_was_killed_exit_though_no_batch_arrives(photos, ca
     launch = begin(2, "--num_workers", "1", launcher=True)
     os.kill(launch.launcher, signal.SIGKILL)
     launch.finish()  # once all of them are gone
-    assert "train.py: stopped (the launcher has exited): a training batch has not arrived for" in capfd.readouterr().err
+    assert (
+        "train.py: stopped (the launcher has exited): a training batch has not arrived for"
+        in capfd.readouterr().err
+    )
     until(all_gone)
 
 
 def test_images_to_decode_before_training_that_do_not_arrive_end_the_run(photos, capfd):
-    flags = ["--data", "photos", "--image_size", "32", "--timeout", "2", "--model", "mlp", "--run_name", "run"]
+    flags = [
+        "--data",
+        "photos",
+        "--image_size",
+        "32",
+        "--timeout",
+        "2",
+        "--model",
+        "mlp",
+        "--run_name",
+        "run",
+    ]
     (outcome,) = run_ranks(1, _dead_disk, train.main, flags, [7])
     assert outcome.code == 2
     assert capfd.readouterr().err.count(f"train.py: error: a decoded image {NO_LINE}") == 1
@@ -225,4 +288,6 @@ def test_an_evaluation_whose_data_does_not_arrive_ends_after_the_timeout(photos,
     (outcome,) = run_ranks(1, _dead_disk, eval.main, flags, [5])
     assert outcome.code == 2
     said = capfd.readouterr().err
-    assert said.count(f"eval.py: error: an evaluation batch {NO_LINE}") == 1 and "--resume" not in said
+    assert (
+        said.count(f"eval.py: error: an evaluation batch {NO_LINE}") == 1 and "--resume" not in said
+    )

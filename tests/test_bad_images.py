@@ -1,4 +1,6 @@
-"""Images that cannot be read: all found at the start, left out only on request, and equally on any topology."""
+"""Images that cannot be read: all found at the start, left out only on request, and equally on any
+topology.
+"""
 
 import json
 import os
@@ -11,7 +13,15 @@ import pytest
 from datasets import ClassLabel
 from helpers.make_data import encoded, image_folder, parquet, pictures, smooth, table
 from helpers.ranks import run_ranks
-from helpers.training_runs import kept_in, records, refused, restore, same_tensors, train_run, weights
+from helpers.training_runs import (
+    kept_in,
+    records,
+    refused,
+    restore,
+    same_tensors,
+    train_run,
+    weights,
+)
 from PIL import Image
 
 import eval
@@ -24,9 +34,40 @@ from utils.data.selection import load_data
 from utils.data.splits import Files, whole_split
 
 SIDE = 100  # photographs begin above 96 pixels
-FLAGS = ("--data", "data", "--model", "mlp", "--model_args", "{hidden: 4}", "--threads", "1", "--global_batch_size")
-FLAGS += ("12", "--lr", "0.001", "--lr_schedule", "constant", "--log_every", "1", "--eval_every", "9", "--save_every")
-FLAGS += ("2", "--image_size", str(SIDE), "--num_workers", "1", "--max_steps", "9", "--flip", "false")
+FLAGS = (
+    "--data",
+    "data",
+    "--model",
+    "mlp",
+    "--model_args",
+    "{hidden: 4}",
+    "--threads",
+    "1",
+    "--global_batch_size",
+)
+FLAGS += (
+    "12",
+    "--lr",
+    "0.001",
+    "--lr_schedule",
+    "constant",
+    "--log_every",
+    "1",
+    "--eval_every",
+    "9",
+    "--save_every",
+)
+FLAGS += (
+    "2",
+    "--image_size",
+    str(SIDE),
+    "--num_workers",
+    "1",
+    "--max_steps",
+    "9",
+    "--flip",
+    "false",
+)
 SKIP = (*FLAGS, "--bad_images", "skip")
 
 
@@ -54,13 +95,19 @@ def checked(paths, full=False):
     return check_images(split, full, "cache")
 
 
-# -- what a check finds ----------------------------------------------------------------------------------------------
+# -- what a check finds
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["jpeg", "png", "gif", "webp", "bmp", "tiff", "ppm"])
 def test_a_whole_image_passes_and_one_without_its_end_does_not(kind):
     data = encoded(smooth(64, 48), kind)
-    for name, content in (("whole", data), ("cut", data[: len(data) // 2]), ("empty", b""), ("text", b"no image")):
+    for name, content in (
+        ("whole", data),
+        ("cut", data[: len(data) // 2]),
+        ("empty", b""),
+        ("text", b"no image"),
+    ):
         Path(name).write_bytes(content)
     assert sorted(checked(["whole", "cut", "empty", "text"]).bad) == [1, 2, 3]
 
@@ -104,13 +151,17 @@ def test_a_check_is_made_once_until_a_file_changes(monkeypatch):
     assert len(looked) == 8 and np.flatnonzero(again.ends != first.ends).tolist() == [2]
 
 
-@pytest.mark.parametrize("content", ["", '{"ends": [1], "bad": {}}', '{"ends": [1, 2, 3, "x"], "bad": {}}'])
+@pytest.mark.parametrize(
+    "content", ["", '{"ends": [1], "bad": {}}', '{"ends": [1, 2, 3, "x"], "bad": {}}']
+)
 def test_a_damaged_result_of_a_check_is_replaced(content):
     paths = image_folder("data", {"cat": 4})
     first = checked(paths)
     (kept,) = Path("cache/checked").iterdir()
     kept.write_text(content)
-    assert (checked(paths).ends == first.ends).all() and json.loads(kept.read_text())["ends"] == first.ends.tolist()
+    assert (checked(paths).ends == first.ends).all() and json.loads(kept.read_text())[
+        "ends"
+    ] == first.ends.tolist()
 
 
 def test_many_images_are_checked_by_several_processes_with_the_same_result():
@@ -122,7 +173,8 @@ def test_many_images_are_checked_by_several_processes_with_the_same_result():
     assert sorted(all_of_them.bad) == [33 + 40 * n for n in range(300)]
 
 
-# -- refuse ----------------------------------------------------------------------------------------------------------
+# -- refuse
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_all_bad_files_are_listed_before_training():
@@ -135,13 +187,22 @@ def test_all_bad_files_are_listed_before_training():
     assert all(str(path) in line for path in bad) and not Path("runs").exists()
 
 
-@pytest.mark.parametrize("by_path", [False, True])  # as in the table of a Hub data set made from an image folder
+# as in the table of a Hub data set made from an image folder
+@pytest.mark.parametrize("by_path", [False, True])
 def test_rows_of_a_table_are_checked_too(by_path):
     paths = [path.absolute() for path in image_folder("data", {"cat": 20, "dog": 20})]
     cut(paths[7])
-    images = [{"path": str(path)} if by_path else {"bytes": path.read_bytes(), "path": None} for path in paths]
-    parquet("tables", train=table([i // 20 for i in range(40)], ClassLabel(names=["cat", "dog"]), images))
-    with pytest.raises(ValueError, match="1 of 40 images of split 'train' cannot be read: image 7 of split 'train'"):
+    images = [
+        {"path": str(path)} if by_path else {"bytes": path.read_bytes(), "path": None}
+        for path in paths
+    ]
+    parquet(
+        "tables",
+        train=table([i // 20 for i in range(40)], ClassLabel(names=["cat", "dog"]), images),
+    )
+    with pytest.raises(
+        ValueError, match="1 of 40 images of split 'train' cannot be read: image 7 of split 'train'"
+    ):
         load_data(TrainConfig(data="tables"))
     data = load_data(TrainConfig(data="tables", bad_images="skip"))
     assert data.train.readable.sum() + data.evaluation.readable.sum() == 39
@@ -154,12 +215,14 @@ def test_a_photograph_that_fails_in_training_ends_the_run_with_the_fixes():
     assert f"{paths[8]}: not a readable image" in line and "--bad_images skip" in line
 
 
-# -- skip ------------------------------------------------------------------------------------------------------------
+# -- skip
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def skipping(tmp_path_factory):
-    """Runs on photographs of which two are cut short and three only look whole, on one to three processes.
+    """Runs on photographs of which two are cut short and three only look whole, on one to three
+    processes.
 
     All five are found at the start.
     """
@@ -188,7 +251,9 @@ def test_the_numbers_are_the_same_on_any_number_of_processes_with_bad_images_lef
     for name in ("on2", "on3"):
         assert json.loads(Path(f"runs/{name}/bad_images.json").read_text()) == names
         assert losses(name) == pytest.approx(losses("on1"), rel=1e-5)
-        assert [r["accuracy"] for r in records(name, "eval")] == [r["accuracy"] for r in records("on1", "eval")]
+        assert [r["accuracy"] for r in records(name, "eval")] == [
+            r["accuracy"] for r in records("on1", "eval")
+        ]
 
 
 def test_losses_are_those_of_a_run_without_the_files_that_cannot_be_read(skipped):
@@ -212,14 +277,21 @@ def test_another_image_of_its_class_takes_the_place_of_a_deleted_one_in_a_resume
     data = load_data(TrainConfig(data="data", bad_images="skip"))
     for name in (data.train.describe(7), data.evaluation.describe(1)):
         Path(name).unlink()
-    line = refused(train.main, *FLAGS, "--run_name", "run", "--resume", "auto", "--bad_images", "error")
+    line = refused(
+        train.main, *FLAGS, "--run_name", "run", "--resume", "auto", "--bad_images", "error"
+    )
     assert "(no longer in the data set)" in line and "--bad_images skip" in line
     shutil.copytree("runs/run", "runs/two")
     gone = data.train.describe(7)
     for processes, name in ((1, "run"), (2, "two")):
-        outcome, *_ = run_ranks(processes, train.main, [*SKIP, "--run_name", name, "--resume", "auto"])
+        outcome, *_ = run_ranks(
+            processes, train.main, [*SKIP, "--run_name", name, "--resume", "auto"]
+        )
         assert outcome.out.count("other images of their classes replace them: ") == 1
-        assert "1 of 49 images of split 'train' cannot be used and " in outcome.out and f": {gone} (" in outcome.out
+        assert (
+            "1 of 49 images of split 'train' cannot be used and " in outcome.out
+            and f": {gone} (" in outcome.out
+        )
         assert records(name, "eval")[-1]["count"] == 5
     assert losses("run") == pytest.approx(losses("two"), rel=1e-5) and len(losses("run")) == 9
     assert losses("run")[:4] == losses("on1")[:4] and losses("run")[4:] != losses("on1")[4:]
@@ -227,10 +299,14 @@ def test_another_image_of_its_class_takes_the_place_of_a_deleted_one_in_a_resume
     data = load_data(TrainConfig(data="data", bad_images="skip"), record)
     names = [data.train.describe(place) for place in range(len(data.train))]
     assert len(set(names)) == len(names) - 1 and data.train.readable.all()
-    assert [data.class_names[label] for label in data.train.labels] == [Path(name).parent.name for name in names]
+    assert [data.class_names[label] for label in data.train.labels] == [
+        Path(name).parent.name for name in names
+    ]
 
 
-@pytest.mark.parametrize("labels", [np.arange(40) % 2, np.eye(2, dtype=np.uint8)[np.arange(40) % 2]])
+@pytest.mark.parametrize(
+    "labels", [np.arange(40) % 2, np.eye(2, dtype=np.uint8)[np.arange(40) % 2]]
+)
 def test_the_image_in_a_place_stays_the_same_when_another_one_goes_too(labels):
     split = whole_split("train", np.zeros((40, 2, 2), np.uint8), labels, "")
     first = replace(split, bad=dict.fromkeys(range(10), "gone")).replace_unreadable().rows
@@ -255,10 +331,14 @@ def test_an_evaluation_leaves_out_and_names_what_can_no_longer_be_read(skipped):
     spoil(Path(name))
     line = refused(eval.main, "--ckpt", "runs/on1", "--bad_images", "error")
     assert "not a readable image" in line and "--bad_images skip" in line
-    one, two = (run_ranks(n, eval.main, ["--ckpt", "runs/on1", "--eval_batch_size", "2"])[0] for n in (1, 2))
+    one, two = (
+        run_ranks(n, eval.main, ["--ckpt", "runs/on1", "--eval_batch_size", "2"])[0] for n in (1, 2)
+    )
     assert one.value["count"] == 5
     assert two.value | {"seconds": 0} == one.value | {"seconds": 0}
-    assert "1 of 6 images of split 'hold-out of train' cannot be used and will be left out" in one.out
+    assert (
+        "1 of 6 images of split 'hold-out of train' cannot be used and will be left out" in one.out
+    )
     assert f"{name} (" in one.out
 
 
@@ -295,9 +375,23 @@ def test_a_small_data_set_with_bad_images_is_decoded_without_them():
     paths = image_folder("data", {"cat": 30, "dog": 30}, size=(20, 20))
     cut(paths[4])
     spoil(paths[50])
-    flags = ("--data", "data", "--model", "mlp", "--threads", "1", "--max_steps", "3", "--global_batch_size", "12")
+    flags = (
+        "--data",
+        "data",
+        "--model",
+        "mlp",
+        "--threads",
+        "1",
+        "--max_steps",
+        "3",
+        "--global_batch_size",
+        "12",
+    )
     train_run(1, "run", *flags, "--bad_images", "skip")
-    assert set(json.loads(Path("runs/run/bad_images.json").read_text())) == {str(paths[4]), str(paths[50])}
+    assert set(json.loads(Path("runs/run/bad_images.json").read_text())) == {
+        str(paths[4]),
+        str(paths[50]),
+    }
 
 
 def test_a_change_of_one_byte_near_either_end_of_a_large_file_shows():

@@ -1,4 +1,6 @@
-"""Numbers that go bad are named by update, rank and samples, and no checkpoint of them replaces a good one."""
+"""Numbers that go bad are named by update, rank and samples, and no checkpoint of them replaces a
+good one.
+"""
 
 import re
 import signal
@@ -25,8 +27,28 @@ from utils.ranks.ranks import Ranks
 from utils.runs.manifest import newest_good, write_manifest
 from utils.runs.metadata import read_checkpoint
 
-FLAGS = ["--model", "mlp", "--global_batch_size", "12", "--threads", "1", "--lr", "0.01", "--run_name", "run"]
-FLAGS += ["--max_train_samples", "48", "--save_every", "2", "--max_steps", "9", "--eval_every", "99"]
+FLAGS = [
+    "--model",
+    "mlp",
+    "--global_batch_size",
+    "12",
+    "--threads",
+    "1",
+    "--lr",
+    "0.01",
+    "--run_name",
+    "run",
+]
+FLAGS += [
+    "--max_train_samples",
+    "48",
+    "--save_every",
+    "2",
+    "--max_steps",
+    "9",
+    "--eval_every",
+    "99",
+]
 
 
 def _train_with_a_bad_sample(flags, step, rank):
@@ -36,7 +58,9 @@ def _train_with_a_bad_sample(flags, step, rank):
     def poisoned(run, batches):
         if run.state.step == step - 1 and run.ranks.topology.rank == rank:
             last = (rank + 1) * run.plan.microbatches // run.ranks.topology.world_size - 1
-            batches = (b._replace(images=b.images * torch.nan) if b.number == last else b for b in batches)
+            batches = (
+                b._replace(images=b.images * torch.nan) if b.number == last else b for b in batches
+            )
         update(run, batches)
 
     train.train_update = poisoned
@@ -44,9 +68,12 @@ def _train_with_a_bad_sample(flags, step, rank):
 
 
 @pytest.mark.parametrize(("processes", "accum", "rank"), [(1, 1, 0), (2, 2, 0), (2, 1, 1)])
-def test_a_nan_or_infinite_loss_names_update_rank_and_samples_and_saves_nothing(processes, accum, rank):
+def test_a_nan_or_infinite_loss_names_update_rank_and_samples_and_saves_nothing(
+    processes, accum, rank
+):
     flags = [*FLAGS, "--grad_accum", str(accum)]
-    outcomes = run_ranks(processes, _train_with_a_bad_sample, flags, 6, rank)  # a checkpoint is due after update 6
+    # a checkpoint is due after update 6
+    outcomes = run_ranks(processes, _train_with_a_bad_sample, flags, 6, rank)
     assert [outcome.code for outcome in outcomes] == [2] * processes
     assert f"loss is NaN or infinite at update 6 on rank {rank}, samples" in outcomes[0].err
     assert outcomes[0].err.count("\n") == 1 and all(outcome.err == "" for outcome in outcomes[1:])
@@ -60,10 +87,15 @@ def test_a_nan_or_infinite_loss_names_update_rank_and_samples_and_saves_nothing(
 
 
 @pytest.mark.parametrize(("processes", "step", "stops"), [(2, 6, False), (1, 5, True)])
-def test_weights_that_an_update_ruins_are_not_saved_though_its_loss_was_fine(processes, step, stops):
-    outcomes = run_ranks(processes, _train_and_change_weights, FLAGS, step, _ruin, stops)  # one is due after update 6
+def test_weights_that_an_update_ruins_are_not_saved_though_its_loss_was_fine(
+    processes, step, stops
+):
+    # one is due after update 6
+    outcomes = run_ranks(processes, _train_and_change_weights, FLAGS, step, _ruin, stops)
     assert [outcome.code for outcome in outcomes] == [2] * processes
-    line = r"weights are NaN or infinite after update [56] on samples (\d+, ){8}\.\.\. \(12 in all\)"
+    line = (
+        r"weights are NaN or infinite after update [56] on samples (\d+, ){8}\.\.\. \(12 in all\)"
+    )
     assert re.search(line, outcomes[0].err) and outcomes[0].err.count("\n") == 1
     assert newest_good(Path("runs/run/checkpoints"))[0].name == "step-00000004"
 
@@ -90,7 +122,9 @@ def test_after_bad_numbers_the_run_goes_on_from_the_last_good_checkpoint():
     run_ranks(1, _train_with_a_bad_sample, FLAGS, 6, 0)
     train_run(1, "run", *FLAGS, "--resume", "auto")
     train_run(1, "whole", *FLAGS, "--run_name", "whole")
-    assert [record["step"] for record in records("run", "start")] == [0, 4] and records("run", "bad_loss") == []
+    assert [record["step"] for record in records("run", "start")] == [0, 4] and records(
+        "run", "bad_loss"
+    ) == []
     assert same_tensors(weights("run"), weights("whole"))
 
 
@@ -98,7 +132,10 @@ def test_evaluations_and_predictions_of_nan_weights_or_infinite_outputs_end_with
     train_run(1, "run", *MLP, "--max_steps", "2")
     checkpoint, tensors = Path("runs/run/checkpoints/step-00000002"), weights("run")
     (image,) = image_folder("images", {"a": 1})
-    for problem in ("outputs of the model are NaN or infinite", "weights are NaN or infinite (output.bias)"):
+    for problem in (
+        "outputs of the model are NaN or infinite",
+        "weights are NaN or infinite (output.bias)",
+    ):
         for tensor in tensors.values():
             tensor.mul_(1e38 if "outputs" in problem else 1e-38)
         if "bias" in problem:
@@ -108,7 +145,10 @@ def test_evaluations_and_predictions_of_nan_weights_or_infinite_outputs_end_with
         write_manifest(checkpoint)
         for main, more in ((eval.main, []), (predict.main, [str(image)])):
             line = refused(main, "--ckpt", "runs/run", *more, processes=2)
-            assert f"runs/run/checkpoints/step-00000002: {problem}" in line and "another checkpoint" in line
+            assert (
+                f"runs/run/checkpoints/step-00000002: {problem}" in line
+                and "another checkpoint" in line
+            )
     line = refused(train.main, *MLP, "--init_from", "runs/run", processes=2)
     assert "step-00000002: output.bias is NaN or infinite; use other weights" in line
 
@@ -116,7 +156,9 @@ def test_evaluations_and_predictions_of_nan_weights_or_infinite_outputs_end_with
 def test_a_nan_evaluation_at_the_end_of_a_run_is_reported():
     (outcome,) = run_ranks(1, _train_and_change_weights, [*FLAGS, "--max_steps", "2"], 2, _enlarge)
     assert outcome.code == 0
-    assert re.search(r"^update 2: the loss of the evaluation is (nan|inf); lower --lr", outcome.out, re.M)
+    assert re.search(
+        r"^update 2: the loss of the evaluation is (nan|inf); lower --lr", outcome.out, re.M
+    )
 
 
 def _enlarge(parameters):
@@ -135,7 +177,11 @@ def _train_and_change_rank_1(flags, what, kinds):
         update(run, batches)
         if run.state.step == 6 and run.ranks.topology.rank == 1:
             parameter = dict(run.module.named_parameters())["output.weight"]
-            tensor = parameter.data if what == "weight" else run.optimizer.state[parameter]["momentum_buffer"]
+            tensor = (
+                parameter.data
+                if what == "weight"
+                else run.optimizer.state[parameter]["momentum_buffer"]
+            )
             tensor.view(torch.int32)[3, 5] ^= 1
 
     train.train_update = changing
@@ -149,7 +195,8 @@ def test_ranks_that_train_different_weights_end_at_the_next_save_which_saves_not
     line = refused(partial(_train_and_change_rank_1, what=what, kinds=False), *FLAGS, processes=2)
     name = {"weight": "output.weight", "momentum": "output.weight, momentum_buffer"}[what]
     assert (
-        f"after update 6, {name} of rank 1 differs from that of rank 0; " in line and "a device may be faulty" in line
+        f"after update 6, {name} of rank 1 differs from that of rank 0; " in line
+        and "a device may be faulty" in line
     )
     assert newest_good(Path("runs/run/checkpoints"))[0].name == "step-00000004"
 
@@ -157,9 +204,13 @@ def test_ranks_that_train_different_weights_end_at_the_next_save_which_saves_not
 def test_ranks_with_different_processors_may_round_differently_which_is_said_once():
     main, other = run_ranks(2, _train_and_change_rank_1, FLAGS, "weight", True)
     assert (main.code, other.code) == (0, 0), main.err
-    assert main.out.count("processors may round differently: processor 0; processor 1;") == 1 and other.out == ""
+    assert (
+        main.out.count("processors may round differently: processor 0; processor 1;") == 1
+        and other.out == ""
+    )
     newest, _ = newest_good(Path("runs/run/checkpoints"))
-    assert newest.name == "step-00000009" and read_checkpoint(newest).state.rounding_said  # nor by a resume
+    # nor by a resume
+    assert newest.name == "step-00000009" and read_checkpoint(newest).state.rounding_said
 
 
 def test_a_sum_of_bits_changes_with_each_bit_and_each_exchange():

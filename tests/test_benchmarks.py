@@ -31,13 +31,21 @@ def test_a_ratio_compares_the_two_sides_of_a_round(common):
     assert common.ratios([3, 8], [2, 16]) == [1.5, 0.5]
     with pytest.raises(ValueError):
         common.ratios([1, 2], [1])
-    log = [{"kind": kind, "images_per_second": rate} for kind, rate in (("start", 9), ("train", 1), ("train", 7))]
+    log = [
+        {"kind": kind, "images_per_second": rate}
+        for kind, rate in (("start", 9), ("train", 1), ("train", 7))
+    ]
     assert common.rates([*log, {"kind": "eval"}]) == [7]  # without the first record
 
 
 def test_the_report_writes_every_number_down(common, tmp_path, capsys):
-    assert common.spread([3000, 1000, 1200]) == "1,200 (1,000 to 3,000)" and common.spread([0.914], ".0%") == "91%"
-    args = common.make_parser("doc").parse_args(["--rounds", "2", "--json", str(tmp_path / "out.json")])
+    assert (
+        common.spread([3000, 1000, 1200]) == "1,200 (1,000 to 3,000)"
+        and common.spread([0.914], ".0%") == "91%"
+    )
+    args = common.make_parser("doc").parse_args(
+        ["--rounds", "2", "--json", str(tmp_path / "out.json")]
+    )
     common.report(args, ["", "s"], [["ours", 1]], {"ours": [1.5, 2.5]})
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["results"] == {"ours": [1.5, 2.5]} and written["settings"]["rounds"] == "2"
@@ -45,15 +53,21 @@ def test_the_report_writes_every_number_down(common, tmp_path, capsys):
 
 
 def test_a_command_is_timed_to_the_line_that_is_waited_for_and_leaves_no_process(common):
-    script = "import subprocess, sys; p = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+    script = (
+        "import subprocess, sys; p = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+    )
     script += "print(p.pid, flush=True); p.wait()"
-    lines, seconds = common.run([sys.executable, "-c", script], until=lambda line: line.strip().isdigit())
+    lines, seconds = common.run(
+        [sys.executable, "-c", script], until=lambda line: line.strip().isdigit()
+    )
     assert seconds < SOON
     until(lambda: not lives(int(lines[-1][1])))
     with pytest.raises(TimeoutError):
         common.run([sys.executable, "-c", script], seconds=1)
     with pytest.raises(SystemExit, match="code 3") as caught:
-        common.run([sys.executable, "-c", "for i in range(99): print('line', i)\nraise SystemExit(3)"])
+        common.run(
+            [sys.executable, "-c", "for i in range(99): print('line', i)\nraise SystemExit(3)"]
+        )
     assert "line 98" in str(caught.value) and "line 10\n" not in str(caught.value)
 
 
@@ -70,8 +84,16 @@ def test_photos_compares_the_wrong_images_of_each_side(benchmark, monkeypatch):
     photos = benchmark("photos")
     monkeypatch.setattr(photos, "forty_lines", lambda args: {"wrong": 7})
     found = {"--freeze backbone": 8, "--lr 0.1": 6}
-    monkeypatch.setattr(photos, "ours", lambda args, how, seeds, *_: {"wrong": found[how] + 2 * next(seeds)})
-    settings = {"head": "--freeze backbone", "everything": "--lr 0.1", "first_seed": 0, "seeds": 2, "images": 100}
+    monkeypatch.setattr(
+        photos, "ours", lambda args, how, seeds, *_: {"wrong": found[how] + 2 * next(seeds)}
+    )
+    settings = {
+        "head": "--freeze backbone",
+        "everything": "--lr 0.1",
+        "first_seed": 0,
+        "seeds": 2,
+        "images": 100,
+    }
     settings["from_weights"] = True
     header, rows, results = photos.measure_accuracy(argparse.Namespace(**settings))
     assert rows == [
@@ -84,12 +106,18 @@ def test_photos_compares_the_wrong_images_of_each_side(benchmark, monkeypatch):
 
 def test_photos_trains_everything_from_the_head_of_the_same_seed(benchmark, monkeypatch):
     photos, calls = benchmark("photos"), []
-    monkeypatch.setattr(photos, "ours", lambda args, how, seeds, *_: calls.append((how, next(seeds))) or {"wrong": 1})
+    monkeypatch.setattr(
+        photos,
+        "ours",
+        lambda args, how, seeds, *_: calls.append((how, next(seeds))) or {"wrong": 1},
+    )
     args = argparse.Namespace(head="--freeze backbone", everything="--lr 0.1", from_weights=False)
     assert photos.everything(args, count(3), "caches") == {"wrong": 1}
     (head, seed), (everything, same) = calls
     assert seed == same == 3 and head == "--freeze backbone --eval_every 1000000"
-    assert "recipes/photos.yaml --init_from " in everything and everything.endswith("/run --init_match name --lr 0.1")
+    assert "recipes/photos.yaml --init_from " in everything and everything.endswith(
+        "/run --init_match name --lr 0.1"
+    )
 
 
 def test_photos_writes_the_same_number_of_images_of_each_class(benchmark, tmp_path):
@@ -98,8 +126,14 @@ def test_photos_writes_the_same_number_of_images_of_each_class(benchmark, tmp_pa
         frame = pandas.DataFrame({"img": stored, "label": [index % 3 for index in range(400)]})
         frame.to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
     benchmark("photos").write_cifar10(tmp_path, tmp_path / "folder")
-    written = {part: len(list((tmp_path / "folder" / part / "2").glob("*.png"))) for part in ("train", "val")}
-    assert written == {"train": 50, "val": 100} and (tmp_path / "folder/val/2/5.png").read_bytes() == b"5"
+    written = {
+        part: len(list((tmp_path / "folder" / part / "2").glob("*.png")))
+        for part in ("train", "val")
+    }
+    assert (
+        written == {"train": 50, "val": 100}
+        and (tmp_path / "folder/val/2/5.png").read_bytes() == b"5"
+    )
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

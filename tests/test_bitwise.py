@@ -1,4 +1,6 @@
-"""With --microbatches, a run is the same bits on any number of processes: weights, buffers, optimizer and records."""
+"""With --microbatches, a run is the same bits on any number of processes: weights, buffers,
+optimizer and records.
+"""
 
 import os
 import re
@@ -28,21 +30,60 @@ from utils.training.gradients import Exchange
 from utils.training.loop import balance, watch_ranks
 
 # 4 updates an epoch, the last of 50 samples, which 8 microbatches do not divide evenly.
-SIZES = ["--data", "digits", "--image_size", "16", "--max_train_samples", "350", "--max_eval_samples", "70"]
-SIZES += ["--global_batch_size", "100", "--eval_batch_size", "16", "--microbatches", "8", "--max_steps", "9"]
-SIZES += ["--log_every", "2", "--eval_every", "5", "--save_every", "3", "--keep", "9", "--crop_padding", "2", "--flip"]
+SIZES = [
+    "--data",
+    "digits",
+    "--image_size",
+    "16",
+    "--max_train_samples",
+    "350",
+    "--max_eval_samples",
+    "70",
+]
+SIZES += [
+    "--global_batch_size",
+    "100",
+    "--eval_batch_size",
+    "16",
+    "--microbatches",
+    "8",
+    "--max_steps",
+    "9",
+]
+SIZES += [
+    "--log_every",
+    "2",
+    "--eval_every",
+    "5",
+    "--save_every",
+    "3",
+    "--keep",
+    "9",
+    "--crop_padding",
+    "2",
+    "--flip",
+]
 SIZES += ["--mixup", "0.4", "--cutmix", "1", "--random_erasing", "0.3", "--label_smoothing", "0.1"]
 SMALL_VIT = "{img_size: 16, patch_size: 4, embed_dim: 32, depth: 2, num_heads: 2, drop_rate: 0.1}"
 MODELS = {
     "mnist_cnn": ["--model", "mnist_cnn", "--clip_norm", "0.5"],  # dropout
     "resnet": ["--model", "timm/test_resnet", "--lr", "0.02"],  # batch statistics
-    "vit": ["--model", "timm/vit_tiny_patch16_224", "--optimizer", "adamw", "--model_args", SMALL_VIT],
+    "vit": [
+        "--model",
+        "timm/vit_tiny_patch16_224",
+        "--optimizer",
+        "adamw",
+        "--model_args",
+        SMALL_VIT,
+    ],
     "resnet18": ["--model", "resnet18", "--max_steps", "5"],
 }
 
 
 def assert_same_run(name: str, other: str) -> None:
-    """Two runs ended with the same bits in each weight, buffer and optimizer state, and logged the same numbers."""
+    """Two runs ended with the same bits in each weight, buffer and optimizer state, and logged the
+    same numbers.
+    """
     ends = [checkpoints_of(Path("runs") / run / "checkpoints")[-1] for run in (name, other)]
     assert ends[0].name == ends[1].name
     for file in ("model.safetensors", "optimizer.bin"):
@@ -97,11 +138,41 @@ def test_photographs_decoded_by_loader_processes_give_the_same_bits():
                 file = Path("photos") / split / name / f"{place}.jpg"
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(
-                    encoded(pixels, "jpeg")[: 400 if (split, name, place) == ("train", "dog", 4) else None]
+                    encoded(pixels, "jpeg")[
+                        : 400 if (split, name, place) == ("train", "dog", 4) else None
+                    ]
                 )
-    flags = ["--data", "photos", "--bad_images", "skip", "--image_size", "64", "--num_workers", "2", "--flip"]
-    flags += ["--color_jitter", "0.3", "--cutmix", "1", "--model", "timm/test_resnet", "--max_steps", "5"]
-    flags += ["--global_batch_size", "16", "--microbatches", "4", "--log_every", "1", "--eval_every", "3"]
+    flags = [
+        "--data",
+        "photos",
+        "--bad_images",
+        "skip",
+        "--image_size",
+        "64",
+        "--num_workers",
+        "2",
+        "--flip",
+    ]
+    flags += [
+        "--color_jitter",
+        "0.3",
+        "--cutmix",
+        "1",
+        "--model",
+        "timm/test_resnet",
+        "--max_steps",
+        "5",
+    ]
+    flags += [
+        "--global_batch_size",
+        "16",
+        "--microbatches",
+        "4",
+        "--log_every",
+        "1",
+        "--eval_every",
+        "3",
+    ]
     train_run(1, "one", *flags)
     train_run(2, "two", *flags)
     assert Path("runs/two/bad_images.json").exists()
@@ -109,16 +180,26 @@ def test_photographs_decoded_by_loader_processes_give_the_same_bits():
 
 
 class Unusual(nn.Module):
-    """Parameters of three types, frozen, shared and unused ones, and buffers of five types, set by the first batch."""
+    """Parameters of three types, frozen, shared and unused ones, and buffers of five types, set by
+    the first batch.
+    """
 
     def __init__(self, spec, classes):
         super().__init__()
         self.first = nn.Linear(spec.channels * spec.height * spec.width, 8)
-        self.shared, self.unused, self.frozen = self.first, nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+        self.shared, self.unused, self.frozen = (
+            self.first,
+            nn.Linear(8, 8),
+            nn.Linear(8, 8).requires_grad_(False),
+        )
         self.last = nn.Linear(8, classes)
         self.scale64 = nn.Parameter(torch.ones(classes, dtype=torch.float64))
         self.scale16 = nn.Parameter(torch.ones(classes, dtype=torch.bfloat16))
-        for name, value in {"count": 2**40, "byte": torch.tensor(200, dtype=torch.uint8), "ready": False}.items():
+        for name, value in {
+            "count": 2**40,
+            "byte": torch.tensor(200, dtype=torch.uint8),
+            "ready": False,
+        }.items():
             self.register_buffer(name, torch.as_tensor(value))
         self.register_buffer("mean", torch.zeros(()))
         self.register_buffer("fine", torch.zeros((), dtype=torch.float64))
@@ -142,9 +223,14 @@ def train_unusual(flags: list[str]) -> None:
 @pytest.mark.parametrize("microbatches", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_unused_and_shared_parameters_and_buffers_of_any_type_give_the_same_bits(microbatches):
     flags = [*SIZES, "--model", "unusual", "--max_steps", "4", "--microbatches", str(microbatches)]
-    flags += ["--max_train_samples", "201"]  # the third update has one sample: the other microbatches are empty
+    # the third update has one sample: the other microbatches are empty
+    flags += ["--max_train_samples", "201"]
     for processes in (1, microbatches):
-        returned(processes, train_unusual, [*flags, "--find_unused_parameters", "--run_name", f"on-{processes}"])
+        returned(
+            processes,
+            train_unusual,
+            [*flags, "--find_unused_parameters", "--run_name", f"on-{processes}"],
+        )
     assert_same_run("on-1", f"on-{microbatches}")
     found = weights("on-1")
     assert (found["count"], found["byte"], found["ready"]) == (2**40 + 4 * 3, 200 - 4, True)
@@ -152,8 +238,29 @@ def test_unused_and_shared_parameters_and_buffers_of_any_type_give_the_same_bits
 
 def test_the_norm_of_the_summed_gradient_is_clipped():
     """Plain gradient descent: a step is as long as the learning rate times the clipped norm."""
-    flags = [*SIZES, "--model", "mlp", "--lr", "0.5", "--lr_schedule", "constant", "--momentum", "0", "--save_every"]
-    flags += ["1", "--clip_norm", "0.01", "--warmup_steps", "0", "--weight_decay", "0", "--max_steps", "2"]
+    flags = [
+        *SIZES,
+        "--model",
+        "mlp",
+        "--lr",
+        "0.5",
+        "--lr_schedule",
+        "constant",
+        "--momentum",
+        "0",
+        "--save_every",
+    ]
+    flags += [
+        "1",
+        "--clip_norm",
+        "0.01",
+        "--warmup_steps",
+        "0",
+        "--weight_decay",
+        "0",
+        "--max_steps",
+        "2",
+    ]
     train_run(2, "run", *flags, "--microbatches", "4")
     before, after = weights("run", file="../step-00000001/model.safetensors"), weights("run")
     step = torch.cat([(after[name] - before[name]).flatten() for name in after])
@@ -175,7 +282,9 @@ def collectives(flags: list[str]) -> int:
 
 def test_a_rank_with_fewer_microbatches_enters_as_many_collectives():
     """Otherwise, ranks that wait for a rank that hangs would name a different one."""
-    assert len(set(returned(3, collectives, [*SIZES, "--model", "mlp", "--microbatches", "4"]))) == 1
+    assert (
+        len(set(returned(3, collectives, [*SIZES, "--model", "mlp", "--microbatches", "4"]))) == 1
+    )
 
 
 def failing(flags: list[str]) -> None:
@@ -198,7 +307,9 @@ def failing(flags: list[str]) -> None:
 
 def test_an_error_between_two_microbatches_of_a_rank_ends_the_others_within_seconds():
     begun = time.monotonic()
-    first, second = run_ranks(2, failing, [*SIZES, "--model", "mlp", "--microbatches", "4", "--timeout", "300"])
+    first, second = run_ranks(
+        2, failing, [*SIZES, "--model", "mlp", "--microbatches", "4", "--timeout", "300"]
+    )
     assert time.monotonic() - begun < SOON
     assert first.code == 2 and "another process of this run exited" in first.err
     assert second.code == 1 and "ZeroDivisionError" in second.err
@@ -265,7 +376,8 @@ def test_a_rank_that_another_waits_for_is_named_once_with_shares_to_try():
     assert recorded() == {}  # the first record has other work in it
     for _ in range(9):
         assert recorded() == {"computing": [2.0, 7.0], "waiting": [5.0, 0.0]}
-    assert said == ["rank 0 waits for rank 1 for 71% of the computing time; try --shares 12,4"]  # after 30 seconds
+    # after 30 seconds
+    assert said == ["rank 0 waits for rank 1 for 71% of the computing time; try --shares 12,4"]
     exchange.computed = [0.0, 0.0]
     recorded(microbatches=2, seconds=50)
     assert len(said) == 1  # 44 and 49 seconds: nearly equal
@@ -274,7 +386,9 @@ def test_a_rank_that_another_waits_for_is_named_once_with_shares_to_try():
     assert len(said) == 1  # the second rank waits for data, which other shares would not change
     exchange.computed = [0.0, 0.0]
     recorded(microbatches=2, exchanges=(30.5, 0.5), seconds=40)
-    assert said[1:] == ["rank 0 waits for rank 1 for 77% of the computing time; use more --microbatches"]
+    assert said[1:] == [
+        "rank 0 waits for rank 1 for 77% of the computing time; use more --microbatches"
+    ]
     assert balance([12, 4], [3.0, 3.0]) == [12, 4] and balance([1, 1], [1.0, 9.0]) == [1, 1]
 
 
@@ -303,16 +417,34 @@ def test_with_an_all_reduce_instead_the_bits_differ():
     "flags,line",
     [
         (["--microbatches", "6"], "--microbatches must be a power of two, got 6"),
-        (["--microbatches", "8", "--grad_accum", "2"], "--microbatches and --grad_accum cannot be used together"),
-        (["--microbatches", "8", "--batch_size", "2"], "--microbatches and --batch_size cannot be used together"),
-        (["--microbatches", "8", "--sync_batchnorm"], "--microbatches and --sync_batchnorm cannot be used together"),
-        (["--microbatches", "8", "--comm_hook", "bf16"], "--microbatches and --comm_hook cannot be used together"),
-        (["--microbatches", "8", "--global_batch_size", "4"], "cannot be divided into 8 microbatches"),
+        (
+            ["--microbatches", "8", "--grad_accum", "2"],
+            "--microbatches and --grad_accum cannot be used together",
+        ),
+        (
+            ["--microbatches", "8", "--batch_size", "2"],
+            "--microbatches and --batch_size cannot be used together",
+        ),
+        (
+            ["--microbatches", "8", "--sync_batchnorm"],
+            "--microbatches and --sync_batchnorm cannot be used together",
+        ),
+        (
+            ["--microbatches", "8", "--comm_hook", "bf16"],
+            "--microbatches and --comm_hook cannot be used together",
+        ),
+        (
+            ["--microbatches", "8", "--global_batch_size", "4"],
+            "cannot be divided into 8 microbatches",
+        ),
         (
             ["--microbatches", "8", "--shares", "5", "3"],
             "--shares 5,3 is for 2 processes and --microbatches 8, not for 1 and 8; correct it",
         ),
-        (["--shares", "1"], "--shares 1 is for 1 processes and --microbatches 1, not for 1 and None"),
+        (
+            ["--shares", "1"],
+            "--shares 1 is for 1 processes and --microbatches 1, not for 1 and None",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together_are_one_line(flags, line):
@@ -347,11 +479,14 @@ def train_drawn_by_rank(flags: list[str], model: type = DrawnByRank) -> None:
 
 def test_ranks_that_draw_different_weights_are_refused():
     for model in (DrawnByRank, BufferByRank):
-        line = refused(lambda flags, model=model: train_drawn_by_rank(flags, model), *SIZES, processes=2)
+        line = refused(
+            lambda flags, model=model: train_drawn_by_rank(flags, model), *SIZES, processes=2
+        )
         assert "rank 1 has different weights at the start than rank 0" in line
     ordinary = [flag for flag in SIZES if flag not in ("--microbatches", "8")]
     returned(2, train_drawn_by_rank, ordinary)  # DDP copies the weights of rank 0
-    features = ["--max_train_samples", "100", "--threads", "1", "--freeze", "backbone"]  # for which that is too late
+    # for which that is too late
+    features = ["--max_train_samples", "100", "--threads", "1", "--freeze", "backbone"]
     line = refused(train_drawn_by_rank, *features, processes=2)
     assert "rank 1 has different weights at the start than rank 0" in line
 
@@ -366,14 +501,40 @@ def test_a_resume_keeps_the_threads_and_the_microbatches():
     assert "--microbatches of 8, not 4" in refused(train.main, *again, "--microbatches", "4")
 
 
-@pytest.mark.parametrize("more", [pytest.param(["--microbatches", "4"], marks=pytest.mark.full), []])
+@pytest.mark.parametrize(
+    "more", [pytest.param(["--microbatches", "4"], marks=pytest.mark.full), []]
+)
 def test_a_replay_computes_the_logged_losses_again(more):
-    flags = ["--data", "digits", "--model", "mnist_cnn", "--max_train_samples", "350", "--threads", "1"]
+    flags = [
+        "--data",
+        "digits",
+        "--model",
+        "mnist_cnn",
+        "--max_train_samples",
+        "350",
+        "--threads",
+        "1",
+    ]
     flags += ["--global_batch_size", "128", "--cache_dir", "decoded"]
-    train_run(2, "run", *flags, "--max_steps", "7", "--log_every", "1", "--save_every", "3", "--keep", "9", *more)
+    train_run(
+        2,
+        "run",
+        *flags,
+        "--max_steps",
+        "7",
+        "--log_every",
+        "1",
+        "--save_every",
+        "3",
+        "--keep",
+        "9",
+        *more,
+    )
     logged = {record["step"]: record["loss"] for record in records("run", "train")}
     for update, samples, again in ((2, 128, 2), (6, 350 - 2 * 128, 3)):
-        (outcome,) = run_ranks(1, replay.main, ["--run", "runs/run", "--cpu", "--update", str(update)])
+        (outcome,) = run_ranks(
+            1, replay.main, ["--run", "runs/run", "--cpu", "--update", str(update)]
+        )
         assert outcome.code == 0, outcome.err
         assert sum(outcome.value["losses"]) / samples == logged[update]
         assert f"logged losses recomputed: {again}, all bit-identical" in outcome.out
@@ -384,7 +545,10 @@ def test_a_replay_computes_the_logged_losses_again(more):
     log = Path("runs/run/log.jsonl")
     log.write_text(log.read_text().replace(f'"loss": {logged[6]}', '"loss": 7.0'))
     (outcome,) = run_ranks(1, replay.main, ["--run", "runs/run", "--cpu", "--update", "6"])
-    assert f"1 differ, the first at update 6: {logged[6]} instead of 7.0. All bits repeat" in outcome.out
+    assert (
+        f"1 differ, the first at update 6: {logged[6]} instead of 7.0. All bits repeat"
+        in outcome.out
+    )
     assert "and on a GPU only with that or --deterministic" in outcome.out
     log.write_text(log.read_text() + "half\n")
     line = refused(replay.main, "--run", "runs/run", "--cpu", "--update", "6")
@@ -394,7 +558,9 @@ def test_a_replay_computes_the_logged_losses_again(more):
 def contents(folder: Path) -> dict[str, bytes]:
     """The files of a run, without what replays have written."""
     files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-    return {name: path.read_bytes() for name, path in files.items() if not name.startswith("replay")}
+    return {
+        name: path.read_bytes() for name, path in files.items() if not name.startswith("replay")
+    }
 
 
 def slow_replay(flags: list[str]) -> None:
@@ -425,7 +591,20 @@ def in_the_debugger(flags: list[str]) -> tuple[list[str], int]:
 
 
 def test_a_replay_changes_nothing_in_the_run_even_if_it_is_killed():
-    train_run(1, "run", "--model", "mlp", "--threads", "1", "--max_steps", "5", "--save_every", "5", "--keep", "2")
+    train_run(
+        1,
+        "run",
+        "--model",
+        "mlp",
+        "--threads",
+        "1",
+        "--max_steps",
+        "5",
+        "--save_every",
+        "5",
+        "--keep",
+        "2",
+    )
     before, flags = contents(Path("runs/run")), ["--run", "runs/run", "--cpu", "--update"]
     launch = start_ranks(1, slow_replay, [*flags, "4"])
     until(Path("begun").exists)
@@ -435,8 +614,13 @@ def test_a_replay_changes_nothing_in_the_run_even_if_it_is_killed():
     (at_hand,) = returned(1, in_the_debugger, [*flags, "1"])
     assert {"batch", "run"} <= set(at_hand[0]) and at_hand[1] == 0
     assert contents(Path("runs/run")) == before
-    assert [file.name for file in Path("runs/run/replay").iterdir()] == ["microbatch-0-of-update-1.png"]
-    for more, line in ((["9"], "--update 9: the last one of the run is 5"), (["1", "--microbatch", "1"], "is 0")):
+    assert [file.name for file in Path("runs/run/replay").iterdir()] == [
+        "microbatch-0-of-update-1.png"
+    ]
+    for more, line in (
+        (["9"], "--update 9: the last one of the run is 5"),
+        (["1", "--microbatch", "1"], "is 0"),
+    ):
         (outcome,) = run_ranks(1, replay.main, [*flags, *more])
         assert line in outcome.err and outcome.out == ""
 
@@ -459,10 +643,25 @@ def spoiled(seed: int) -> float:
 
 
 def test_a_nan_is_found_at_its_layer_with_the_printed_command():
-    flags = ["--model", "mnist_cnn", "--threads", "1", "--max_steps", "9", "--log_every", "1", "--save_every", "4"]
-    (outcome,) = run_ranks(1, broken, train.main, [*flags, "--run_name", "run", "--eval_every", "9", "--cpu"])
+    flags = [
+        "--model",
+        "mnist_cnn",
+        "--threads",
+        "1",
+        "--max_steps",
+        "9",
+        "--log_every",
+        "1",
+        "--save_every",
+        "4",
+    ]
+    (outcome,) = run_ranks(
+        1, broken, train.main, [*flags, "--run_name", "run", "--eval_every", "9", "--cpu"]
+    )
     assert outcome.code == 2
     command = re.search(r"python\S* \S*replay.py (.*)", outcome.err)[1].split()
     assert command == ["--run", "runs/run", "--update", "7", "--microbatch", "0", "--cpu"]
     (outcome,) = run_ranks(1, broken, replay.main, command)
-    assert outcome.value["first_bad_layer"].startswith("the output of layer fc2 is the first with NaN")
+    assert outcome.value["first_bad_layer"].startswith(
+        "the output of layer fc2 is the first with NaN"
+    )

@@ -88,7 +88,9 @@ def test_a_table_in_the_place_of_another_of_the_same_size_and_time_is_decoded_an
             Path(folder).mkdir()
             rows = data.data.table.cast(data.features.arrow_schema)
             # Not compressed, because compressed files of equally many rows can differ in size.
-            pq.write_table(rows, f"{folder}/train.parquet", compression="none", write_statistics=False)
+            pq.write_table(
+                rows, f"{folder}/train.parquet", compression="none", write_statistics=False
+            )
     file, other = (next(Path(folder).glob("*.[pa]*r*")) for folder in ("tables", "others"))
     other.write_bytes(other.read_bytes().ljust(file.stat().st_size, b"\0"))
     config = TrainConfig(data=str(file if kind.endswith("file") else "tables"), cache_dir="cache")
@@ -98,7 +100,9 @@ def test_a_table_in_the_place_of_another_of_the_same_size_and_time_is_decoded_an
         assert (found == expected[split.rows]).all() and (split.labels == labels[split.rows]).all()
         os.replace(other, file)
         os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-        assert file.stat().st_mtime_ns == status.st_mtime_ns and file.stat().st_size == status.st_size
+        assert (
+            file.stat().st_mtime_ns == status.st_mtime_ns and file.stat().st_size == status.st_size
+        )
         shutil.copy(file, other)
 
 
@@ -108,19 +112,29 @@ def test_a_changed_image_to_which_a_table_refers_is_decoded_anew():
         data = {"image": [str(path.resolve()) for path in paths], "label": [0] * 15 + [1] * 15}
         if seed == 1:
             Dataset.from_dict(data).to_parquet("table.parquet")
-        split = load_data(TrainConfig(data="table.parquet", image_column="image", cache_dir="cache")).train
-        assert (decode_all(split, 8, 8, 3, "cache", iter) == pictures(30, seed=seed)[split.rows]).all()
+        split = load_data(
+            TrainConfig(data="table.parquet", image_column="image", cache_dir="cache")
+        ).train
+        assert (
+            decode_all(split, 8, 8, 3, "cache", iter) == pictures(30, seed=seed)[split.rows]
+        ).all()
 
 
 def test_a_subset_and_both_parts_of_a_hold_out_get_their_own_rows():
     split, expected = folder_split("photos", 50)
     parts = [*hold_out(split, 0.2, 7)]
-    for images in (split.images, [encoded(image, "PNG") for image in expected], expected.transpose(0, 3, 1, 2)):
+    for images in (
+        split.images,
+        [encoded(image, "PNG") for image in expected],
+        expected.transpose(0, 3, 1, 2),
+    ):
         whole = split_of(images)
         parts += [whole, *(whole.select(np.array(rows)) for rows in ([30, 2, 44], [2, 30, 44]))]
     for part in parts:
         assert (decode_all(part, 8, 8, 3, "cache", iter) == expected[part.rows]).all()
-    assert (decode_all(split_of(expected[..., 0]), 8, 8, 1, "cache", None)[..., 0] == expected[..., 0]).all()
+    assert (
+        decode_all(split_of(expected[..., 0]), 8, 8, 1, "cache", None)[..., 0] == expected[..., 0]
+    ).all()
 
 
 def fill_up(path):
@@ -154,7 +168,9 @@ def decode_after(trouble, split):
         (limit_files, "File too large"),
     ],
 )
-def test_a_cache_that_cannot_be_written_is_named_with_the_reason_and_the_fix(anyones_folder, trouble, reason):
+def test_a_cache_that_cannot_be_written_is_named_with_the_reason_and_the_fix(
+    anyones_folder, trouble, reason
+):
     split, _ = folder_split("photos", 300)
     (outcome,) = run_ranks(1, decode_after, trouble, split)
     line = rf"cache/decoded: decoded images cannot be cached \({reason}\); .*--cache_dir DIR"
@@ -164,7 +180,9 @@ def test_a_cache_that_cannot_be_written_is_named_with_the_reason_and_the_fix(any
 
 @pytest.fixture
 def workers(monkeypatch):
-    """Three processes that decode, and chunks of ten images, so that even small sets keep all of them busy."""
+    """Three processes that decode, and chunks of ten images, so that even small sets keep all of
+    them busy.
+    """
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
     monkeypatch.setattr("utils.memory.CONTAINER", Path("none"))
     monkeypatch.setattr(cache, "_LEAST", 10)
@@ -180,7 +198,9 @@ def test_several_processes_decode_the_same_pixels_and_draw_nothing_at_random(wor
 def test_a_bad_image_is_named_whichever_process_finds_it(workers):
     split, _ = folder_split("photos", 95)
     Path(split.images.paths[64]).write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"photos/a/064\.png: not a readable image \(.*; fix or remove it"):
+    with pytest.raises(
+        ValueError, match=r"photos/a/064\.png: not a readable image \(.*; fix or remove it"
+    ):
         decode_all(split.select(np.arange(95)[::-1]), 8, 8, 3, "cache", iter)
     assert cached_files() == []
 
@@ -202,7 +222,9 @@ def decode_and_signal_itself(split, number):
     return decode_all(split, 8, 8, 3, "cache", half_way).sum(dtype=int)
 
 
-def test_what_a_killed_process_was_writing_goes_after_a_day_and_what_a_live_one_writes_stays(monkeypatch):
+def test_what_a_killed_process_was_writing_goes_after_a_day_and_what_a_live_one_writes_stays(
+    monkeypatch,
+):
     monkeypatch.setattr(cache, "_CHUNK", 10)
     split, expected = folder_split("photos", 95)
     start_ranks(1, decode_and_signal_itself, split, signal.SIGKILL).finish()
@@ -214,7 +236,8 @@ def test_what_a_killed_process_was_writing_goes_after_a_day_and_what_a_live_one_
     os.waitpid(stopped.pids[0], os.WUNTRACED)
     writing, array = sorted(cached_files(), key=lambda name: name.endswith(".npy"))
     assert left != writing and left.endswith(".partial") and writing.endswith(".partial")
-    assert (decode_all(split, 8, 8, 3, "cache", iter) == expected).all()  # the file that the stopped one is writing
+    # the file that the stopped one is writing
+    assert (decode_all(split, 8, 8, 3, "cache", iter) == expected).all()
     assert len(cached_files()) == 3 and {writing, array} < set(cached_files())
     stopped.kill(signal.SIGCONT)
     assert stopped.finish()[0].value == expected.sum(dtype=int)
@@ -223,7 +246,9 @@ def test_what_a_killed_process_was_writing_goes_after_a_day_and_what_a_live_one_
 
 
 def test_files_that_no_run_has_used_for_a_month_are_deleted_when_another_is_written():
-    used, unused, third = (folder_split(name, seed=seed)[0] for seed, name in enumerate(("used", "unused", "third")))
+    used, unused, third = (
+        folder_split(name, seed=seed)[0] for seed, name in enumerate(("used", "unused", "third"))
+    )
     for split in (used, unused):
         decode_all(split, 8, 8, 3, "cache", iter)
     for name in cached_files():
@@ -231,13 +256,17 @@ def test_files_that_no_run_has_used_for_a_month_are_deleted_when_another_is_writ
     decode_all(used, 8, 8, 3, "cache", iter)
     assert len(cached_files()) == 2
     decode_all(third, 8, 8, 3, "cache", iter)
-    assert [sum(each.cache_key in name for name in cached_files()) for each in (used, unused, third)] == [1, 0, 1]
+    assert [
+        sum(each.cache_key in name for name in cached_files()) for each in (used, unused, third)
+    ] == [1, 0, 1]
 
 
 def decode_and_name_the_decoders(split):
     def half_way(chunks):
         next(chunks)
-        Path("decoders").write_text(" ".join(str(child.pid) for child in psutil.Process().children()))
+        Path("decoders").write_text(
+            " ".join(str(child.pid) for child in psutil.Process().children())
+        )
         os.kill(os.getpid(), signal.SIGKILL)
         yield
 
@@ -256,9 +285,19 @@ def damage(path, kind):
     """Damage a file of images of 8x8x3 pixels."""
     raw = path.read_bytes()
     if kind in ("shape", "dtype"):
-        np.save(path, np.zeros((9, 8, 8, 3), np.uint8) if kind == "shape" else np.zeros((10, 8, 8, 3), np.int8))
+        np.save(
+            path,
+            np.zeros((9, 8, 8, 3), np.uint8)
+            if kind == "shape"
+            else np.zeros((10, 8, 8, 3), np.int8),
+        )
     else:
-        damaged = {"empty": b"", "header": raw[:6] + b"\xff" * 60 + raw[66:], "short": raw[:-1], "long": raw + b"\0"}
+        damaged = {
+            "empty": b"",
+            "header": raw[:6] + b"\xff" * 60 + raw[66:],
+            "short": raw[:-1],
+            "long": raw + b"\0",
+        }
         path.write_bytes(damaged[kind])
 
 

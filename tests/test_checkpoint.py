@@ -1,4 +1,6 @@
-"""Checkpoints appear whole or not at all, are verified before anything changes, and runs go on from them exactly."""
+"""Checkpoints appear whole or not at all, are verified before anything changes, and runs go on from
+them exactly.
+"""
 
 import json
 import os
@@ -39,8 +41,28 @@ from utils.training.optim import OPTIMIZERS
 from utils.version import VERSION
 
 # 4 updates an epoch
-FLAGS = ("--model", "mnist_cnn", "--image_size", "12", "--crop_padding", "1", "--global_batch_size", "120")
-FLAGS += ("--max_train_samples", "480", "--threads", "1", "--lr", "0.02", "--epochs", "3", "--report", "false")
+FLAGS = (
+    "--model",
+    "mnist_cnn",
+    "--image_size",
+    "12",
+    "--crop_padding",
+    "1",
+    "--global_batch_size",
+    "120",
+)
+FLAGS += (
+    "--max_train_samples",
+    "480",
+    "--threads",
+    "1",
+    "--lr",
+    "0.02",
+    "--epochs",
+    "3",
+    "--report",
+    "false",
+)
 
 
 def names(run="run"):
@@ -63,10 +85,14 @@ def test_a_checkpoint_holds_all_that_evaluation_on_another_machine_needs(tmp_pat
         "model.safetensors", "optimizer.bin",
         "state.json", "config.yaml", "labels.json", "samples.json.gz", "manifest.json",
     }  # fmt: skip
-    assert {stat.S_IMODE(path.stat().st_mode) for path in checkpoint.iterdir()} == {0o640}  # as the umask says
+    # as the umask says
+    assert {stat.S_IMODE(path.stat().st_mode) for path in checkpoint.iterdir()} == {0o640}
     assert json.loads((checkpoint / "labels.json").read_text()) == [str(i) for i in range(10)]
     assert read_config(checkpoint / "config.yaml").crop_padding == 1
-    model, saved = MnistCNN(InputSpec(12, 12, 1, [0.5], [0.5]), 10), load_file(checkpoint / "model.safetensors")
+    model, saved = (
+        MnistCNN(InputSpec(12, 12, 1, [0.5], [0.5]), 10),
+        load_file(checkpoint / "model.safetensors"),
+    )
     load_checkpoint_and_dispatch(model, str(checkpoint / "model.safetensors"))
     assert same_tensors(dict(model.state_dict()), saved)
     versions = json.loads((checkpoint / "state.json").read_text())["versions"]
@@ -112,7 +138,8 @@ def test_keep_all_keeps_each_checkpoint():
 
 
 @pytest.mark.parametrize(
-    "processes", [2, pytest.param(1, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)]
+    "processes",
+    [2, pytest.param(1, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)],
 )
 def test_a_run_that_stops_in_the_middle_of_an_epoch_and_resumes_ends_bit_identical(processes):
     flags = (*FLAGS, "--lr_schedule", "constant")  # the others end at --max_steps
@@ -124,11 +151,22 @@ def test_a_run_that_stops_in_the_middle_of_an_epoch_and_resumes_ends_bit_identic
 
 
 def test_a_resumed_log_has_no_hole_and_no_repeated_update():
-    flags = (*FLAGS, "--lr_schedule", "constant", "--log_every", "3", "--save_every", "2", "--eval_every", "100")
+    flags = (
+        *FLAGS,
+        "--lr_schedule",
+        "constant",
+        "--log_every",
+        "3",
+        "--save_every",
+        "2",
+        "--eval_every",
+        "100",
+    )
     train_run(2, "whole", *flags, "--max_steps", "11")
     train_run(2, "run", *flags, "--max_steps", "8")
     last = sorted(Path("runs/run/checkpoints").glob("step-*"))[-1]
-    shutil.rmtree(last)  # as if the run had been killed after update 8 was logged but before it was saved
+    # as if the run had been killed after update 8 was logged but before it was saved
+    shutil.rmtree(last)
     Path("runs/run/checkpoints/latest").write_text("step-00000006\n")
     with Path("runs/run/log.jsonl").open("a") as log:
         log.write('{"kind": "train", "step": 9, "lo')  # cut short by the kill
@@ -143,7 +181,9 @@ def test_a_run_that_is_past_its_end_says_so_and_ends_well():
     train_run(1, "run", *FLAGS, "--max_steps", "6")
     flags = ["--run_name", "run", "--resume", "auto", *FLAGS, "--max_steps", "4"]
     outcomes = run_ranks(2, train.main, flags)
-    assert [o.code for o in outcomes] == [0, 0] and "all 6 updates were already done" in outcomes[0].out
+    assert [o.code for o in outcomes] == [0, 0] and "all 6 updates were already done" in outcomes[
+        0
+    ].out
 
 
 def test_going_back_to_an_older_checkpoint_forgets_the_later_ones():
@@ -152,7 +192,10 @@ def test_going_back_to_an_older_checkpoint_forgets_the_later_ones():
     flags = ("--resume", "runs/run/checkpoints/step-00000005", "--save_every", "1", "--keep", "2")
     flags += ("--max_steps", "7", "--eval_every", "12")
     train_run(1, "run", *FLAGS, *flags)
-    assert [name for name in names() if name > "step-00000005"] == ["step-00000006", "step-00000007"]
+    assert [name for name in names() if name > "step-00000005"] == [
+        "step-00000006",
+        "step-00000007",
+    ]
     assert Path("runs/run/checkpoints/latest").read_text() == "step-00000007\n"
     assert Path("runs/run/checkpoints/best").read_text() == "step-00000007\n"
     assert [record["step"] for record in records("run", "start")] == [0, 5]
@@ -164,12 +207,18 @@ def test_the_history_of_evaluations_is_that_of_the_log_after_a_resume_too():
     train_run(2, "run", *flags, "--max_steps", "10")
     train_run(2, "run", *flags, "--resume", "runs/run/checkpoints/step-00000004")
     logged = [
-        {name: value for name, value in record.items() if type(value) in (int, float) and name != "epoch"}
+        {
+            name: value
+            for name, value in record.items()
+            if type(value) in (int, float) and name != "epoch"
+        }
         for record in records("run", "eval")
     ]
     assert [record["step"] for record in logged] == [3, 6, 9, 12] and "macro_f1" in logged[0]
     for step in (2, 4, 6, 8, 12):
-        state = json.loads(Path(f"runs/run/checkpoints/step-{step:08d}/state.json").read_text())["state"]
+        state = json.loads(Path(f"runs/run/checkpoints/step-{step:08d}/state.json").read_text())[
+            "state"
+        ]
         assert state["evaluations"] == [record for record in logged if record["step"] <= step]
 
 
@@ -186,7 +235,17 @@ def test_a_history_of_evaluations_stays_small_and_has_no_infinity():
 
 def test_settings_of_the_optimizer_are_those_of_the_flags_after_a_resume_and_are_reported():
     train_run(1, "run", *FLAGS, "--max_steps", "2")
-    flags = ["--run_name", "run", *FLAGS, "--resume", "auto", "--max_steps", "3", "--momentum", "0.5"]
+    flags = [
+        "--run_name",
+        "run",
+        *FLAGS,
+        "--resume",
+        "auto",
+        "--max_steps",
+        "3",
+        "--momentum",
+        "0.5",
+    ]
     first, second = run_ranks(2, _momentum_after_training, flags)
     assert first.value == second.value == {0.5}, first.err
     assert "momentum was 0.9 in the checkpoint, now 0.5" in first.out and second.out == ""
@@ -212,7 +271,8 @@ def test_a_resume_with_another_optimizer_model_or_data_is_refused_by_name():
         (("--optimizer", "adamw"), "was trained with a --optimizer of sgd, not adamw"),
         (("--model", "mlp"), "was trained with a --model of mnist_cnn, not mlp"),
         (("--global_batch_size", "60"), "was trained with a global batch size of 120, not 60"),
-        (("--drop_last",), "was trained with a --drop_last of False, not True"),  # other updates would end an epoch
+        # other updates would end an epoch
+        (("--drop_last",), "was trained with a --drop_last of False, not True"),
         (("--max_train_samples", "400"), "was trained with training samples of 480, not 400"),
         (("--data", "synthetic/10x12x480"), "split 'train' had 1797 samples and now has 480"),
     ):
@@ -222,21 +282,41 @@ def test_a_resume_with_another_optimizer_model_or_data_is_refused_by_name():
 def test_a_checkpoint_of_another_run_starts_a_run_of_its_own():
     train_run(1, "old", *FLAGS, "--max_steps", "4")
     before = names("old")
-    train_run(1, "new", *FLAGS, "--max_steps", "6", "--eval_every", "99", "--keep", "9", "--resume", "runs/old")
+    train_run(
+        1,
+        "new",
+        *FLAGS,
+        "--max_steps",
+        "6",
+        "--eval_every",
+        "99",
+        "--keep",
+        "9",
+        "--resume",
+        "runs/old",
+    )
     assert names("old") == before
     assert [record["step"] for record in records("new", "start")] == [4]
     assert Path("runs/new/checkpoints/best").read_text() == "step-00000006\n"
     train_run(1, "new", *FLAGS, "--max_steps", "8", "--resume", "auto")
     ids = {name: {state["run_id"] for state in states_of(name)} for name in ("old", "new")}
-    assert len(ids["old"]) == len(ids["new"]) == 1 and ids["old"] != ids["new"] and {""} not in ids.values()
-    assert "is not the run of runs/old" in refused(train.main, "--run_name", "new", *FLAGS, "--resume", "runs/old")
+    assert (
+        len(ids["old"]) == len(ids["new"]) == 1
+        and ids["old"] != ids["new"]
+        and {""} not in ids.values()
+    )
+    assert "is not the run of runs/old" in refused(
+        train.main, "--run_name", "new", *FLAGS, "--resume", "runs/old"
+    )
 
 
 def test_precision_from_the_environment_is_kept_for_evaluation(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     log = train_run(1, "run", *FLAGS, "--max_steps", "4")
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
-    assert returned(1, eval.main, ["--ckpt", "runs/run"])[0]["loss"] == pytest.approx(log[-1]["loss"], abs=1e-9)
+    assert returned(1, eval.main, ["--ckpt", "runs/run"])[0]["loss"] == pytest.approx(
+        log[-1]["loss"], abs=1e-9
+    )
     exact = returned(1, eval.main, ["--ckpt", "runs/run", "--mixed_precision", "no"])[0]["loss"]
     assert exact != pytest.approx(log[-1]["loss"], abs=1e-7)
 
@@ -258,7 +338,9 @@ def test_parts_and_an_optimizer_with_statistics_of_rows_resume_bit_identically()
     for stop in ("3", "7"):
         returned(2, train_with_adafactor, [*RUN, "--max_steps", stop])
     file = "optimizer.bin"
-    shapes = {tuple(value.shape) for name, value in weights("whole", file=file).items() if "row" in name}
+    shapes = {
+        tuple(value.shape) for name, value in weights("whole", file=file).items() if "row" in name
+    }
     assert len(shapes) > 2 and all(shape[-1] == 1 for shape in shapes)  # not those of the weights
     assert same_tensors(weights("run", file=file), weights("whole", file=file))
     assert same_tensors(weights("run"), weights("whole"))
@@ -268,14 +350,22 @@ def test_parts_and_an_optimizer_with_statistics_of_rows_resume_bit_identically()
 
 
 class Tied(torch.nn.Module):
-    """A network whose two hidden layers share a weight, and whose biases, which are not tied, share memory."""
+    """A network whose two hidden layers share a weight, and whose biases, which are not tied, share
+    memory.
+    """
 
     def __init__(self, spec, classes: int):
         super().__init__()
-        self.stem, self.head = torch.nn.Linear(spec.height * spec.width, 16), torch.nn.Linear(16, classes)
+        self.stem, self.head = (
+            torch.nn.Linear(spec.height * spec.width, 16),
+            torch.nn.Linear(16, classes),
+        )
         self.first, self.second = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
         self.second.weight, biases = self.first.weight, torch.zeros(32)
-        self.first.bias, self.second.bias = torch.nn.Parameter(biases[:16]), torch.nn.Parameter(biases[16:])
+        self.first.bias, self.second.bias = (
+            torch.nn.Parameter(biases[:16]),
+            torch.nn.Parameter(biases[16:]),
+        )
 
     def forward(self, images):
         return self.head(self.second(self.first(self.stem(images.flatten(1)).relu()).relu()))
@@ -289,8 +379,20 @@ def with_tied(main, flags):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_tied_weights_are_saved_once_and_resume_bit_identically(processes):
     for name, stop in (("whole", "7"), ("run", "4"), ("run", "7")):
-        flags = ["--run_name", name, *SHORT, "--model", "tied", "--ema_decay", "0.5", "--eval_every", "7"]
-        outcomes = run_ranks(processes, with_tied, train.main, [*flags, "--max_steps", stop, "--resume", "auto"])
+        flags = [
+            "--run_name",
+            name,
+            *SHORT,
+            "--model",
+            "tied",
+            "--ema_decay",
+            "0.5",
+            "--eval_every",
+            "7",
+        ]
+        outcomes = run_ranks(
+            processes, with_tied, train.main, [*flags, "--max_steps", stop, "--resume", "auto"]
+        )
         assert not any(outcome.code for outcome in outcomes), outcomes[0].err
         assert not any("shared tensor" in outcome.out + outcome.err for outcome in outcomes)
     expected = Tied(InputSpec(12, 12, 1, [0.5], [0.5]), 10).state_dict().keys() - {"second.weight"}
@@ -305,7 +407,9 @@ def test_tied_weights_are_saved_once_and_resume_bit_identically(processes):
     save_file(tensors, folder / "model.safetensors")
     rewrite_manifest(folder)
     text = "holds a different model (second.bias: nothing in the checkpoint"
-    assert text in refused(partial(with_tied, train.main), "--run_name", "run", "--resume", "auto", "--max_steps", "9")
+    assert text in refused(
+        partial(with_tied, train.main), "--run_name", "run", "--resume", "auto", "--max_steps", "9"
+    )
 
 
 def test_an_optimizer_file_that_does_not_fit_is_refused_with_what_differs():
@@ -314,8 +418,16 @@ def test_an_optimizer_file_that_does_not_fit_is_refused_with_what_differs():
     saved = torch.load(path, weights_only=True)
     state = dict(saved["state"][0])
     for name, value, said in (
-        ("exp_avg", torch.zeros(1), "exp_avg: shape [1] in the checkpoint, shape [32, 1, 3, 3] in this optimizer"),
-        ("max_exp_avg_sq", torch.zeros(1), "max_exp_avg_sq: shape [1] in the checkpoint, nothing in this optimizer"),
+        (
+            "exp_avg",
+            torch.zeros(1),
+            "exp_avg: shape [1] in the checkpoint, shape [32, 1, 3, 3] in this optimizer",
+        ),
+        (
+            "max_exp_avg_sq",
+            torch.zeros(1),
+            "max_exp_avg_sq: shape [1] in the checkpoint, nothing in this optimizer",
+        ),
     ):
         saved["state"][0] = state | {name: value}
         torch.save(saved, path)
@@ -327,11 +439,20 @@ def test_an_optimizer_file_that_does_not_fit_is_refused_with_what_differs():
 def test_parts_that_only_the_run_or_only_the_checkpoint_has_are_reported():
     train_run(1, "run", *SHORT, "--max_steps", "4")
     (outcome,) = run_ranks(1, train_with_average, [*RUN, "--max_steps", "5"])
-    assert "average.safetensors is not in the checkpoint: average keeps its initial state" in outcome.out
-    tensors, now = (weights("run", file=file) for file in ("average.safetensors", "model.safetensors"))
-    assert tensors and all(torch.equal(tensor, 0.1 * now[name]) for name, tensor in tensors.items())  # of one update
+    assert (
+        "average.safetensors is not in the checkpoint: average keeps its initial state"
+        in outcome.out
+    )
+    tensors, now = (
+        weights("run", file=file) for file in ("average.safetensors", "model.safetensors")
+    )
+    # of one update
+    assert tensors and all(torch.equal(tensor, 0.1 * now[name]) for name, tensor in tensors.items())
     (outcome,) = run_ranks(1, train.main, [*RUN, "--max_steps", "6"])
-    assert outcome.code == 0 and "parts of the checkpoint that this run does not have: average" in outcome.out
+    assert (
+        outcome.code == 0
+        and "parts of the checkpoint that this run does not have: average" in outcome.out
+    )
     assert not Path("runs/run/checkpoints/step-00000006/average.safetensors").exists()
 
 
@@ -357,13 +478,35 @@ def test_a_part_that_does_not_fit_is_one_line_and_changes_nothing():
     [
         ("sgd", None, "momentum_buffer: nothing in the checkpoint"),
         ("adamw", "exp_avg", "exp_avg: nothing in the checkpoint"),
-        ("adamw", None, "without a state of the optimizer in the checkpoint, as before the first gradient: "),
+        (
+            "adamw",
+            None,
+            "without a state of the optimizer in the checkpoint, as before the first gradient: ",
+        ),
     ],
 )
 def test_a_state_of_a_parameter_that_is_missing_is_refused_or_said(optimizer, key, text):
     """The state of SGD is never missing; adamw has none for a parameter before its first gradient."""
-    flags = ["--model", "mlp", "--max_train_samples", "240", "--max_steps", "4", "--report", "false"]
-    flags += ["--threads", "1", "--optimizer", optimizer, "--run_name", "run", "--global_batch_size", "120"]
+    flags = [
+        "--model",
+        "mlp",
+        "--max_train_samples",
+        "240",
+        "--max_steps",
+        "4",
+        "--report",
+        "false",
+    ]
+    flags += [
+        "--threads",
+        "1",
+        "--optimizer",
+        optimizer,
+        "--run_name",
+        "run",
+        "--global_batch_size",
+        "120",
+    ]
     returned(1, train.main, flags)
     path, name = CHECKPOINT / "optimizer.bin", "output.bias"
     saved = torch.load(path, weights_only=True)
@@ -406,4 +549,7 @@ def _save_and_load_a_loss_scale():
     checkpoint = make_saver(layer, optimizer, {LOSS_SCALE: LossScale(used)})(folder, 3)
     assert load_parts(checkpoint, {LOSS_SCALE: LossScale(fresh)}) == []
     assert fresh.state_dict() == used.state_dict() and fresh.get_scale() == 512.0
-    assert fresh.state_dict()["_growth_tracker"] == 5 and type(fresh.state_dict()["growth_interval"]) is int
+    assert (
+        fresh.state_dict()["_growth_tracker"] == 5
+        and type(fresh.state_dict()["growth_interval"]) is int
+    )

@@ -1,4 +1,6 @@
-"""Settings: files first, then flags; what is saved can be read back; batch sizes multiply to the global batch."""
+"""Settings: files first, then flags; what is saved can be read back; batch sizes multiply to the
+global batch.
+"""
 
 import os
 import re
@@ -29,7 +31,8 @@ def test_a_flag_beats_the_config_file_wherever_either_stands():
     for flags, lr in (
         (("--config", "one.yaml", "--lr", "0.25"), 0.25),
         (("--lr=0.25", "--config=one.yaml"), 0.25),
-        (("--config", "one.yaml", "--config", "two.yaml"), 0.125),  # a later file beats an earlier one
+        # a later file beats an earlier one
+        (("--config", "one.yaml", "--config", "two.yaml"), 0.125),
     ):
         config = parse(*flags)
         assert (config.lr, config.epochs) == (lr, 7)
@@ -40,7 +43,11 @@ def test_a_flag_beats_the_config_file_wherever_either_stands():
     [
         (("--flip", "--lr", "0.1"), "flip", True),  # a bare boolean flag means true
         (("--flip=false",), "flip", False),
-        (("--model_args", "{hidden: 16, name: wide}"), "model_args", {"hidden": 16, "name": "wide"}),
+        (
+            ("--model_args", "{hidden: 16, name: wide}"),
+            "model_args",
+            {"hidden": 16, "name": "wide"},
+        ),
         (("--mean", "[0.5, 0.25]"), "mean", [0.5, 0.25]),
         (("--mean", "-0.5", "1e-3", ".5", "--flip"), "mean", [-0.5, 1e-3, 0.5]),
         (("--mean", "-0.1,0.2,0.3", "--flip"), "mean", [-0.1, 0.2, 0.3]),
@@ -53,7 +60,9 @@ def test_flags_are_booleans_numbers_lists_and_dictionaries(flags, name, value):
 
 
 def test_settings_survive_saving_and_a_saved_file_is_a_config_file():
-    config = parse("--model_args", "{a: 1}", "--std", "[0.5]", "--seed", "3", "--flip", "--data", "ä/b")
+    config = parse(
+        "--model_args", "{a: 1}", "--std", "[0.5]", "--seed", "3", "--flip", "--data", "ä/b"
+    )
     Path("saved.yaml").write_text(to_yaml(config))
     assert read_config(Path("saved.yaml")) == parse("--config", "saved.yaml") == config
 
@@ -62,16 +71,27 @@ def test_the_config_in_the_run_folder_repeats_the_run():
     flags = ("--model", "mlp", "--max_steps", "3", "--lr", "0.01", "--log_every", "1")
     first = train_run(1, "first", *flags)
     second = train_run(1, "second", "--config", "runs/first/config.yaml", "--run_name", "second")
-    assert [r["loss"] for r in first if r["kind"] == "train"] == [r["loss"] for r in second if r["kind"] == "train"]
+    assert [r["loss"] for r in first if r["kind"] == "train"] == [
+        r["loss"] for r in second if r["kind"] == "train"
+    ]
 
 
-@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_every_recipe_is_valid_and_leaves_the_topology_open(recipe):
     settings = yaml.safe_load(recipe.read_text())
     config = parse("--config", str(recipe))
     assert {name: getattr(config, name) for name in settings} == settings
     assert set(settings) <= {f.name for f in fields(TrainConfig)}
-    assert not set(settings) & {"batch_size", "grad_accum", "num_workers", "threads", "output_dir", "run_name"}
+    assert not set(settings) & {
+        "batch_size",
+        "grad_accum",
+        "num_workers",
+        "threads",
+        "output_dir",
+        "run_name",
+    }
 
 
 @pytest.mark.parametrize(
@@ -102,7 +122,9 @@ def test_batch_sizes_that_do_not_divide_are_refused_with_numbers_that_work(flags
         resolve_batch(parse(*flags), processes)
 
 
-@pytest.mark.parametrize("place", ["model_args: CLASS", "model_args: {a: [{b: CLASS}]}", "data: CLASS", "mean: CLASS"])
+@pytest.mark.parametrize(
+    "place", ["model_args: CLASS", "model_args: {a: [{b: CLASS}]}", "data: CLASS", "mean: CLASS"]
+)
 def test_settings_from_a_stranger_import_and_execute_nothing(place, monkeypatch):
     Path("trap.py").write_text(
         "import os\nos.mkdir('imported')\nclass Trap:\n    def __init__(self): os.mkdir('made')\n"
@@ -166,7 +188,8 @@ def test_yaml_that_is_written_is_read_as_the_same_values():
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x], " + ", ".join(
-    f"{after}: &{after} [{', '.join([f'*{before}'] * 9)}]" for before, after in zip("abcdefgh", "bcdefghi", strict=True)
+    f"{after}: &{after} [{', '.join([f'*{before}'] * 9)}]"
+    for before, after in zip("abcdefgh", "bcdefghi", strict=True)
 )
 
 
@@ -174,7 +197,8 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x], " + ", ".join(
     ("text", "what"),
     [
         (f"model_args: {{{BOMB}}}\n", "aliases (*) are not allowed"),
-        (f"model_args: '{{{BOMB}}}'\n", "--model_args must be '{NAME: VALUE}'"),  # a string is not read as YAML
+        # a string is not read as YAML
+        (f"model_args: '{{{BOMB}}}'\n", "--model_args must be '{NAME: VALUE}'"),
         ("lr: 1" + "0" * 5000, "Exceeds the limit"),
         ("data: caf\xe9", "not valid UTF-8"),
     ],
@@ -191,13 +215,18 @@ def test_only_a_regular_file_is_read_as_settings_or_weights():
     Path("folder").mkdir()
     for path in ("fifo", "/dev/zero"):
         for flag in ("--config", "--init_from"):
-            assert f"{path}: is not a regular file" in refused(train.main, "--model", "mlp", flag, path)
+            assert f"{path}: is not a regular file" in refused(
+                train.main, "--model", "mlp", flag, path
+            )
     assert "folder: Is a directory" in refused(train.main, "--config", "folder")
 
 
 @pytest.mark.parametrize("name", ["..", ".hidden", "-x", "a/b", "a\nb", "é" * 128, ""])
 def test_a_run_name_that_cannot_name_a_folder_is_refused(name, capsys):
-    assert "--run_name" in (line := refusal(capsys, f"--run_name={name}")) and "must be a plain name" in line
+    assert (
+        "--run_name" in (line := refusal(capsys, f"--run_name={name}"))
+        and "must be a plain name" in line
+    )
     Path("recipe.yaml").write_text(dump_yaml({"run_name": name}))
     assert "must be a plain name" in refusal(capsys, "--config", "recipe.yaml")
     with pytest.raises(ValueError, match="must be a plain name"):
@@ -236,5 +265,7 @@ def test_a_run_folder_that_is_named_after_the_data_has_a_name_that_can_be_given(
 def test_a_run_folder_is_named_after_the_data_and_the_model_that_was_chosen():
     (outcome,) = run_ranks(1, train.main, ["--max_steps", "1", "--cache_dir", "mine"])
     (path,) = Path("runs").iterdir()
-    assert outcome.code == 0 and outcome.out.endswith(f"eval.py --ckpt {path} --cache_dir mine\n"), outcome.out
+    assert outcome.code == 0 and outcome.out.endswith(
+        f"eval.py --ckpt {path} --cache_dir mine\n"
+    ), outcome.out
     assert re.fullmatch(r"digits-mnist_cnn-\d{8}-\d{6}", path.name)

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 from helpers.make_data import image_folder
 from helpers.ranks import run_ranks
-from helpers.training_runs import kept_in, records, refused, restore, same_tensors, train_run, weights
+from helpers.training_runs import (
+    kept_in,
+    records,
+    refused,
+    restore,
+    same_tensors,
+    train_run,
+    weights,
+)
 from PIL import Image
 
 import eval
@@ -18,8 +26,29 @@ from utils.config.settings import TrainConfig
 from utils.data.selection import load_data
 from utils.data.sources import absolute_data, check_source, open_source
 
-FLAGS = ("--model", "mlp", "--model_args", "{hidden: 8}", "--threads", "1", "--global_batch_size", "12", "--lr", "0.01")
-FLAGS += ("--lr_schedule", "constant", "--log_every", "1", "--eval_every", "9", "--save_every", "3", "--max_steps")
+FLAGS = (
+    "--model",
+    "mlp",
+    "--model_args",
+    "{hidden: 8}",
+    "--threads",
+    "1",
+    "--global_batch_size",
+    "12",
+    "--lr",
+    "0.01",
+)
+FLAGS += (
+    "--lr_schedule",
+    "constant",
+    "--log_every",
+    "1",
+    "--eval_every",
+    "9",
+    "--save_every",
+    "3",
+    "--max_steps",
+)
 LISTED = ("--data", "photos/labels.csv", *FLAGS)
 MORE = (*FLAGS, "9", "--run_name", "run", "--resume", "auto")
 
@@ -38,7 +67,9 @@ def samples(source, split: str = "train") -> list[tuple[str, str]]:
     """The path of each image, relative to the working directory, and the name of its class."""
     found = source.split(split)
     paths = [os.path.relpath(found.images.paths[row]) for row in found.rows]
-    return [(path, source.class_names[label]) for path, label in zip(paths, found.labels, strict=True)]
+    return [
+        (path, source.class_names[label]) for path, label in zip(paths, found.labels, strict=True)
+    ]
 
 
 def error(text: str | bytes, **settings) -> str:
@@ -50,7 +81,8 @@ def error(text: str | bytes, **settings) -> str:
     return str(caught.value)
 
 
-# -- what a file may look like ---------------------------------------------------------------------------------------
+# -- what a file may look like
+# ---------------------------------------------------------------------------------------
 
 EXPECTED = [("a.png", "cat"), ("b, c.png", "dog, small"), ("deep/d.png", "cat")]
 PLAIN = 'path,label\na.png,cat\n"b, c.png","dog, small"\ndeep/d.png,cat\n'
@@ -71,22 +103,33 @@ FILES = {
 def test_the_columns_path_and_label_are_the_samples(kind):
     source = opened(write(FILES[kind]))
     assert samples(source) == EXPECTED and source.class_names == ["cat", "dog, small"]
-    assert list(source.openers) == ["train"] and source.split("train").images.names == [path for path, _ in EXPECTED]
+    assert list(source.openers) == ["train"] and source.split("train").images.names == [
+        path for path, _ in EXPECTED
+    ]
 
 
 def test_other_columns_are_named_by_flags_and_other_suffixes_are_known():
     for name in ("list.tsv", "LIST.CSV"):
-        source = opened(write("image,label,species\nx.png,1,cat\n", name), image_column="image", label_column="species")
+        source = opened(
+            write("image,label,species\nx.png,1,cat\n", name),
+            image_column="image",
+            label_column="species",
+        )
         assert samples(source) == [("x.png", "cat")]
 
 
 def test_paths_are_relative_to_the_file_or_absolute(monkeypatch):
     Path("elsewhere").mkdir()
     far, near = Path("elsewhere/x.png").resolve(), Path("photos/near.png").resolve()
-    write(f"path,label\n{far},cat\n{near},cat\n../elsewhere/y.png,dog\nz.png,dog\n", "photos/list.csv")
+    write(
+        f"path,label\n{far},cat\n{near},cat\n../elsewhere/y.png,dog\nz.png,dog\n", "photos/list.csv"
+    )
     files = opened("photos/list.csv").split("train").images
     assert files.names == [str(far), "near.png", "../elsewhere/y.png", "z.png"]
-    assert [Path(path).resolve() for path in files.paths[2:]] == [far.with_name("y.png"), near.with_name("z.png")]
+    assert [Path(path).resolve() for path in files.paths[2:]] == [
+        far.with_name("y.png"),
+        near.with_name("z.png"),
+    ]
     Path("linked.csv").symlink_to("photos/list.csv")
     saved = absolute_data("linked.csv")
     assert samples(opened(saved))[3] == ("z.png", "dog")  # next to the link, which keeps its suffix
@@ -104,7 +147,9 @@ def test_paths_are_relative_to_the_file_or_absolute(monkeypatch):
         ("NA null 1", "1 NA null"),
     ],
 )
-def test_classes_are_in_numeric_order_if_all_are_numbers_and_else_in_the_order_of_folders(labels, order):
+def test_classes_are_in_numeric_order_if_all_are_numbers_and_else_in_the_order_of_folders(
+    labels, order
+):
     rows = "".join(f"{number}.png,{label}\n" for number, label in enumerate(labels.split()))
     source = opened(write(f"path,label\n{rows}"))
     assert source.class_names == order.split()
@@ -112,13 +157,16 @@ def test_classes_are_in_numeric_order_if_all_are_numbers_and_else_in_the_order_o
 
 
 @pytest.mark.parametrize(
-    ("written", "name"), [("val", "val"), ("Valid", "valid"), ("dev", "validation"), ("fold 2", "fold 2")]
+    ("written", "name"),
+    [("val", "val"), ("Valid", "valid"), ("dev", "validation"), ("fold 2", "fold 2")],
 )
 def test_splits_have_the_names_that_folders_may_have(written, name):
     write(f"path,label,split\na.png,cat,Training\nb.png,dog,Training\nc.png,cat,{written}\n")
     source = opened("labels.csv")
     assert list(source.openers) == ["train", name] and source.class_names == ["cat", "dog"]
-    assert samples(source) == [("a.png", "cat"), ("b.png", "dog")] and samples(source, name) == [("c.png", "cat")]
+    assert samples(source) == [("a.png", "cat"), ("b.png", "dog")] and samples(source, name) == [
+        ("c.png", "cat")
+    ]
     assert source.aliases["Training"] == "train" and source.aliases.get(written, name) == name
 
 
@@ -129,16 +177,24 @@ def test_the_training_split_that_is_asked_for_defines_the_classes():
 
 def test_rows_of_an_unusual_split_are_said_to_be_left_out_unless_a_flag_names_it():
     image_folder("photos", {"cat": 10, "dog": 10})
-    rows = "".join(f"{c}/{n:03}.png,{c},{'fold 2' if n > 7 else 'train'}\n" for c in ("cat", "dog") for n in range(10))
+    rows = "".join(
+        f"{c}/{n:03}.png,{c},{'fold 2' if n > 7 else 'train'}\n"
+        for c in ("cat", "dog")
+        for n in range(10)
+    )
     write(f"path,label,split\n{rows}", "photos/labels.csv")
     settings = {"data": "photos/labels.csv", "cache_dir": "cache"}
     (note,) = load_data(TrainConfig(**settings)).train.notes
-    assert "labels.csv: rows of other splits are left out: fold 2 (4)" in note and "--eval_split" in note
+    assert (
+        "labels.csv: rows of other splits are left out: fold 2 (4)" in note
+        and "--eval_split" in note
+    )
     data = load_data(TrainConfig(**settings, eval_split="fold 2"))
     assert len(data.evaluation) == 4 and not data.train.notes and not data.evaluation.notes
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------
+# -- what is refused
+# -------------------------------------------------------------------------------------------------
 
 
 REFUSED = {
@@ -162,7 +218,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_a_file_that_cannot_be_right_is_refused_with_its_name_and_row(text):
-    assert error(text).startswith(f"{Path('labels.csv').resolve()}{REFUSED[text].replace('CWD', os.getcwd())}")
+    assert error(text).startswith(
+        f"{Path('labels.csv').resolve()}{REFUSED[text].replace('CWD', os.getcwd())}"
+    )
 
 
 def test_an_image_that_is_listed_in_two_spellings_is_refused_as_in_one():
@@ -170,8 +228,15 @@ def test_an_image_that_is_listed_in_two_spellings_is_refused_as_in_one():
     os.symlink("real", "linked")
     os.symlink("real/a", "short")  # short/.. is real, and not this folder
     found = Path("real").resolve()
-    for second in ("./real/a/x.png", "real/a/../a/x.png", f"{found}/../linked/a/x.png", "short/../a/x.png"):
-        line = error(f"path,label,split\nreal/a/x.png,cat,train\ny.png,dog,train\n{second},dog,val\n")
+    for second in (
+        "./real/a/x.png",
+        "real/a/../a/x.png",
+        f"{found}/../linked/a/x.png",
+        "short/../a/x.png",
+    ):
+        line = error(
+            f"path,label,split\nreal/a/x.png,cat,train\ny.png,dog,train\n{second},dog,val\n"
+        )
         assert f"labels.csv, row 4: {os.path.join(os.getcwd(), second)} is also in row 2" in line
     text = "path,label\nx.png,cat\nshort/../x.png,dog\nreal/a/x.png,dog\nREAL/a/x.png,cat\nnone/../y.png,cat\n"
     assert len(opened(write(text)).split("train")) == 5
@@ -181,9 +246,15 @@ def test_paths_with_backslashes_or_without_endings_are_refused_with_the_file_tha
     image_folder("photos", {"cat": 2})
     for written in ("photos\\cat\\000.png", "photos/cat/000", "photos\\cat\\000"):
         line = error(f"path,label\n{written},cat\ny.png,dog\n")
-        assert f"row 2: there is no file {os.getcwd()}/{written}, but {os.getcwd()}/photos/cat/000.png; write" in line
+        assert (
+            f"row 2: there is no file {os.getcwd()}/{written}, but {os.getcwd()}/photos/cat/000.png; write"
+            in line
+        )
         line = error(f"path,label\nphotos/cat/001.png,dog\n{written},cat\n")
-        assert f"row 3: there is no file {os.getcwd()}/{written}, but {os.getcwd()}/photos/cat/000.png; write" in line
+        assert (
+            f"row 3: there is no file {os.getcwd()}/{written}, but {os.getcwd()}/photos/cat/000.png; write"
+            in line
+        )
 
 
 def test_a_path_that_does_not_exist_is_looked_for_only_in_the_folders_that_it_names(monkeypatch):
@@ -206,12 +277,17 @@ def test_a_column_of_a_flag_and_a_file_must_exist():
         check_source(TrainConfig(data="nope.csv"))
 
 
-# -- runs ------------------------------------------------------------------------------------------------------------
+# -- runs
+# ------------------------------------------------------------------------------------------------------------
 
 
 def write_list(*, relabelled: tuple[int, ...] = (), more: str = "") -> None:
     """photos/labels.csv with the 60 images of photos/, in the order of the folder."""
-    rows = [f"{c}/{n:03}.bmp,{'cat' if n in relabelled else c}\n" for c in ("cat", "dog") for n in range(30)]
+    rows = [
+        f"{c}/{n:03}.bmp,{'cat' if n in relabelled else c}\n"
+        for c in ("cat", "dog")
+        for n in range(30)
+    ]
     write("path,label\n" + "".join(rows) + more, "photos/labels.csv")
 
 
@@ -242,7 +318,10 @@ def evaluated(*flags) -> tuple[dict, str]:
 def test_a_run_on_the_list_is_the_run_on_the_folder(trained):
     for kind in ("train", "eval"):
         pairs = zip(records("whole", kind), records("folder", kind), strict=True)
-        assert all((one["loss"], one["accuracy"]) == (other["loss"], other["accuracy"]) for one, other in pairs)
+        assert all(
+            (one["loss"], one["accuracy"]) == (other["loss"], other["accuracy"])
+            for one, other in pairs
+        )
     assert len(records("whole", "train")) == 9 and same_tensors(weights("whole"), weights("folder"))
 
 
@@ -251,7 +330,9 @@ def test_a_resumed_run_on_a_list_that_moved_continues_with_the_same_bits(trained
     os.rename("photos", "elsewhere")
     found = evaluated("--data", "elsewhere/labels.csv")[0]
     names = ("loss", "accuracy", "count", "split")
-    assert [found[name] for name in names] == [before[name] for name in names] and found["count"] == 6
+    assert [found[name] for name in names] == [before[name] for name in names] and found[
+        "count"
+    ] == 6
     train_run(2, "run", "--data", "elsewhere/labels.csv", *MORE)
     assert same_tensors(weights("run"), weights("whole"))
 
@@ -263,7 +344,10 @@ def invert(path: str) -> None:
 CHANGES = {
     "relabelled": (lambda: write_list(relabelled=(10, 11)), "changed class: dog/010.bmp"),
     "replaced": (lambda: invert("photos/cat/007.bmp"), "changed: cat/007.bmp"),
-    "another class": (lambda: write_list(more="x.png,emu\n"), "the classes changed since training (new: emu)"),
+    "another class": (
+        lambda: write_list(more="x.png,emu\n"),
+        "the classes changed since training (new: emu)",
+    ),
 }
 
 

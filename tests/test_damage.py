@@ -15,7 +15,14 @@ import pytest
 import torch
 import yaml
 from helpers.ranks import NOBODY, as_nobody, run_ranks
-from helpers.training_runs import records, rewrite_manifest, same_tensors, train_run, weights, working_in
+from helpers.training_runs import (
+    records,
+    rewrite_manifest,
+    same_tensors,
+    train_run,
+    weights,
+    working_in,
+)
 
 import eval
 import train
@@ -27,18 +34,42 @@ from utils.runs.metadata import read_settings
 from utils.runs.state import TrainState
 from utils.version import VERSION
 
-FLAGS = ("--data", "digits", "--model", "mlp", "--model_args", "{hidden: 16}", "--threads", "1", "--keep", "9")
-FLAGS += ("--lr_schedule", "constant", "--save_every", "2", "--eval_every", "99", "--report", "false")
+FLAGS = (
+    "--data",
+    "digits",
+    "--model",
+    "mlp",
+    "--model_args",
+    "{hidden: 16}",
+    "--threads",
+    "1",
+    "--keep",
+    "9",
+)
+FLAGS += (
+    "--lr_schedule",
+    "constant",
+    "--save_every",
+    "2",
+    "--eval_every",
+    "99",
+    "--report",
+    "false",
+)
 FRESH = (*FLAGS, "--global_batch_size", "120")
 RESUME = ("--run_name", "run", *FLAGS, "--resume", "auto", "--max_steps", "10")
 STEPS = ("step-00000002", "step-00000004", "step-00000006", "step-00000008")
-RUN, CHECKPOINTS, NEWEST = (Path("runs/run", *parts) for parts in ((), ("checkpoints",), ("checkpoints", STEPS[-1])))
+RUN, CHECKPOINTS, NEWEST = (
+    Path("runs/run", *parts) for parts in ((), ("checkpoints",), ("checkpoints", STEPS[-1]))
+)
 EVAL = ("--ckpt", str(NEWEST))
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with `run`, which has the four checkpoints, and `whole`, which went on without a stop."""
+    """A folder with `run`, which has the four checkpoints, and `whole`, which went on without a
+    stop.
+    """
     folder = tmp_path_factory.mktemp("trained")
     with working_in(folder):
         train_run(1, "whole", *FRESH, "--max_steps", "10")
@@ -55,13 +86,18 @@ def fresh_copy(own_folders, trained):
 def contents(folder):
     """Everything below a folder, except the lock file, which changes with each run."""
     files = (path for path in sorted(folder.rglob("*")) if path.name != ".lock")
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in files}
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in files
+    }
 
 
 def refused(outcome, *texts):
     """Assert that a rank ended with code 2 and one line that says all of this."""
     assert outcome.code == 2, (outcome.code, outcome.err, outcome.out)
-    assert outcome.err.count("\n") == 1 and "Traceback" not in outcome.err + outcome.out, outcome.err
+    assert outcome.err.count("\n") == 1 and "Traceback" not in outcome.err + outcome.out, (
+        outcome.err
+    )
     assert all(text in outcome.err for text in texts), outcome.err
 
 
@@ -116,7 +152,16 @@ DAMAGES = {
     "link": put_a_link_there,
     "file": put_a_file_in_the_place_of_all,
 }
-POINTERS = [b"", b"\xff\xfe\x00", b"../..\n", b"/\n", b"step-99999999\n", b"step-00000002\n", b"rubbish", None]
+POINTERS = [
+    b"",
+    b"\xff\xfe\x00",
+    b"../..\n",
+    b"/\n",
+    b"step-99999999\n",
+    b"step-00000002\n",
+    b"rubbish",
+    None,
+]
 
 
 def damage(kind, checkpoint, rng):
@@ -125,7 +170,9 @@ def damage(kind, checkpoint, rng):
 
 @pytest.mark.parametrize("kind", DAMAGES)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
-def test_each_of_260_random_damages_is_named_and_the_newest_good_checkpoint_is_taken(trained, kind, seed):
+def test_each_of_260_random_damages_is_named_and_the_newest_good_checkpoint_is_taken(
+    trained, kind, seed
+):
     rng = random.Random(f"{kind} {seed}")
     for _ in range(13):
         shutil.rmtree(RUN)
@@ -156,7 +203,9 @@ def changed_files(trained, name):
 
 
 def test_each_change_of_one_byte_of_a_manifest_is_seen(tmp_path):
-    """Each bit flipped, and each byte replaced by one that a reader of text or of JSON might take for the same."""
+    """Each bit flipped, and each byte replaced by one that a reader of text or of JSON might take
+    for the same.
+    """
     checkpoint = tmp_path / "step-00000001"
     checkpoint.mkdir()
     for name in NEEDED:
@@ -196,8 +245,12 @@ def test_two_processes_go_on_from_the_newest_good_checkpoint():
 
 
 def went_on(outcome, text=""):
-    """Assert that a rank said so about the newest checkpoint, went on from the one before, and ended as `whole`."""
-    assert outcome.code == 0 and outcome.err == "" and "Traceback" not in outcome.out, outcome.err + outcome.out
+    """Assert that a rank said so about the newest checkpoint, went on from the one before, and
+    ended as `whole`.
+    """
+    assert outcome.code == 0 and outcome.err == "" and "Traceback" not in outcome.out, (
+        outcome.err + outcome.out
+    )
     end = f"; resuming from {CHECKPOINTS / STEPS[-2]} instead"
     (line,) = [line for line in outcome.out.splitlines() if line.endswith(end)]
     assert line.startswith(str(NEWEST)) and text in line
@@ -224,7 +277,11 @@ def test_without_a_good_checkpoint_nothing_is_trained_and_nothing_changes():
         damage("delete", CHECKPOINTS / name, random.Random(name))
     before = contents(RUN)
     outcomes = run_ranks(2, train.main, RESUME)
-    refused(outcomes[0], f"{NEWEST}/", "all checkpoints are damaged; start a new run with another --run_name")
+    refused(
+        outcomes[0],
+        f"{NEWEST}/",
+        "all checkpoints are damaged; start a new run with another --run_name",
+    )
     assert outcomes[1].code == 2 and outcomes[1].err == ""
     assert contents(RUN) == before
 
@@ -240,7 +297,11 @@ def test_a_damaged_checkpoint_asked_for_by_its_path_is_refused():
     damage("flip a bit", NEWEST, random.Random(0))
     before = contents(RUN)
     flags = ("--run_name", "run", *FLAGS, "--resume", str(NEWEST), "--max_steps", "10")
-    for main, arguments in ((train.main, flags), (eval.main, EVAL), (eval.main, ("--ckpt", "runs/run"))):
+    for main, arguments in (
+        (train.main, flags),
+        (eval.main, EVAL),
+        (eval.main, ("--ckpt", "runs/run")),
+    ):
         refused(run_one(main, arguments), f"{NEWEST}/", f"{CHECKPOINTS / STEPS[-2]} is good")
     assert contents(RUN) == before
 
@@ -280,7 +341,10 @@ def test_a_checkpoint_under_another_name_is_refused_before_anything_is_deleted(r
     renamed = CHECKPOINTS / "step-00000099"
     NEWEST.rename(renamed)
     before = contents(RUN)
-    refused(run_one(train.main, (*RESUME, "--resume", resume)), f"{renamed}: holds {STEPS[3]}; rename it to {STEPS[3]}")
+    refused(
+        run_one(train.main, (*RESUME, "--resume", resume)),
+        f"{renamed}: holds {STEPS[3]}; rename it to {STEPS[3]}",
+    )
     assert contents(RUN) == before
     renamed.rename(NEWEST)
     assert run_one(train.main, RESUME).code == 0 and same_tensors(weights("run"), weights("whole"))
@@ -292,7 +356,11 @@ def test_checkpoints_of_two_runs_in_one_folder_are_refused_before_any_is_deleted
     shutil.move(other, CHECKPOINTS)
     before = contents(RUN)
     line = "belongs to another run than step-000000"
-    refused(run_one(train.main, (*RESUME, "--resume", resume)), line, "move one of them to another folder")
+    refused(
+        run_one(train.main, (*RESUME, "--resume", resume)),
+        line,
+        "move one of them to another folder",
+    )
     assert contents(RUN) == before
 
 
@@ -319,9 +387,12 @@ def run_as_nobody(main, flags):
 @pytest.mark.parametrize("name", ["model.safetensors", pytest.param("", marks=pytest.mark.full)])
 def test_what_may_not_be_read_counts_as_damaged(of_nobody, name):
     (NEWEST / name).chmod(0)
-    refused(run_as_nobody(eval.main, ("--ckpt", "runs/run")), str(NEWEST / name), "Permission denied")
+    refused(
+        run_as_nobody(eval.main, ("--ckpt", "runs/run")), str(NEWEST / name), "Permission denied"
+    )
     went_on(
-        run_as_nobody(train.main, RESUME), f"{NEWEST / (name or 'manifest.json')}: Permission denied; resuming from"
+        run_as_nobody(train.main, RESUME),
+        f"{NEWEST / (name or 'manifest.json')}: Permission denied; resuming from",
     )
 
 
@@ -360,7 +431,8 @@ CODES = {  # of train.py and of eval.py when a file is something else than it sh
 
 
 def both(train_code, eval_code):
-    """Assert that train.py and eval.py end so (None: with 0 or 2), and where they refuse, in one line without a trace.
+    """Assert that train.py and eval.py end so (None: with 0 or 2), and where they refuse, in one
+    line without a trace.
 
     They are given the newest checkpoint, under a manifest that is made to match.
     """
@@ -369,7 +441,11 @@ def both(train_code, eval_code):
     for main, flags, code in ((eval.main, EVAL, eval_code), (train.main, RESUME, train_code)):
         outcome = run_one(main, flags)
         assert not Path("executed").exists()
-        assert outcome.code in ((0, 2) if code is None else (code,)), (main, outcome.code, outcome.out + outcome.err)
+        assert outcome.code in ((0, 2) if code is None else (code,)), (
+            main,
+            outcome.code,
+            outcome.out + outcome.err,
+        )
         if outcome.code == 2:
             refused(outcome, str(NEWEST))
             assert contents(RUN) == before
@@ -393,7 +469,9 @@ QUICK = [("optimizer.bin", "pickle"), ("config.yaml", "yaml"),
 
 def cases(every, quick):
     """A test's cases, of which those that are not quick are in `make test-full`."""
-    marked = [pytest.param(case, marks=[] if case in quick else [pytest.mark.full]) for case in every]
+    marked = [
+        pytest.param(case, marks=[] if case in quick else [pytest.mark.full]) for case in every
+    ]
     return pytest.mark.parametrize("case", marked, ids=lambda case: repr(case)[:40])
 
 
@@ -408,7 +486,10 @@ def test_an_optimizer_file_with_code_is_refused_as_such():
     PICKLES["torch"](NEWEST / "optimizer.bin")
     rewrite_manifest(NEWEST)
     (outcome,) = run_ranks(1, train.main, RESUME)
-    refused(outcome, f"{NEWEST / 'optimizer.bin'}: is refused, because it contains objects whose loading would execute")
+    refused(
+        outcome,
+        f"{NEWEST / 'optimizer.bin'}: is refused, because it contains objects whose loading would execute",
+    )
 
 
 BOMB = "model_args: {a0: &a0 [x, x, x, x, x, x, x, x, x], " + ", ".join(
@@ -442,7 +523,8 @@ def test_a_file_that_would_fill_the_memory_is_refused_by_its_size(case):
 
 
 @pytest.mark.parametrize(
-    ("main", "flags"), [(eval.main, EVAL), (train.main, ("--run_name", "run", "--resume", "auto", "--epochs", "2"))]
+    ("main", "flags"),
+    [(eval.main, EVAL), (train.main, ("--run_name", "run", "--resume", "auto", "--epochs", "2"))],
 )
 def test_settings_that_ask_for_a_far_larger_model_are_refused_before_it_is_built(main, flags):
     put("config.yaml", b"model_args: {hidden: 4000000}")
@@ -455,7 +537,10 @@ def test_settings_that_ask_for_a_far_larger_model_are_refused_before_it_is_built
         return peak_memory() - before
 
     (outcome,) = run_ranks(1, run)
-    assert "settings of this checkpoint do not match the size of its weights; use another checkpoint" in outcome.err
+    assert (
+        "settings of this checkpoint do not match the size of its weights; use another checkpoint"
+        in outcome.err
+    )
     assert outcome.err.count("\n") == 1 and outcome.value < 5e8  # the first layer would have a GB
 
 
@@ -519,7 +604,11 @@ def test_another_format_is_refused_with_what_reads_it(number):
     before = contents(RUN)
     text = f"{NEWEST}/state.json: has format {number}, of Lockstep {VERSION}; this version reads format {FORMAT}; "
     text += OTHER_FORMAT
-    for main, flags in ((eval.main, EVAL), (train.main, RESUME), (train.main, ("--resume", str(NEWEST)))):
+    for main, flags in (
+        (eval.main, EVAL),
+        (train.main, RESUME),
+        (train.main, ("--resume", str(NEWEST))),
+    ):
         refused(run_one(main, flags), text)
     assert contents(RUN) == before
 

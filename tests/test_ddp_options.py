@@ -1,4 +1,6 @@
-"""Batch statistics over all processes, and models that DistributedDataParallel needs to be told about."""
+"""Batch statistics over all processes, and models that DistributedDataParallel needs to be told
+about.
+"""
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ from utils.ranks.session import distributed_session
 
 
 def synchronised_step(shares: list[int]) -> tuple:
-    """This rank's share of one batch through a synchronised layer: output, gradients and running statistics."""
+    """This rank's share of one batch through a synchronised layer: output, gradients and running
+    statistics.
+    """
     with distributed_session("train.py", TrainConfig(threads=1)) as ranks:
         ranks.join()
         layer, images, weights = material()
@@ -43,7 +47,9 @@ def test_synchronised_statistics_and_gradients_are_those_of_the_whole_batch(shar
     layer, images, weights = material()
     expected = layer(images.requires_grad_())
     (expected * weights).sum().backward()
-    outputs, own, gradients, buffers = zip(*returned(len(shares), synchronised_step, shares), strict=True)
+    outputs, own, gradients, buffers = zip(
+        *returned(len(shares), synchronised_step, shares), strict=True
+    )
     torch.testing.assert_close(torch.cat(outputs), expected.detach())
     torch.testing.assert_close(torch.cat(own), images.grad)
     for parameter, parts in zip(layer.parameters(), zip(*gradients, strict=True), strict=True):
@@ -68,26 +74,48 @@ def test_a_step_of_one_sample_on_all_processes_together_is_refused():
     for samples in range(9, 17):
         plan = Plan(samples, global_batch_size=8, microbatches=4, seed=0)
         emitted = [len(microbatch.indices) for microbatch in UpdateSampler(plan, 2, 2)]
-        steps = [sum(emitted[i : i + 2]) for i in range(0, len(emitted), 2)]  # each of both ranks together
+        # each of both ranks together
+        steps = [sum(emitted[i : i + 2]) for i in range(0, len(emitted), 2)]
         if 1 in steps:
             refused.append(samples)
             with pytest.raises(ValueError, match="more than one sample"):
                 check_batch_norm(plan, 2, together=2)
         else:
             check_batch_norm(plan, 2, together=2)
-    assert refused == [9, 10, 11]  # the last update has one to three samples, for two steps of two ranks
+    # the last update has one to three samples, for two steps of two ranks
+    assert refused == [9, 10, 11]
 
 
 @pytest.mark.full
 def test_a_run_with_synchronised_batch_statistics_has_the_losses_of_one_process():
-    flags = ["--model", "resnet18", "--global_batch_size", "14", "--max_steps", "5", "--log_every", "1"]
-    flags += ["--threads", "1", "--lr", "0.0005", "--max_train_samples", "61", "--max_eval_samples", "20"]
+    flags = [
+        "--model",
+        "resnet18",
+        "--global_batch_size",
+        "14",
+        "--max_steps",
+        "5",
+        "--log_every",
+        "1",
+    ]
+    flags += [
+        "--threads",
+        "1",
+        "--lr",
+        "0.0005",
+        "--max_train_samples",
+        "61",
+        "--max_eval_samples",
+        "20",
+    ]
     for processes in (1, 2):  # the fifth update has 3 + 2 samples
         train_run(processes, f"on-{processes}", *flags, "--sync_batchnorm")
     alone, both = ([line["loss"] for line in records(f"on-{n}", "train")] for n in (1, 2))
     # So few samples and so many layers multiply the rounding of each update some twenty times.
     assert both[:2] == pytest.approx(alone[:2], rel=1e-6) and both == pytest.approx(alone, rel=2e-3)
-    assert records("on-2", "eval")[-1]["loss"] == pytest.approx(records("on-1", "eval")[-1]["loss"], rel=1e-3)
+    assert records("on-2", "eval")[-1]["loss"] == pytest.approx(
+        records("on-1", "eval")[-1]["loss"], rel=1e-3
+    )
 
 
 class Changing(nn.Module):
@@ -95,19 +123,42 @@ class Changing(nn.Module):
 
     def __init__(self, spec, classes: int, always: bool = True):
         super().__init__()
-        self.first, self.always, self.turn = nn.Linear(spec.height * spec.width * spec.channels, 16), always, 0
+        self.first, self.always, self.turn = (
+            nn.Linear(spec.height * spec.width * spec.channels, 16),
+            always,
+            0,
+        )
         self.second = nn.ModuleList(nn.Linear(16, classes) for _ in range(2))
 
     def forward(self, images):
-        self.turn += self.training  # an empty batch, such as that which settles DDP's buckets, runs in evaluation mode
+        # an empty batch, such as that which settles DDP's buckets, runs in evaluation mode
+        self.turn += self.training
         number = 0 if self.always else self.turn % 2
         return self.second[number](torch.relu(self.first(images.flatten(1))))
 
 
 def train_changing(name: str, always: bool, *flags: str) -> None:
     utils.models.zoo.OWN_MODELS["mlp"] = Changing
-    settings = ["--model", "mlp", "--model_args", f"{{always: {str(always).lower()}}}", "--global_batch_size", "120"]
-    settings += ["--run_name", name, "--max_steps", "5", "--log_every", "1", "--threads", "1", "--lr", "0.01"]
+    settings = [
+        "--model",
+        "mlp",
+        "--model_args",
+        f"{{always: {str(always).lower()}}}",
+        "--global_batch_size",
+        "120",
+    ]
+    settings += [
+        "--run_name",
+        name,
+        "--max_steps",
+        "5",
+        "--log_every",
+        "1",
+        "--threads",
+        "1",
+        "--lr",
+        "0.01",
+    ]
     train.main([*settings, *flags])
 
 
@@ -118,7 +169,11 @@ def test_unused_parameters_are_refused_with_the_flags_that_fix_it():
 
 @pytest.mark.parametrize(
     ("always", "flag"),
-    [(True, ["--find_unused_parameters"]), (True, ["--freeze", "second.1"]), (False, ["--find_unused_parameters"])],
+    [
+        (True, ["--find_unused_parameters"]),
+        (True, ["--freeze", "second.1"]),
+        (False, ["--find_unused_parameters"]),
+    ],
 )
 def test_unused_parameters_train_as_on_one_process(always, flag):
     # So many accumulation steps that a microbatch takes the same layer in both.
@@ -139,7 +194,18 @@ class Refusing(Changing):
 
 def train_refusing(*flags: str) -> None:
     utils.models.zoo.OWN_MODELS["mlp"] = Refusing
-    settings = ["--model", "mlp", "--threads", "1", "--lr", "0.01", "--weight_decay", "0.1", "--optimizer", "adamw"]
+    settings = [
+        "--model",
+        "mlp",
+        "--threads",
+        "1",
+        "--lr",
+        "0.01",
+        "--weight_decay",
+        "0.1",
+        "--optimizer",
+        "adamw",
+    ]
     settings += ["--global_batch_size", "24", "--max_train_samples", "25", "--max_steps", "6"]
     train.main([*settings, "--find_unused_parameters", *flags])
 

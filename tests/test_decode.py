@@ -45,7 +45,9 @@ def pixels_of(raw, channels):
 
 
 def by_pillow(raw, channels):
-    pixels = np.asarray(Image.open(io.BytesIO(raw)).convert("L" if channels == 1 else "RGB")).astype(int)
+    pixels = np.asarray(
+        Image.open(io.BytesIO(raw)).convert("L" if channels == 1 else "RGB")
+    ).astype(int)
     return pixels.reshape(*pixels.shape[:2], channels)
 
 
@@ -58,7 +60,9 @@ FILES = {
     "grey png": encoded(PICTURE[..., 0], "PNG"),
     "black and white png": encoded(Image.fromarray(PICTURE).convert("1"), "PNG"),
     "palette png": encoded(Image.fromarray(PICTURE).quantize(16), "PNG"),
-    "transparent palette png": encoded(Image.fromarray(PICTURE).quantize(16), "PNG", transparency=3),
+    "transparent palette png": encoded(
+        Image.fromarray(PICTURE).quantize(16), "PNG", transparency=3
+    ),
     "alpha png": encoded(ALPHA, "PNG"),
     "grey alpha png": encoded(ALPHA[..., [0, 3]], "PNG"),
     "gif": encoded(PICTURE, "GIF"),
@@ -74,7 +78,8 @@ FILES = {
 def test_a_file_has_the_pixels_that_pillow_reads(name, channels):
     ours, pillows = pixels_of(FILES[name], channels), by_pillow(FILES[name], channels)
     assert ours.shape == pillows.shape
-    assert np.abs(ours - pillows).max() <= 1  # JPEG: grey is the file's own luma, Pillow's is computed from colours
+    # JPEG: grey is the file's own luma, Pillow's is computed from colours
+    assert np.abs(ours - pillows).max() <= 1
 
 
 def test_transparency_is_dropped_and_the_colours_beneath_it_stay():
@@ -137,7 +142,8 @@ def test_an_orientation_in_xmp_data_is_applied_as_pillow_does_where_exif_data_ha
             more = {"tiffinfo": {700: XMP % number} | dict(exif)}
         raw = encoded(PICTURE, kind, **more)
         expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(raw)))).astype(int)
-        assert (expected.shape[:2] == (40, 24)) == (exif.get(0x0112, number) > 4)  # Pillow reads it from this file
+        # Pillow reads it from this file
+        assert (expected.shape[:2] == (40, 24)) == (exif.get(0x0112, number) > 4)
         assert np.abs(pixels_of(raw, 3) - expected).max() <= 3, (number, exif)
 
 
@@ -147,7 +153,9 @@ def large(raw):
 
 
 def shrunk(raw, channels, factor):
-    """The pixels as they come where the image is going to be `factor` times smaller, and the sides that it was told."""
+    """The pixels as they come where the image is going to be `factor` times smaller, and the sides
+    that it was told.
+    """
     sides = []
 
     def shrink(height, width):
@@ -164,10 +172,18 @@ def averaged(pixels, factor):
 
 
 @pytest.mark.parametrize("factor", [1.99, 2, 4, 7.5, 100])
-@pytest.mark.parametrize(("kind", "channels"), [("plain", 3), ("plain", 1), ("grey", 3), ("cmyk", 3), ("several", 3)])
-def test_a_large_jpeg_comes_at_a_half_a_quarter_or_an_eighth_where_that_is_enough(kind, channels, factor):
+@pytest.mark.parametrize(
+    ("kind", "channels"), [("plain", 3), ("plain", 1), ("grey", 3), ("cmyk", 3), ("several", 3)]
+)
+def test_a_large_jpeg_comes_at_a_half_a_quarter_or_an_eighth_where_that_is_enough(
+    kind, channels, factor
+):
     picture, used = Image.fromarray(smooth(480, 640)), max(n for n in (1, 2, 4, 8) if n <= factor)
-    more = {"save_all": True, "append_images": [Image.new("RGB", (640, 480))]} if kind == "several" else {}
+    more = (
+        {"save_all": True, "append_images": [Image.new("RGB", (640, 480))]}
+        if kind == "several"
+        else {}
+    )
     picture = picture.convert({"grey": "L", "cmyk": "CMYK"}.get(kind, "RGB"))
     raw = encoded(picture, "MPO" if kind == "several" else "JPEG", quality=95, **more)
     pixels, sides = shrunk(large(raw), channels, factor)
@@ -178,7 +194,8 @@ def test_a_large_jpeg_comes_at_a_half_a_quarter_or_an_eighth_where_that_is_enoug
 
 @pytest.mark.parametrize(
     ("options", "turned"),
-    [({"exif": exif_of(6)}, True), ({"xmp": XMP % 6}, True), ({"exif": exif_of(9)}, False)],  # 9 is not valid
+    # 9 is not valid
+    [({"exif": exif_of(6)}, True), ({"xmp": XMP % 6}, True), ({"exif": exif_of(9)}, False)],
 )
 def test_a_turned_jpeg_is_reduced_as_it_will_stand(options, turned):
     raw = encoded(smooth(480, 640), "JPEG", quality=95, **options)
@@ -224,7 +241,12 @@ def test_arrays_and_pillow_images_of_any_height_are_taken_as_they_are():
             assert (pixels_of(raw, 3) == picture).all()
         for channels in (1, 3):
             assert (pixels_of(grey, channels) == grey[..., None]).all()
-        assert np.abs(pixels_of(picture.transpose(2, 0, 1), 1) - by_pillow(encoded(picture, "BMP"), 1)).max() <= 1
+        assert (
+            np.abs(
+                pixels_of(picture.transpose(2, 0, 1), 1) - by_pillow(encoded(picture, "BMP"), 1)
+            ).max()
+            <= 1
+        )
 
 
 @pytest.mark.parametrize("name", ["jpeg", "progressive jpeg", "png", "webp", "gif"])
@@ -244,7 +266,16 @@ def test_a_truncated_file_is_an_error_or_complete(name):
 def damage_files():
     """Decode files with some bytes changed: errors are fine, a crash ends the process."""
     random = np.random.default_rng(0)
-    for name in ("jpeg", "progressive jpeg", "png", "grey png", "palette png", "alpha png", "gif", "webp"):
+    for name in (
+        "jpeg",
+        "progressive jpeg",
+        "png",
+        "grey png",
+        "palette png",
+        "alpha png",
+        "gif",
+        "webp",
+    ):
         for _ in range(60):
             raw = bytearray(FILES[name])
             for place in random.integers(0, len(raw), 3):
@@ -264,7 +295,9 @@ def test_an_unreadable_image_is_named_by_its_path_or_its_index(tmp_path):
     file = tmp_path / "broken.png"
     file.write_bytes(b"no image")
     files = Files([str(file), str(tmp_path / "gone.png")])
-    for position, text in enumerate(["broken.png: not a readable image", "gone.png: No such file or directory"]):
+    for position, text in enumerate(
+        ["broken.png: not a readable image", "gone.png: No such file or directory"]
+    ):
         with pytest.raises(ValueError, match=text):
             decode(split_of(files), position, 3)
     selected = split_of([FILES["png"], FILES["png"], b""]).select(np.array([2]))
@@ -280,7 +313,8 @@ def test_a_table_row_without_an_image_is_an_error_that_names_it():
             decode(split, 1, 3, raw)
 
 
-# -- size ------------------------------------------------------------------------------------------------------------
+# -- size
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [(24, 40), (40, 24), (17, 90), (200, 133), (8, 8)])
@@ -290,13 +324,16 @@ def test_the_centre_of_an_image_of_any_size_is_what_pillow_cuts_out(size, share)
     ours = center(torch.from_numpy(picture), 32, 48, share).numpy().astype(int)
     scale = max(32 / size[0], 48 / size[1]) / share
     height, width = max(32, round(size[0] * scale)), max(48, round(size[1] * scale))
-    resized = np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling.BILINEAR)).astype(int)
+    resized = np.asarray(
+        Image.fromarray(picture).resize((width, height), Image.Resampling.BILINEAR)
+    ).astype(int)
     top, left = round((height - 32) / 2), round((width - 48) / 2)
     assert ours.shape == (32, 48, 3)
     assert np.abs(ours - resized[top : top + 32, left : left + 48]).max() <= 2
 
 
-# Landscape and portrait; in some of them, torchvision's rounding of the longer side differs from Python's.
+# Landscape and portrait; in some of them, torchvision's rounding of the longer side differs from
+# Python's.
 SHAPES = [(427, 640), (640, 427), (375, 500), (333, 500), (500, 331), (180, 250)]
 
 
@@ -304,7 +341,9 @@ def photograph(name, height, width):
     """A photograph from scikit-learn, as a JPEG file of this size."""
     image = Image.fromarray(load_sample_image(f"{name}.jpg"))
     image = image.transpose(Image.Transpose.ROTATE_90) if height > width else image
-    return encoded(image.crop((0, 0, width, height)) if width * height < 2**18 else image, "JPEG", quality=95)
+    return encoded(
+        image.crop((0, 0, width, height)) if width * height < 2**18 else image, "JPEG", quality=95
+    )
 
 
 def evaluated(raw, spec):
@@ -314,11 +353,15 @@ def evaluated(raw, spec):
 
 
 def published(name):
-    """The input of a model's published weights, and torchvision's or timm's own transform, scaled to 0..255."""
+    """The input of a model's published weights, and torchvision's or timm's own transform, scaled
+    to 0..255.
+    """
     spec = input_spec(TrainConfig(model=name, pretrained=True), 3, None)
     if name.startswith("timm/"):
         cfg = timm.get_pretrained_cfg(name[5:]).to_dict()
-        transform = timm.data.create_transform(**timm.data.resolve_data_config({}, pretrained_cfg=cfg))
+        transform = timm.data.create_transform(
+            **timm.data.resolve_data_config({}, pretrained_cfg=cfg)
+        )
     else:
         transform = torchvision.models.get_model_weights(name).DEFAULT.transforms()
     std, mean = (torch.tensor(values)[:, None, None] for values in (spec.std, spec.mean))
@@ -329,7 +372,10 @@ def published(name):
 def test_photographs_are_evaluated_as_torchvision_does_for_its_weights(name):
     spec, own = published(name)
     preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
-    resize, crop = v2.Resize(preset.resize_size, preset.interpolation, antialias=True), v2.CenterCrop(preset.crop_size)
+    resize, crop = (
+        v2.Resize(preset.resize_size, preset.interpolation, antialias=True),
+        v2.CenterCrop(preset.crop_size),
+    )
     for shape in SHAPES:
         raw = photograph("china", *shape)
         ours, whole = evaluated(raw, spec), decode(split_of([raw]), 0, 3).permute(2, 0, 1)
@@ -343,7 +389,8 @@ def test_photographs_are_evaluated_as_torchvision_does_for_its_weights(name):
         ("timm/resnet10t", 2.01),
         ("timm/vit_base_patch16_224", 2.01),  # crop 0.9
         ("timm/volo_d4_448", 2.01),  # crop 1.15: with a border
-        ("timm/convnext_base.clip_laion2b_augreg_ft_in12k_in1k_384", 20.01),  # both sides to 384 pixels
+        # both sides to 384 pixels
+        ("timm/convnext_base.clip_laion2b_augreg_ft_in12k_in1k_384", 20.01),
     ],
 )
 def test_photographs_are_evaluated_as_timm_does_for_its_weights(name, most):
@@ -358,10 +405,13 @@ def test_photographs_are_evaluated_as_timm_does_for_its_weights(name, most):
 def test_photographs_that_are_decoded_smaller_are_evaluated_nearly_as_torchvision_does(name):
     spec, own = published(name)
     for size in ((1536, 1024), (1024, 1536)):
-        image = Image.fromarray(load_sample_image("flower.jpg")).resize(size, Image.Resampling.BICUBIC)
+        image = Image.fromarray(load_sample_image("flower.jpg")).resize(
+            size, Image.Resampling.BICUBIC
+        )
         raw = large(encoded(image, "JPEG", quality=95))
         differences = (evaluated(raw, spec) - own(raw)).abs()
-        assert 0.1 < differences.mean() < 1.5 and differences.max() < 30  # libjpeg keeps more detail
+        # libjpeg keeps more detail
+        assert 0.1 < differences.mean() < 1.5 and differences.max() < 30
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
@@ -369,8 +419,12 @@ def test_training_crops_are_resized_as_the_weights_were(interpolation):
     raw, microbatch = photograph("flower", 427, 640), Microbatch(0, 0, 0, np.arange(1))
     spec = InputSpec(224, 224, 3, [0.5] * 3, [0.5] * 3, interpolation=interpolation)
     dataset = make_dataset(split_of([raw]), spec, TrainConfig(seed=3), True, iter)
-    top, left, rows, columns = crop_box(427, 640, dataset.augmentation.draw(microbatch)["crop"][0].tolist(), 0.08)
-    part = decode(split_of([raw]), 0, 3).permute(2, 0, 1)[:, top : top + rows, left : left + columns]
+    top, left, rows, columns = crop_box(
+        427, 640, dataset.augmentation.draw(microbatch)["crop"][0].tolist(), 0.08
+    )
+    part = decode(split_of([raw]), 0, 3).permute(2, 0, 1)[
+        :, top : top + rows, left : left + columns
+    ]
     mode = InterpolationMode(interpolation)
     expected = v2.functional.resize(part.contiguous(), [224, 224], mode, antialias=True)
     assert torch.equal(dataset.__getitems__(microbatch).images[0].permute(2, 0, 1), expected)
@@ -405,7 +459,11 @@ def test_grey_images_of_16_bits_that_use_12_are_scaled_by_a_setting_and_cached_a
         assert (decode_all(train, 8, 8, 1, "cache", iter)[..., 0] == own >> bits - 8).all()
     lines = resolve_input(TrainConfig(data="photos"), None, train)[1]
     assert (
-        "scaled to 8 bits, the largest pixel is 15; for 16-bit images that use fewer bits, set --image_bits 12" in lines
+        "scaled to 8 bits, the largest pixel is 15; for 16-bit images that use fewer bits, set --image_bits 12"
+        in lines
     )
     bright = load_data(TrainConfig(data="photos", cache_dir="cache", image_bits=12)).train
-    assert not any("--image_bits" in line for line in resolve_input(TrainConfig(data="photos"), None, bright)[1])
+    assert not any(
+        "--image_bits" in line
+        for line in resolve_input(TrainConfig(data="photos"), None, bright)[1]
+    )

@@ -1,4 +1,6 @@
-"""Settings that follow from the data, and the printed row about what depends on the number of processes."""
+"""Settings that follow from the data, and the printed row about what depends on the number of
+processes.
+"""
 
 import math
 import re
@@ -56,27 +58,41 @@ def test_no_chosen_batch_ends_an_epoch_with_a_few_samples():
         config = chosen(samples)
         plan = Plan(samples, config.global_batch_size, 1, 0, config.drop_last)
         last = samples - (plan.updates_per_epoch - 1) * config.global_batch_size
-        assert config.global_batch_size / 2 <= last and (config.drop_last or last <= config.global_batch_size)
+        assert config.global_batch_size / 2 <= last and (
+            config.drop_last or last <= config.global_batch_size
+        )
 
 
 def test_values_that_are_given_are_kept_even_if_they_are_those_of_another_case():
     given = dict(zip(NAMES, (100, True, 7, 0.3, 0.0, "resnet18", True), strict=True))
     config, lines = choose_sizes(TrainConfig(**given), 120, 2)
-    assert choose_images(config, small=True, small_input=True) == (TrainConfig(**given), []) and lines == []
+    assert (
+        choose_images(config, small=True, small_input=True) == (TrainConfig(**given), [])
+        and lines == []
+    )
     for name, value in given.items():
         config, _ = choose_images(chosen(120, **{name: value}), small=True, small_input=True)
-        assert getattr(config, name) == value and all(getattr(config, other) is not None for other in NAMES)
+        assert getattr(config, name) == value and all(
+            getattr(config, other) is not None for other in NAMES
+        )
 
 
 def test_the_learning_rate_follows_optimizer_start_and_batch():
     assert chosen(120).lr == pytest.approx(0.05 * 16 / 128)
-    assert chosen(120, pretrained=True, model="resnet18", optimizer="sgd").lr == pytest.approx(0.01 / 8)
-    assert chosen(120, pretrained=True, model="resnet18", freeze=["backbone"]).lr == pytest.approx(0.05 / 8)
+    assert chosen(120, pretrained=True, model="resnet18", optimizer="sgd").lr == pytest.approx(
+        0.01 / 8
+    )
+    assert chosen(120, pretrained=True, model="resnet18", freeze=["backbone"]).lr == pytest.approx(
+        0.05 / 8
+    )
     assert chosen(120, optimizer="adamw").lr == pytest.approx(1e-3 / math.sqrt(8))
-    assert chosen(9999, optimizer="adamw", pretrained=True, model="resnet18").lr == pytest.approx(1e-4)
+    assert chosen(9999, optimizer="adamw", pretrained=True, model="resnet18").lr == pytest.approx(
+        1e-4
+    )
     assert (chosen(120, optimizer="adamw").weight_decay, chosen(120).weight_decay) == (0.05, 5e-4)
     assert chosen(9999, global_batch_size=32).lr == pytest.approx(0.05 / 4)
-    assert chosen(9999, global_batch_size=1024).lr == 0.05  # not raised: larger ones made mnist_cnn fail
+    # not raised: larger ones made mnist_cnn fail
+    assert chosen(9999, global_batch_size=1024).lr == 0.05
     assert chosen(9999, batch_size=8, grad_accum=2, processes=2).lr == pytest.approx(0.05 / 4)
     assert chosen(120, optimizer="of somebody else").lr == chosen(120, optimizer="adamw").lr
 
@@ -92,12 +108,22 @@ def test_the_learning_rate_follows_optimizer_start_and_batch():
     ({"pretrained": True, "head_scale": 2.0, "keep_batch_stats": False, "min_scale": 0.5}, ("adamw", 2.0, False, 0.5)),
 ])  # fmt: skip
 def test_fine_tuning_all_layers_has_gentle_defaults(settings, expected):
-    config, _ = choose_images(chosen(200, model="resnet18", **settings), small=False, small_input=False)
-    assert (config.optimizer, config.head_scale, config.keep_batch_stats, config.min_scale) == expected
+    config, _ = choose_images(
+        chosen(200, model="resnet18", **settings), small=False, small_input=False
+    )
+    assert (
+        config.optimizer,
+        config.head_scale,
+        config.keep_batch_stats,
+        config.min_scale,
+    ) == expected
 
 
 def test_a_run_on_cached_features_has_more_epochs_and_fewer_evaluations_and_checkpoints():
-    head, own = {"pretrained": True, "model": "resnet18", "freeze": ["backbone"]}, {"eval_every": 3, "save_every": 5}
+    head, own = (
+        {"pretrained": True, "model": "resnet18", "freeze": ["backbone"]},
+        {"eval_every": 3, "save_every": 5},
+    )
     for settings, expected in (
         (head, (40, 32, None, 10.0)),  # 8 updates per epoch
         ({**head, **own}, (40, 3, 5, None)),
@@ -105,13 +131,20 @@ def test_a_run_on_cached_features_has_more_epochs_and_fewer_evaluations_and_chec
         ({"pretrained": True, "model": "resnet18"}, (20, None, None, None)),
     ):
         config = chosen(120, **settings)
-        assert (config.epochs, config.eval_every, config.save_every, config.save_seconds) == expected
+        assert (
+            config.epochs,
+            config.eval_every,
+            config.save_every,
+            config.save_seconds,
+        ) == expected
 
 
 @pytest.mark.parametrize(("samples", "settings", "every"), [
     (120, {"max_steps": 28}, 7), (120, {}, 40), (1617, {}, 50), (8, {"epochs": 3}, 1), (480, {"max_steps": 200}, 50),
 ])  # fmt: skip
-def test_a_short_run_has_at_least_four_train_records_or_one_for_each_update(samples, settings, every):
+def test_a_short_run_has_at_least_four_train_records_or_one_for_each_update(
+    samples, settings, every
+):
     config = chosen(samples, **settings)
     updates = total_updates(config, Plan(samples, config.global_batch_size, 1, 0, config.drop_last))
     assert config.log_every == every and updates // every >= min(4, updates)
@@ -134,7 +167,8 @@ def test_processes_that_no_chosen_batch_fits_are_refused_with_the_fix():
         resolve_batch(TrainConfig(), 6)
     assert resolve_batch(TrainConfig(global_batch_size=6), 6)[2] == 6
     with pytest.raises(
-        ValueError, match=r"^the default global batch 16 is not divisible by 32.*; set --global_batch_size to 32"
+        ValueError,
+        match=r"^the default global batch 16 is not divisible by 32.*; set --global_batch_size to 32",
     ):
         choose_sizes(TrainConfig(), 120, 32)
 
@@ -147,7 +181,18 @@ def saved_settings(name):
 def test_photographs_train_with_the_same_settings_on_one_process_and_on_two():
     for split, counts in (("train", {"a": 13, "b": 12}), ("val", {"a": 2, "b": 2})):
         image_folder(f"photos/{split}", counts, size=(100, 120), kind="jpg")
-    flags = ["--data", "photos", "--model", "mlp", "--threads", "1", "--num_workers", "0", "--epochs", "1"]
+    flags = [
+        "--data",
+        "photos",
+        "--model",
+        "mlp",
+        "--threads",
+        "1",
+        "--num_workers",
+        "0",
+        "--epochs",
+        "1",
+    ]
     tables = []
     for processes in (1, 2):
         run = [*flags, "--image_size", "16", "--run_name", f"on-{processes}"]
@@ -161,27 +206,69 @@ def test_photographs_train_with_the_same_settings_on_one_process_and_on_two():
         == dict(zip(NAMES, (8, True, 1, 0.003125, 5e-4, "mlp", True), strict=True))
     )
     assert tables[0] == tables[1] and len(tables[0]) == 4, tables
-    assert tables[0][0].startswith("global batch 8 (25 training images: 3 updates per epoch), drop_last (")
-    assert tables[0][1].startswith("lr 0.00313 (sgd, new model: 0.05 for batch 128), weight decay 0.0005")
+    assert tables[0][0].startswith(
+        "global batch 8 (25 training images: 3 updates per epoch), drop_last ("
+    )
+    assert tables[0][1].startswith(
+        "lr 0.00313 (sgd, new model: 0.05 for batch 128), weight decay 0.0005"
+    )
     assert tables[0][2] == "flip (images above 96 pixels or of several sizes)"
-    assert tables[0][3] == "evaluation uses 83% of a typical image, whose height is 0.83 times its width"
+    assert (
+        tables[0][3]
+        == "evaluation uses 83% of a typical image, whose height is 0.83 times its width"
+    )
 
 
 def test_a_resumed_run_keeps_the_settings_of_its_checkpoint_unless_they_are_given():
     same = ["--data", "synthetic/3x8x103", "--threads", "1"]
-    first = ["--lr", "0.31", "--flip", "--log_every", "2", "--weight_decay", "0.3", "--drop_last", "--model", "mlp"]
+    first = [
+        "--lr",
+        "0.31",
+        "--flip",
+        "--log_every",
+        "2",
+        "--weight_decay",
+        "0.3",
+        "--drop_last",
+        "--model",
+        "mlp",
+    ]
     train_run(1, "run", *same, *first, "--max_steps", "2", "--global_batch_size", "9")
     train_run(1, "run", *same, "--max_steps", "4", "--resume", "auto", "--weight_decay", "0.1")
-    assert saved_settings("run") == dict(zip(NAMES, (9, True, 2, 0.31, 0.1, "mlp", True), strict=True))
+    assert saved_settings("run") == dict(
+        zip(NAMES, (9, True, 2, 0.31, 0.1, "mlp", True), strict=True)
+    )
 
 
 def test_a_loss_that_explodes_while_it_is_finite_is_reported_once_in_a_run_with_the_fix():
-    flags = ["--data", "synthetic/4x8x64", "--model", "mlp", "--threads", "1", "--run_name", "run", "--log_every", "1"]
-    flags += ["--lr_schedule", "constant", "--global_batch_size", "16", "--save_every", "4", "--resume", "auto"]
+    flags = [
+        "--data",
+        "synthetic/4x8x64",
+        "--model",
+        "mlp",
+        "--threads",
+        "1",
+        "--run_name",
+        "run",
+        "--log_every",
+        "1",
+    ]
+    flags += [
+        "--lr_schedule",
+        "constant",
+        "--global_batch_size",
+        "16",
+        "--save_every",
+        "4",
+        "--resume",
+        "auto",
+    ]
     lines = []
     for number in ("8", "12"):
         (outcome,) = run_ranks(1, train.main, [*flags, "--lr", "3", "--max_steps", number])
-        lines.append([line for line in outcome.out.splitlines() if "the loss of uniform predictions" in line])
+        lines.append(
+            [line for line in outcome.out.splitlines() if "the loss of uniform predictions" in line]
+        )
     losses = [record["loss"] for record in records("run", "train")]
     step = next(step for step, loss in enumerate(losses, 1) if loss > 10 * math.log(4))
     assert step <= 8 and max(losses[8:]) > 10 * math.log(4)
@@ -190,8 +277,12 @@ def test_a_loss_that_explodes_while_it_is_finite_is_reported_once_in_a_run_with_
     assert "is 1.386; lower --lr" in lines[0][0]
 
 
-@pytest.mark.parametrize(("loss", "uniform"), [("cross_entropy", math.log(7)), ("binary_cross_entropy", math.log(2))])
-def test_a_loss_is_reported_at_ten_times_that_of_uniform_predictions_or_above_it_later(loss, uniform):
+@pytest.mark.parametrize(
+    ("loss", "uniform"), [("cross_entropy", math.log(7)), ("binary_cross_entropy", math.log(2))]
+)
+def test_a_loss_is_reported_at_ten_times_that_of_uniform_predictions_or_above_it_later(
+    loss, uniform
+):
     task = Classification(TrainConfig(loss=loss), list("abcdefg"))
     assert task.uniform_loss == pytest.approx(uniform)
     for samples, factors, is_reported in (
@@ -206,14 +297,27 @@ def test_a_loss_is_reported_at_ten_times_that_of_uniform_predictions_or_above_it
         for own, is_known in ((task, True), (Task(), False)):  # other tasks do not define the loss
             lines = []
             log = SimpleNamespace(say=lines.append)
-            run = SimpleNamespace(state=TrainState(step=5), task=own, log=log, config=TrainConfig(lr=0.02))
+            run = SimpleNamespace(
+                state=TrainState(step=5), task=own, log=log, config=TrainConfig(lr=0.02)
+            )
             for factor in factors:
                 watch_loss(run, factor * uniform, samples)
-            assert len(lines) == (is_reported and is_known) and all("lower --lr" in line for line in lines)
+            assert len(lines) == (is_reported and is_known) and all(
+                "lower --lr" in line for line in lines
+            )
 
 
 DIGITS = ["--model", "mlp", "--threads", "1", "--lr", "0.05", "--lr_schedule", "constant"]
-DIGITS += ["--max_train_samples", "480", "--run_name", "run", "--resume", "auto", "--save_every", "1"]
+DIGITS += [
+    "--max_train_samples",
+    "480",
+    "--run_name",
+    "run",
+    "--resume",
+    "auto",
+    "--save_every",
+    "1",
+]
 
 
 def _train_and_ruin(flags):
@@ -258,7 +362,18 @@ def test_training_that_falls_apart_is_reported_once_in_a_run_with_the_fix():
 def test_healthy_runs_are_not_said_to_fall_apart(flags):
     image_folder("pairs/train", {"a": 90, "b": 10})  # random pixels, which are learned by heart
     image_folder("pairs/val", {"a": 36, "b": 4}, seed=1)
-    more = ["--max_steps", "120", "--log_every", "1", "--eval_every", "6", "--threads", "1", "--run_name", "run"]
+    more = [
+        "--max_steps",
+        "120",
+        "--log_every",
+        "1",
+        "--eval_every",
+        "6",
+        "--threads",
+        "1",
+        "--run_name",
+        "run",
+    ]
     (outcome,) = run_ranks(1, train.main, [*flags, *more])
     assert outcome.code == 0 and "lower --lr" not in outcome.out, outcome.err
 
@@ -278,7 +393,9 @@ MASKS = "dropout masks (unless processes x accumulation is 6)"
     ("vit_b_16", {}, 1, []),
     ("vit_b_16", {"model_args": {"attention_dropout": 0.1}}, 1, [MASKS]),
 ])  # fmt: skip
-def test_what_depends_on_the_number_of_processes_is_named_with_how_to_avoid_it(model, settings, grad_accum, parts):
+def test_what_depends_on_the_number_of_processes_is_named_with_how_to_avoid_it(
+    model, settings, grad_accum, parts
+):
     config = TrainConfig(model=model, **settings)
     with torch.device("meta"):
         if model in OWN_MODELS:
@@ -286,14 +403,31 @@ def test_what_depends_on_the_number_of_processes_is_named_with_how_to_avoid_it(m
         else:
             module = torchvision.models.get_model(model, **config.model_args)
     text = differences(config, module, grad_accum, 6)
-    assert text == (f"on another number of processes, besides rounding: {', '.join(parts)}" * bool(parts))
+    assert text == (
+        f"on another number of processes, besides rounding: {', '.join(parts)}" * bool(parts)
+    )
 
 
 def test_the_start_table_names_what_differs_between_topologies():
-    flags = ["--data", "synthetic/3x8x64", "--threads", "1", "--max_steps", "2", "--eval_every", "1", "--lr", "1e-9"]
+    flags = [
+        "--data",
+        "synthetic/3x8x64",
+        "--threads",
+        "1",
+        "--max_steps",
+        "2",
+        "--eval_every",
+        "1",
+        "--lr",
+        "1e-9",
+    ]
     (dropping,) = run_ranks(1, train.main, flags)
     (plain,) = run_ranks(1, train.main, [*flags, "--model", "mlp", "--sync_batchnorm"])
-    assert re.search(r"^depends on topology +on another number of processes, .* dropout masks", dropping.out, re.M)
+    assert re.search(
+        r"^depends on topology +on another number of processes, .* dropout masks",
+        dropping.out,
+        re.M,
+    )
     assert "depends on topology" not in plain.out
     assert re.search(r"^best +0\.\d{4} at update 1$", plain.out, re.M)
     assert "has no effect" not in plain.out

@@ -1,4 +1,6 @@
-"""Disks that are full, read-only or gone, and folders that two runs want: one clear line, and nothing good is lost."""
+"""Disks that are full, read-only or gone, and folders that two runs want: one clear line, and
+nothing good is lost.
+"""
 
 import json
 import os
@@ -18,7 +20,16 @@ import pytest
 from accelerate import Accelerator
 from helpers.make_data import image_folder
 from helpers.ranks import Outcome, as_nobody, returned, run_ranks, start_ranks
-from helpers.training_runs import MLP, await_save, hold, records, same_tensors, slow_train, train_run, weights
+from helpers.training_runs import (
+    MLP,
+    await_save,
+    hold,
+    records,
+    same_tensors,
+    slow_train,
+    train_run,
+    weights,
+)
 from helpers.waiting import has_ended, records_so_far, until
 from safetensors.torch import load_file
 
@@ -31,8 +42,21 @@ from utils.runs.manifest import MODEL, OPTIMIZER, verify
 from utils.runs.writing import update_pointers
 from utils.training import building
 
-FLAGS = [*MLP, "--max_steps", "12", "--save_every", "3", "--eval_every", "6", "--log_every", "2", "--keep", "9"]
-SMALL = 4096  # bytes: more than the log of these runs, less than any checkpoint's part that a rank writes
+FLAGS = [
+    *MLP,
+    "--max_steps",
+    "12",
+    "--save_every",
+    "3",
+    "--eval_every",
+    "6",
+    "--log_every",
+    "2",
+    "--keep",
+    "9",
+]
+# bytes: more than the log of these runs, less than any checkpoint's part that a rank writes
+SMALL = 4096
 CHECKPOINTS = Path("runs/run/checkpoints")
 
 
@@ -43,7 +67,9 @@ def whole(tmp_path_factory):
     @cache
     def trained(processes: int) -> Path:
         folder = tmp_path_factory.mktemp("whole")
-        returned(processes, train.main, ["--output_dir", str(folder), "--run_name", "whole", *FLAGS])
+        returned(
+            processes, train.main, ["--output_dir", str(folder), "--run_name", "whole", *FLAGS]
+        )
         return folder / "whole"
 
     return trained
@@ -74,7 +100,9 @@ def limit_files(run, size=SMALL):
 def limit_optimizer(run):
     """An event: from now on a checkpoint's weights can be written, its optimizer's state cannot."""
     if run.ranks.is_main:  # other ranks may come here before the checkpoint is complete
-        model, optimizer = ((CHECKPOINTS / "step-00000003" / name).stat().st_size for name in (MODEL, OPTIMIZER))
+        model, optimizer = (
+            (CHECKPOINTS / "step-00000003" / name).stat().st_size for name in (MODEL, OPTIMIZER)
+        )
         assert optimizer > model + 1
         limit_files(run, model + 1)
 
@@ -89,28 +117,43 @@ def names(folder=CHECKPOINTS):
 
 
 def check_failed(outcomes: list[Outcome], *texts: str) -> None:
-    """All ranks left with code 2, and the main process said why on one line, which has all of the texts."""
-    assert [outcome.code for outcome in outcomes] == [2] * len(outcomes), [(o.out, o.err) for o in outcomes]
+    """All ranks left with code 2, and the main process said why on one line, which has all of the
+    texts.
+    """
+    assert [outcome.code for outcome in outcomes] == [2] * len(outcomes), [
+        (o.out, o.err) for o in outcomes
+    ]
     error, *others = [outcome.err for outcome in outcomes]
-    assert error.startswith("train.py: error: ") and error.count("\n") == 1 and not any(others), (error, others)
+    assert error.startswith("train.py: error: ") and error.count("\n") == 1 and not any(others), (
+        error,
+        others,
+    )
     assert all(text in error for text in texts), error
 
 
 def check_intact(expected: Path, *steps: int) -> None:
-    """These checkpoints, and no others nor parts of them, are there with the weights of the uninterrupted run."""
+    """These checkpoints, and no others nor parts of them, are there with the weights of the
+    uninterrupted run.
+    """
     folders = [f"step-{step:08d}" for step in steps]
     assert [name for name in names() if "step" in name] == folders
     assert (CHECKPOINTS / "latest").read_text() == folders[-1] + "\n"
     for name in folders:
         verify(CHECKPOINTS / name)
-        mine, theirs = (load_file(run / name / "model.safetensors") for run in (CHECKPOINTS, expected / "checkpoints"))
+        mine, theirs = (
+            load_file(run / name / "model.safetensors")
+            for run in (CHECKPOINTS, expected / "checkpoints")
+        )
         assert same_tensors(mine, theirs)
 
 
 def check_log(expected: Path) -> None:
     """The log has each record of the uninterrupted run once, with its numbers."""
     logs = [records_so_far(folder / "log.jsonl") for folder in (Path("runs/run"), expected)]
-    found, whole = ([(r["kind"], r["step"], r["loss"]) for r in log if r["kind"] in ("train", "eval")] for log in logs)
+    found, whole = (
+        [(r["kind"], r["step"], r["loss"]) for r in log if r["kind"] in ("train", "eval")]
+        for log in logs
+    )
     assert found == whole
 
 
@@ -124,11 +167,18 @@ def check_done(whole, processes=1) -> None:
 
 @pytest.mark.parametrize("limit", [limit_files, limit_optimizer])
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_a_checkpoint_that_cannot_be_written_ends_all_ranks_and_leaves_the_older_one(processes, limit, whole, capfd):
+def test_a_checkpoint_that_cannot_be_written_ends_all_ranks_and_leaves_the_older_one(
+    processes, limit, whole, capfd
+):
     outcomes = run_ranks(processes, train_with, {4: limit}, FLAGS)
-    check_failed(outcomes, f"{CHECKPOINTS}/.step-00000006.partial: the checkpoint cannot be written (")
-    said = capfd.readouterr().err.splitlines()  # c10d writes about its connections past Python; that is not tested here
-    assert [line for line in said if not re.match(r"\[[WE]\d+ .*(socket|TCPStore|ProcessGroup)", line)] == []
+    check_failed(
+        outcomes, f"{CHECKPOINTS}/.step-00000006.partial: the checkpoint cannot be written ("
+    )
+    # c10d writes about its connections past Python; that is not tested here
+    said = capfd.readouterr().err.splitlines()
+    assert [
+        line for line in said if not re.match(r"\[[WE]\d+ .*(socket|TCPStore|ProcessGroup)", line)
+    ] == []
     check_intact(whole(processes), 3)
     go_on(whole, processes)
 
@@ -143,7 +193,12 @@ def test_a_disk_that_is_known_to_be_too_small_is_not_written_to(whole):
     check_intact(whole(2), 3)
 
 
-WAYS = {"one": (1, []), "ddp": (2, []), "microbatches": (2, ["--microbatches", "4"]), "fsdp": (2, [])}
+WAYS = {
+    "one": (1, []),
+    "ddp": (2, []),
+    "microbatches": (2, ["--microbatches", "4"]),
+    "fsdp": (2, []),
+}
 QUICK = [("microbatches", OSError), ("fsdp", RuntimeError)]
 
 
@@ -155,7 +210,9 @@ QUICK = [("microbatches", OSError), ("fsdp", RuntimeError)]
         for kind in (OSError, RuntimeError)
     ],
 )
-def test_an_error_of_save_state_is_one_line_and_leaves_no_part_of_a_checkpoint(way, kind, monkeypatch):
+def test_an_error_of_save_state_is_one_line_and_leaves_no_part_of_a_checkpoint(
+    way, kind, monkeypatch
+):
     def fail(accelerator, folder):
         (Path(folder) / "part").touch()
         raise kind("planted")
@@ -168,7 +225,8 @@ def test_an_error_of_save_state_is_one_line_and_leaves_no_part_of_a_checkpoint(w
         monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
         monkeypatch.setenv("FSDP_VERSION", "2")
     outcomes = run_ranks(processes, train_with, {4: on_main(break_it)}, [*FLAGS, *flags])
-    # With FSDP2 the others wait in a collective. They find rank 0 lost, and with it the store that it serves here.
+    # With FSDP2 the others wait in a collective. They find rank 0 lost, and with it the store that
+    # it serves here.
     check_failed(outcomes[: 1 if way == "fsdp" else None], "planted")
     assert all(outcome.code == 2 and "Traceback" not in outcome.err for outcome in outcomes)
     assert names() == ["latest", "step-00000003"]
@@ -176,7 +234,9 @@ def test_an_error_of_save_state_is_one_line_and_leaves_no_part_of_a_checkpoint(w
 
 
 def go_on(whole, processes=1):
-    """Resume the run, and assert that it ends with the checkpoints and the log of the uninterrupted one."""
+    """Resume the run, and assert that it ends with the checkpoints and the log of the uninterrupted
+    one.
+    """
     train_run(processes, "run", *FLAGS, "--resume", "auto")
     check_done(whole, processes)
 
@@ -186,12 +246,17 @@ def limit_log():
     log = Path("runs/run/log.jsonl")
     with log.open("a") as file:
         file.write(json.dumps({"kind": "long", "step": 0, "text": " " * 300_000}) + "\n")
-    assert log.stat().st_size > 2 * max(path.stat().st_size for path in CHECKPOINTS.glob("step-*/*"))
+    assert log.stat().st_size > 2 * max(
+        path.stat().st_size for path in CHECKPOINTS.glob("step-*/*")
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (log.stat().st_size + 50, resource.RLIM_INFINITY))
 
 
 def test_a_log_that_cannot_be_written_ends_the_run_by_its_name(whole):
-    check_failed(run_ranks(2, train_with, {4: on_main(limit_log)}, FLAGS), "runs/run/log.jsonl: File too large")
+    check_failed(
+        run_ranks(2, train_with, {4: on_main(limit_log)}, FLAGS),
+        "runs/run/log.jsonl: File too large",
+    )
     check_intact(whole(2), 3)  # none that says that the record is on the disk
     go_on(whole, 2)
 
@@ -199,7 +264,11 @@ def test_a_log_that_cannot_be_written_ends_the_run_by_its_name(whole):
 @pytest.mark.parametrize(("processes", "cause"), [(2, "full"), (1, "gone")])
 def test_a_stop_while_nothing_can_be_saved_leaves_all_the_same(processes, cause, whole):
     trouble = limit_files if cause == "full" else on_main(lambda: shutil.rmtree("runs/run"))
-    told = {5: lambda run: run.ranks.topology.rank == processes - 1 and os.kill(os.getpid(), signal.SIGTERM)}
+    told = {
+        5: lambda run: (
+            run.ranks.topology.rank == processes - 1 and os.kill(os.getpid(), signal.SIGTERM)
+        )
+    }
     outcomes = run_ranks(processes, train_with, {4: trouble, **told}, FLAGS)
     cause_said = str(CHECKPOINTS) if cause == "full" else f"{CHECKPOINTS} no longer exists"
     check_failed(outcomes, cause_said)  # what was trained since is lost: no code that says to go on
@@ -244,10 +313,14 @@ def leave_pages(pages):
     assert os.statvfs("runs").f_bavail == pages
 
 
-@pytest.mark.parametrize("pages", [3, pytest.param(0, marks=pytest.mark.full), pytest.param(9, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "pages", [3, pytest.param(0, marks=pytest.mark.full), pytest.param(9, marks=pytest.mark.full)]
+)
 def test_a_full_disk_ends_a_run_with_one_line_and_is_said_at_the_next_start(disk, whole, pages):
     disk(Path("runs"), "-t", "tmpfs", "-o", "size=4m", "lockstep-test")
-    check_failed(run_ranks(1, train_with, {4: on_main(lambda: leave_pages(pages))}, FLAGS), "runs/run/")
+    check_failed(
+        run_ranks(1, train_with, {4: on_main(lambda: leave_pages(pages))}, FLAGS), "runs/run/"
+    )
     check_intact(whole(1), 3)
     leave_pages(0)
     for name, flags in (("run", ["--resume", "auto"]), ("other", [])):
@@ -260,11 +333,16 @@ def test_a_full_disk_ends_a_run_with_one_line_and_is_said_at_the_next_start(disk
 
 def test_a_folder_that_becomes_read_only_and_writable_again(disk, whole):
     def remount(how):
-        subprocess.run(["mount", "-o", f"remount,bind,{how}", str(CHECKPOINTS.resolve())], check=True)
+        subprocess.run(
+            ["mount", "-o", f"remount,bind,{how}", str(CHECKPOINTS.resolve())], check=True
+        )
 
     disk(CHECKPOINTS, "--bind", str(CHECKPOINTS.resolve()))
     flags = [*FLAGS, "--resume", "auto"]
-    check_failed(run_ranks(1, train_with, {4: on_main(lambda: remount("ro"))}, flags), "Read-only file system")
+    check_failed(
+        run_ranks(1, train_with, {4: on_main(lambda: remount("ro"))}, flags),
+        "Read-only file system",
+    )
     check_failed(run_ranks(1, train_with, {}, flags), str(CHECKPOINTS), "Read-only file system")
     check_intact(whole(1), 3)
     remount("rw")
@@ -306,13 +384,19 @@ def test_a_folder_that_cannot_be_written_to_is_named_before_anything_is_read(any
     returned(1, as_nobody, train.main, ["--run_name", "run", *FLAGS, "--max_steps", "3"])
     Path("runs").chmod(0o555)
     for flags in ([], ["--run_name", "new"], ["--output_dir", "runs/deep/er"]):
-        check_failed(run_ranks(1, as_nobody, start, flags), "--output_dir runs", "runs is not a writable folder")
+        check_failed(
+            run_ranks(1, as_nobody, start, flags),
+            "--output_dir runs",
+            "runs is not a writable folder",
+        )
         assert names(Path("runs")) == ["run"]
 
 
 def test_a_link_to_a_folder_that_is_not_mounted_is_named_and_not_tried_forever():
     Path("runs").symlink_to("/not/mounted")
-    check_failed(run_ranks(1, train.main, FLAGS), "--output_dir runs", "runs is not a writable folder")
+    check_failed(
+        run_ranks(1, train.main, FLAGS), "--output_dir runs", "runs is not a writable folder"
+    )
     with pytest.raises(FileExistsError):  # if the disk vanishes after the check
         utils.runs.checkpoint._create_folder(TrainConfig(data="digits"))
 
@@ -343,7 +427,9 @@ def test_a_second_run_is_refused_with_the_place_of_the_first_which_it_does_not_d
     first = start_ranks(2, train_with, {4: hold}, FLAGS)
     until(Path("held-0").exists)
     outcomes = run_ranks(1, impatient, [*FLAGS, "--resume", "auto"])
-    check_failed(outcomes, "runs/run is in use by", f"process {first.pids[0]} on {socket.gethostname()}")
+    check_failed(
+        outcomes, "runs/run is in use by", f"process {first.pids[0]} on {socket.gethostname()}"
+    )
     Path("go").touch()
     assert [outcome.code for outcome in first.finish()] == [0, 0]
     check_done(whole, 2)
@@ -351,8 +437,26 @@ def test_a_second_run_is_refused_with_the_place_of_the_first_which_it_does_not_d
 
 def test_a_killed_run_frees_its_folder_though_its_loader_workers_live_on():
     image_folder("photos", {"class0": 40, "class1": 40}, size=(100, 100))
-    flags = ["--data", "photos", "--num_workers", "2", "--model", "mlp", "--model_args", "{hidden: 2}"]
-    flags += ["--image_size", "100", "--global_batch_size", "8", "--threads", "1", "--save_every", "2"]
+    flags = [
+        "--data",
+        "photos",
+        "--num_workers",
+        "2",
+        "--model",
+        "mlp",
+        "--model_args",
+        "{hidden: 2}",
+    ]
+    flags += [
+        "--image_size",
+        "100",
+        "--global_batch_size",
+        "8",
+        "--threads",
+        "1",
+        "--save_every",
+        "2",
+    ]
     first = start_ranks(1, slow_train, [*flags, "--max_steps", "10000"], 0.2)
     until((CHECKPOINTS / "step-00000002").exists)
     workers = psutil.Process(first.pids[0]).children()
@@ -360,7 +464,8 @@ def test_a_killed_run_frees_its_folder_though_its_loader_workers_live_on():
         worker.suspend()  # else they would end within five seconds after their parent
     try:
         os.kill(first.pids[0], signal.SIGKILL)
-        first_one = psutil.Process(first.pids[0])  # its files are closed when the last of its threads has ended
+        # its files are closed when the last of its threads has ended
+        first_one = psutil.Process(first.pids[0])
         until(lambda: first_one.status() == psutil.STATUS_ZOMBIE and first_one.num_threads() <= 1)
         (outcome,) = run_ranks(1, impatient, [*flags, "--resume", "auto", "--max_steps", "10"], 0.0)
         assert len(workers) >= 2 and all(worker.is_running() for worker in workers)
@@ -368,7 +473,9 @@ def test_a_killed_run_frees_its_folder_though_its_loader_workers_live_on():
         for worker in workers:
             worker.kill()
     assert outcome.code == 0, outcome.err
-    assert "resuming from runs/run/checkpoints/step-" in outcome.out and "waiting" not in outcome.out
+    assert (
+        "resuming from runs/run/checkpoints/step-" in outcome.out and "waiting" not in outcome.out
+    )
     assert first.finish()[0].code == -signal.SIGKILL
 
 
@@ -404,7 +511,8 @@ def _train_and_tell_of_waiting(flags):
         Path("waiting").touch()
         time.sleep(seconds)
 
-    utils.files.time = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)  # it sleeps where it waits for the lock
+    # it sleeps where it waits for the lock
+    utils.files.time = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
     train.main(["--run_name", "run", *flags])
 
 
@@ -448,4 +556,7 @@ def test_the_best_checkpoint_is_kept_while_no_pointer_names_it(name):
     assert [path for path in names() if path.startswith("step")] == kept
     shutil.rmtree(CHECKPOINTS / name)
     update_pointers(CHECKPOINTS, 6, best_step=3, keep=2)
-    assert names() == ["best", "latest", *kept] and (CHECKPOINTS / "best").read_text() == "step-00000003\n"
+    assert (
+        names() == ["best", "latest", *kept]
+        and (CHECKPOINTS / "best").read_text() == "step-00000003\n"
+    )

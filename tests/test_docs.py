@@ -1,8 +1,9 @@
-"""Every command of the documentation is run by a test or says why it is not, and names only flags that exist.
+"""Every command of the documentation is run by a test or says why it is not, and names only flags
+that exist.
 
-A block of commands without a mark is run here as it stands, in fewer updates. `<!-- run by FILE::TEST -->` above a
-block or a table names the test that runs it, and `<!-- not run: WHY -->` says why none does. Each feature of
-docs/features.md that is there names a test that exists.
+A block of commands without a mark is run here as it stands, in fewer updates. `<!-- run by
+FILE::TEST -->` above a block or a table names the test that runs it, and `<!-- not run: WHY -->`
+says why none does. Each feature of docs/features.md that is there names a test that exists.
 """
 
 import importlib
@@ -32,11 +33,15 @@ from utils.config.cli import parse_args
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 WHY = ("needs ", "takes hours", "installs packages")
 SCRIPTS = re.compile(r"(\w+)\.py\b")
-LAUNCH = re.compile(r"^(\w+=\S+ )*(accelerate launch|torchrun|srun|mpirun|sbatch|python3?) .*\b(\w+\.py|\w+\.sbatch)")
+LAUNCH = re.compile(
+    r"^(\w+=\S+ )*(accelerate launch|torchrun|srun|mpirun|sbatch|python3?) .*\b(\w+\.py|\w+\.sbatch)"
+)
 
 
 def blocks() -> list[tuple[str, str, str]]:
-    """The place of each block of commands and each table of launches, the mark above it, and its text."""
+    """The place of each block of commands and each table of launches, the mark above it, and its
+    text.
+    """
     found = []
     for page in PAGES:
         marked = r"(?:^<!-- ([^\n]*) -->\n)?"
@@ -44,7 +49,9 @@ def blocks() -> list[tuple[str, str, str]]:
             for match in re.finditer(marked + kind, page.read_text(), re.M | re.S):
                 is_table = match[2].startswith("|")
                 if not is_table or any(LAUNCH.match(text) for text in inline(match[2])):
-                    found.append((f"{page.name}:{match[2].splitlines()[0][:60]}", match[1] or "", match[2]))
+                    found.append(
+                        (f"{page.name}:{match[2].splitlines()[0][:60]}", match[1] or "", match[2])
+                    )
     return found
 
 
@@ -60,11 +67,19 @@ def commands(block: str) -> list[str]:
 
 
 BLOCKS = blocks()
-RUN_HERE = sorted({block: name for name, mark, block in BLOCKS if not mark and not block.startswith("|")}.items())
-RUN_HERE = [(name, block) for block, name in RUN_HERE if any("pytest" not in c for c in commands(block))]
+RUN_HERE = sorted(
+    {block: name for name, mark, block in BLOCKS if not mark and not block.startswith("|")}.items()
+)
+RUN_HERE = [
+    (name, block) for block, name in RUN_HERE if any("pytest" not in c for c in commands(block))
+]
 PROSE = [re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S) for page in PAGES]
-ALL = {command for _, _, block in BLOCKS if not block.startswith("|") for command in commands(block)}
-ALL |= {text for page in PROSE for text in inline(page) if LAUNCH.match(text) or SCRIPTS.match(text)}
+ALL = {
+    command for _, _, block in BLOCKS if not block.startswith("|") for command in commands(block)
+}
+ALL |= {
+    text for page in PROSE for text in inline(page) if LAUNCH.match(text) or SCRIPTS.match(text)
+}
 ALL = sorted(command for command in ALL if "..." not in command)
 
 
@@ -92,7 +107,9 @@ def test_a_command_names_flags_and_files_that_exist(command, monkeypatch, capsys
     for word in words:
         if re.match(r"(accelerate_configs|recipes|slurm|tests|benchmarks)/", word):
             assert Path(word).exists(), word
-    index = next((i for i, word in enumerate(words) if re.fullmatch(r"(benchmarks/)?\w+\.py", word)), None)
+    index = next(
+        (i for i, word in enumerate(words) if re.fullmatch(r"(benchmarks/)?\w+\.py", word)), None
+    )
     if words[0] == "accelerate" and words[1] == "launch":
         launch_command_parser().parse_args([*words[2:], *["train.py"] * (index is None)])
     if words[0] == "torchrun":
@@ -101,13 +118,16 @@ def test_a_command_names_flags_and_files_that_exist(command, monkeypatch, capsys
         marker = words[words.index("-m", words.index("pytest")) + 1]
         assert f'"{marker}: ' in Path("pyproject.toml").read_text()
     if words[0] == "make":
-        assert all(re.search(rf"^{target}:", Path("Makefile").read_text(), re.M) for target in words[1:2])
+        assert all(
+            re.search(rf"^{target}:", Path("Makefile").read_text(), re.M) for target in words[1:2]
+        )
     if index is not None:
         flags = [word for word in words[index + 1 :] if word != "--help"]
         check_flags(words[index], flags, monkeypatch, capsys)
 
 
-EXTENDING = re.findall(r"^python train.py (.+)$", (ROOT / "docs/extending.md").read_text(), re.M)  # need its diffs
+# need its diffs
+EXTENDING = re.findall(r"^python train.py (.+)$", (ROOT / "docs/extending.md").read_text(), re.M)
 
 
 def check_flags(script: str, flags: list[str], monkeypatch, capsys) -> None:
@@ -119,13 +139,18 @@ def check_flags(script: str, flags: list[str], monkeypatch, capsys) -> None:
             importlib.import_module(name).main()
         listed = capsys.readouterr().out
         assert all(re.search(rf"{flag}\b", listed) for flag in flags if flag.startswith("--"))
-    elif flags and (ROOT / script).exists() and shlex.join(flags) not in map(shlex.join, map(shlex.split, EXTENDING)):
+    elif (
+        flags
+        and (ROOT / script).exists()
+        and shlex.join(flags) not in map(shlex.join, map(shlex.split, EXTENDING))
+    ):
         cls = getattr(scripts, f"{name.capitalize()}Config", settings.TrainConfig)
         run = ["--ckpt", "runs/NAME"]
         missing = {  # what a command in the text leaves out, such as `replay.py --pdb`
             "replay.py": ["--run", "runs/NAME", "--update", "1"] * ("--run" not in flags),
             "predict.py": [*run * ("--ckpt" not in flags), "photos"],
-            "eval.py": (["--data", "digits"] if "--model" in flags else run) * ("--ckpt" not in flags),
+            "eval.py": (["--data", "digits"] if "--model" in flags else run)
+            * ("--ckpt" not in flags),
         }.get(script, [])
         parse_args(cls, script, [*missing, *flags], train.TABLES if name == "train" else ())
 
@@ -145,7 +170,9 @@ def trained(tmp_path_factory):
 
 
 def run_command(command: str) -> None:
-    """Run a command for two updates at most: a script in a fork of this process, anything else in a shell."""
+    """Run a command for two updates at most: a script in a fork of this process, anything else in a
+    shell.
+    """
     if "train.py" in command and not re.search("--max_steps|--dry_run", command):
         command += " --max_steps 2"
     words = shlex.split(command)
@@ -162,7 +189,10 @@ MAINS = {"train.py": train.main, "eval.py": eval_script.main, "predict.py": pred
 @pytest.mark.parametrize(
     ("name", "block"),
     [
-        pytest.param(*case, marks=[pytest.mark.full] * bool(re.search(r"accelerate launch|export\.py", case[1])))
+        pytest.param(
+            *case,
+            marks=[pytest.mark.full] * bool(re.search(r"accelerate launch|export\.py", case[1])),
+        )
         for case in RUN_HERE
     ],
     ids=[name for name, _ in RUN_HERE],
@@ -178,7 +208,8 @@ def test_the_commands_of_the_documentation_run(name, block, trained, monkeypatch
             assert said in " ".join((ROOT / "docs/launching.md").read_text().split())
 
 
-UNUSED = "Expected to have finished reduction in the prior iteration"  # PyTorch's words, which readers search for
+# PyTorch's words, which readers search for
+UNUSED = "Expected to have finished reduction in the prior iteration"
 TROUBLES = (ROOT / "docs/troubleshooting.md").read_text()
 MESSAGES = re.findall(r"^train\.py: error: (.*)", TROUBLES, re.M)
 INSERTED = r"[;,()] ?|\b(?:[A-Z]+|gloo|\d+\w*)\b|/dev/shm"  # between texts of the code
@@ -227,7 +258,9 @@ PROVOKED = {  # what makes Lockstep print a message of the page, by a part of it
 @pytest.mark.parametrize("part", PROVOKED)
 def test_messages_of_the_troubleshooting_page_are_printed(part):
     (message,) = [message for message in MESSAGES if part in message]
-    pattern = re.sub(r"\b(HOST|PORT|ADDRESS|NAMES?|REASON|PLACE|COMMAND|SAMPLES|N)\b", ".+", re.escape(message))
+    pattern = re.sub(
+        r"\b(HOST|PORT|ADDRESS|NAMES?|REASON|PLACE|COMMAND|SAMPLES|N)\b", ".+", re.escape(message)
+    )
     written = PROVOKED[part]()
     assert re.search(f"^train.py: error: {pattern}$", written, re.M), written
 
@@ -245,18 +278,28 @@ def test_links_between_the_pages_lead_to_headings_that_exist():
         return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
     for page in PAGES:
-        for file, anchor in re.findall(r"\]\((?!http)([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()):
+        for file, anchor in re.findall(
+            r"\]\((?!http)([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()
+        ):
             target = (page.parent / file).resolve() if file else page
             assert target.exists(), (page.name, file)
             assert not anchor or anchor in anchors(target), (page.name, file, anchor)
 
 
 def test_the_readme_has_the_size_of_the_code():
-    text, files = " ".join((ROOT / "README.md").read_text().split()), list((ROOT / "utils").rglob("*.py"))
+    text, files = (
+        " ".join((ROOT / "README.md").read_text().split()),
+        list((ROOT / "utils").rglob("*.py")),
+    )
     written = int(re.search(r"([\d,]+) lines in `utils/`", text)[1].replace(",", ""))
-    assert sum(len(file.read_text().splitlines()) for file in files) == pytest.approx(written, rel=0.02)
+    assert sum(len(file.read_text().splitlines()) for file in files) == pytest.approx(
+        written, rel=0.02
+    )
     assert len(list((ROOT / "utils").glob("*/__init__.py"))) == 12 and "[twelve packages]" in text
-    assert len((ROOT / "train.py").read_text().splitlines()) <= 270 and "`train.py` is 270 lines" in text
+    assert (
+        len((ROOT / "train.py").read_text().splitlines()) <= 270
+        and "`train.py` is 270 lines" in text
+    )
 
 
 def test_the_loop_in_the_readme_is_that_of_train_py():
@@ -271,7 +314,10 @@ def test_functions_that_the_page_for_ddp_users_names_are_where_it_says():
     for names, file in named:
         for name in re.findall(r"`([\w.]+)`", names):
             for part in name.split("."):
-                assert re.search(rf"^\s*(def|class) {part}\b", (ROOT / file).read_text(), re.M), (name, file)
+                assert re.search(rf"^\s*(def|class) {part}\b", (ROOT / file).read_text(), re.M), (
+                    name,
+                    file,
+                )
 
 
 @pytest.mark.full
@@ -285,8 +331,12 @@ def test_one_of_two_processes_stops_in_a_debugger_and_the_other_waits():
     typed = "b train_update\nc\np 6 * 7, run.ranks.topology.world_size\ncl 1\nc\nq\n"
     try:
         command = ["bash", "-c", f"{export}\n{first}{more}"]
-        debugged = subprocess.run(command, env=environment, input=typed, capture_output=True, text=True)
-        assert "(42, 2)" in debugged.stdout and "The program finished" in debugged.stdout, debugged.stderr
+        debugged = subprocess.run(
+            command, env=environment, input=typed, capture_output=True, text=True
+        )
+        assert "(42, 2)" in debugged.stdout and "The program finished" in debugged.stdout, (
+            debugged.stderr
+        )
         assert other.wait(PATIENCE) == 0
         assert records("run", "start")[0]["processes"] == 2
     finally:

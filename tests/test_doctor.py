@@ -36,8 +36,13 @@ def findings(file="doctor.json"):
 
 
 def red_lines(file="doctor.json"):
-    """The names of what is red. Runs of others on this machine, which may have lost their launchers, do not count."""
-    return {name for name, finding in findings(file).items() if finding["ok"] is False} - {"leftovers"}
+    """The names of what is red.
+
+    Runs of others on this machine, which may have lost their launchers, do not count.
+    """
+    return {name for name, finding in findings(file).items() if finding["ok"] is False} - {
+        "leftovers"
+    }
 
 
 def examine(plant, flags):
@@ -69,7 +74,9 @@ def test_forked_ranks_are_green(processes):
     assert all(outcome.out == "" for outcome in outcomes[1:])
     names = set(findings())
     assert {"launch", "machine", "versions", "gradients"} <= names
-    assert names >= {"folder", "all-reduce"} if processes > 1 else not names & {"folder", "all-reduce"}
+    assert (
+        names >= {"folder", "all-reduce"} if processes > 1 else not names & {"folder", "all-reduce"}
+    )
 
 
 # Faults: what each rank does to itself, which may return flags.
@@ -96,7 +103,9 @@ def other_code(rank):
 
 
 def full_disk(rank):
-    host_checks.shutil = SimpleNamespace(which=shutil.which, disk_usage=lambda path: SimpleNamespace(free=2**20))
+    host_checks.shutil = SimpleNamespace(
+        which=shutil.which, disk_usage=lambda path: SimpleNamespace(free=2**20)
+    )
 
 
 def no_memory(rank):
@@ -131,25 +140,79 @@ def flags(*words):
 
 # Each case: processes, the fault, the red line, and what it and its fix say.
 FAULTS = [
-    (2, another_folder, "folder", "no files of rank 0 seen by rank 1 in runs-0", "a disk that they share"),
+    (
+        2,
+        another_folder,
+        "folder",
+        "no files of rank 0 seen by rank 1 in runs-0",
+        "a disk that they share",
+    ),
     (2, file_for_folder, "folder", "rank 1: --output_dir taken/runs: ", "set --output_dir"),
     (2, other_code, "versions", "code 111111111111 on rank 1", "copy the same code"),
     (2, no_memory, "memory", "0.1 of 10.0 GB free", "start fewer processes"),
-    (2, unshared_gradients, "gradients", "differ from those of one process by", "try another --backend"),
+    (
+        2,
+        unshared_gradients,
+        "gradients",
+        "differ from those of one process by",
+        "try another --backend",
+    ),
     (2, flags("--slow", "1000"), "all-reduce", ", GB/s: ", "check --interface"),
-    (1, environment(RANK="2", WORLD_SIZE="2", LOCAL_RANK="0"), "launch", "contradictory environment", "below"),
-    (2, several_gpus_less, "launch", "2 processes on this machine, but 1 GPU", "launch with --num_processes 1"),
+    (
+        1,
+        environment(RANK="2", WORLD_SIZE="2", LOCAL_RANK="0"),
+        "launch",
+        "contradictory environment",
+        "below",
+    ),
+    (
+        2,
+        several_gpus_less,
+        "launch",
+        "2 processes on this machine, but 1 GPU",
+        "launch with --num_processes 1",
+    ),
     (2, flags("--backend", "nccl"), "launch", "--backend nccl needs GPUs", "leave it out"),
     (2, flags("--interface", "nope0"), "connection", "--interface nope0: ", ""),
-    (2, environment(MASTER_ADDR="no.invalid"), "connection", "cannot find its address", "/etc/hosts"),
-    (2, environment(MASTER_ADDR="192.0.2.7"), "connection", "192.0.2.7 does not lead to ", "must name the"),
-    (2, flags("--init_method", "file:///nope/meet"), "connection", "must name a file in a folder that exists on", ""),
+    (
+        2,
+        environment(MASTER_ADDR="no.invalid"),
+        "connection",
+        "cannot find its address",
+        "/etc/hosts",
+    ),
+    (
+        2,
+        environment(MASTER_ADDR="192.0.2.7"),
+        "connection",
+        "192.0.2.7 does not lead to ",
+        "must name the",
+    ),
+    (
+        2,
+        flags("--init_method", "file:///nope/meet"),
+        "connection",
+        "must name a file in a folder that exists on",
+        "",
+    ),
 ]
 LIKE_OTHERS = [
     (2, another_version, "versions", "accelerate 1.2.3, ", "pip install -r requirements.txt"),
     (2, full_disk, "disk", "0.0 GB free for runs", "delete old runs"),
-    (2, bad_gradients, "gradients", "differ from those of one process by inf", "try another --backend"),
-    (1, environment(RANK="0", WORLD_SIZE="2"), "launch", "LOCAL_RANK not set although RANK=0", "export all of"),
+    (
+        2,
+        bad_gradients,
+        "gradients",
+        "differ from those of one process by inf",
+        "try another --backend",
+    ),
+    (
+        1,
+        environment(RANK="0", WORLD_SIZE="2"),
+        "launch",
+        "LOCAL_RANK not set although RANK=0",
+        "export all of",
+    ),
     (2, environment(MASTER_ADDR="node1..x"), "connection", "node1..x: ", "/etc/hosts"),
 ]
 ALL = [*FAULTS, *(pytest.param(fault, marks=pytest.mark.full) for fault in LIKE_OTHERS)]
@@ -202,19 +265,27 @@ def test_ranks_that_meet_and_cannot_connect_find_it_in_the_table():
     outcomes = look(2, silent)
     assert time.monotonic() - begun < SOON
     assert [outcome.code for outcome in outcomes] == [1, 1] and red_lines() == {"connection"}
-    assert "could not connect over gloo" in findings()["connection"]["value"] and findings()["memory"]["ok"]
+    assert (
+        "could not connect over gloo" in findings()["connection"]["value"]
+        and findings()["memory"]["ok"]
+    )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user's folder takes root to be made")
 @pytest.mark.parametrize(
     ("name", "flags"),
-    [("disk", ("--output_dir", "closed/runs")), ("connection", ("--init_method", "file://{}/closed/meet"))],
+    [
+        ("disk", ("--output_dir", "closed/runs")),
+        ("connection", ("--init_method", "file://{}/closed/meet")),
+    ],
 )
 def test_a_folder_that_may_not_be_looked_into_is_red(name, flags, anyones_folder):
     Path("closed/runs").mkdir(parents=True)
     Path("closed").chmod(0o700)
     flags = [flag.format(Path.cwd()) for flag in flags]
-    outcomes = run_ranks(2, as_nobody, examine, None, ["--json", "doctor.json", *BUSY, *flags, "--timeout", "3"])
+    outcomes = run_ranks(
+        2, as_nobody, examine, None, ["--json", "doctor.json", *BUSY, *flags, "--timeout", "3"]
+    )
     assert outcomes[0].code == 1 and name in red_lines(), outcomes[0].out + outcomes[0].err
     assert "Traceback" not in outcomes[0].err
 
@@ -250,17 +321,28 @@ def test_what_was_found_is_printed_when_a_rank_exits_fails_or_hangs_meanwhile(ac
 
 @pytest.fixture
 def training(tmp_path):
-    """Start a script of that name that sleeps, under a shell that stays or leaves; all are ended afterwards."""
+    """Start a script of that name that sleeps, under a shell that stays or leaves; all are ended
+    afterwards.
+    """
     scripts, shells = [], []
 
     def start(name, stays, **env):
         script = tmp_path / name
         script.write_text("import time\ntime.sleep(600)\n")
         end = "wait" if stays else "true"
-        command = ["sh", "-c", f"{sys.executable} {script} & echo $!; {end}", "torchrun", str(script)]
-        shells.append(subprocess.Popen(command, env=os.environ | env, stdout=subprocess.PIPE, text=True))
+        command = [
+            "sh",
+            "-c",
+            f"{sys.executable} {script} & echo $!; {end}",
+            "torchrun",
+            str(script),
+        ]
+        shells.append(
+            subprocess.Popen(command, env=os.environ | env, stdout=subprocess.PIPE, text=True)
+        )
         scripts.append(psutil.Process(int(shells[-1].stdout.readline())))
-        until(lambda: scripts[-1].cmdline()[1:] == [str(script)])  # until then it is a copy of the shell
+        # until then it is a copy of the shell
+        until(lambda: scripts[-1].cmdline()[1:] == [str(script)])
         if not stays:
             shells[-1].wait()
         return scripts[-1].pid
@@ -278,14 +360,22 @@ def left_over():
 
 
 def test_a_rank_whose_launcher_is_gone_is_left_over_and_not_touched(training):
-    lost, child = training("train.py", stays=False, TORCHELASTIC_RUN_ID="none"), training("eval.py", False)
+    lost, child = (
+        training("train.py", stays=False, TORCHELASTIC_RUN_ID="none"),
+        training("eval.py", False),
+    )
     kept = training("train.py", stays=True, TORCHELASTIC_RUN_ID="none")
     found = host_checks.check_leftovers()
     assert lost in left_over() and not {kept, child} & set(left_over())
-    assert found.red and re.search(rf"process {lost} \(train.py, \d+ min old\): its launcher has exited", found.value)
+    assert found.red and re.search(
+        rf"process {lost} \(train.py, \d+ min old\): its launcher has exited", found.value
+    )
     assert f"kill {lost}" in found.fix or f" {lost}" in found.fix
     assert psutil.pid_exists(lost)
-    others = {training(f"{name}.py", False, TORCHELASTIC_RUN_ID="none") for name in ("eval", "predict", "export")}
+    others = {
+        training(f"{name}.py", False, TORCHELASTIC_RUN_ID="none")
+        for name in ("eval", "predict", "export")
+    }
     assert others <= set(left_over())
     outcomes = look(1)
     assert outcomes[0].code == 1 and str(lost) in findings()["leftovers"]["value"]
@@ -312,7 +402,12 @@ def _merge():
 
 def test_gpus_of_a_machine_are_one_line_with_the_least_memory_free():
     gpus = [
-        {"host": "n1", "kind": "H200", "device": f"cuda:{n}", "gpu_memory": (1.3e11 + n * 1e9, 1.5e11)}
+        {
+            "host": "n1",
+            "kind": "H200",
+            "device": f"cuda:{n}",
+            "gpu_memory": (1.3e11 + n * 1e9, 1.5e11),
+        }
         | {"memory": (9e10, 1e11)}
         for n in range(8)
     ]  # as ranks with GPUs report; no GPU is asked
@@ -327,12 +422,24 @@ def test_gpus_of_a_machine_are_one_line_with_the_least_memory_free():
 
 
 def by_hand(places, *flags_of_each):
-    """Start one process on each machine with exported variables; returns their codes and what they wrote."""
+    """Start one process on each machine with exported variables; returns their codes and what they
+    wrote.
+    """
     jobs = []
     for rank, (place, flags) in enumerate(zip(places, flags_of_each, strict=True)):
-        numbers = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 29500}
-        variables = {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": places[0].name}
-        jobs.append(place.start("python", doctor.__file__, "--json", "doctor.json", *flags, env=variables))
+        numbers = {
+            "RANK": rank,
+            "WORLD_SIZE": 2,
+            "LOCAL_RANK": 0,
+            "LOCAL_WORLD_SIZE": 1,
+            "MASTER_PORT": 29500,
+        }
+        variables = {name: str(number) for name, number in numbers.items()} | {
+            "MASTER_ADDR": places[0].name
+        }
+        jobs.append(
+            place.start("python", doctor.__file__, "--json", "doctor.json", *flags, env=variables)
+        )
     return [job.wait(PATIENCE) for job in jobs], [job.text for job in jobs]
 
 
@@ -343,7 +450,10 @@ def test_two_machines_are_green_over_their_network_and_red_over_folders_of_their
         a, b = places
         codes, texts = by_hand(places, [], [])
         assert red_lines() == set() and "Lockstep doctor" not in texts[1], texts
-        assert f"gloo over eth0 ({a.address}), eth0 ({b.address})" in texts[0] and "2 machines" in texts[0]
+        assert (
+            f"gloo over eth0 ({a.address}), eth0 ({b.address})" in texts[0]
+            and "2 machines" in texts[0]
+        )
         assert codes == [0, 0] or not findings()["leftovers"]["ok"]
         by_hand(places, ["--output_dir", "runs-a"], ["--output_dir", "runs-b"])
         assert red_lines() == {"folder"}
@@ -353,9 +463,18 @@ def test_two_machines_are_green_over_their_network_and_red_over_folders_of_their
 @needs_machines
 def test_where_machines_cannot_meet_each_prints_its_own_table(tmp_path):
     with network(tmp_path) as places:
-        codes, texts = by_hand(places, ["--timeout", "12"], ["--timeout", "12", "--interface", "eth7"])
+        codes, texts = by_hand(
+            places, ["--timeout", "12"], ["--timeout", "12", "--interface", "eth7"]
+        )
         assert codes == [1, 1] and red_lines() == {"connection"}
-        assert "found each other but could not connect" in texts[0] and "✗ --interface eth7: " in texts[1], texts
+        assert (
+            "found each other but could not connect" in texts[0]
+            and "✗ --interface eth7: " in texts[1]
+        ), texts
         places[0].firewall("drop")
         codes, texts = by_hand(places, ["--timeout", "12"], ["--timeout", "12"])
-        assert codes == [1, 1] and "rank 1 did not connect" in texts[0] and "✗ no answer from " in texts[1], texts
+        assert (
+            codes == [1, 1]
+            and "rank 1 did not connect" in texts[0]
+            and "✗ no answer from " in texts[1]
+        ), texts

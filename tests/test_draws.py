@@ -1,4 +1,6 @@
-"""Random numbers are a function of (seed, epoch, sample, occurrence, stream), uniform and independent."""
+"""Random numbers are a function of (seed, epoch, sample, occurrence, stream), uniform and
+independent.
+"""
 
 import hashlib
 import math
@@ -13,7 +15,15 @@ from utils.data.draws import Draws
 N = 1 << 16
 INDICES = np.arange(N)
 # The counters of the streams that the first runs used
-PINNED = {"shift_top": 1, "shift_left": 2, "flip": 3, "crop_area": 5, "crop_aspect": 6, "crop_top": 7, "crop_left": 8}
+PINNED = {
+    "shift_top": 1,
+    "shift_left": 2,
+    "flip": 3,
+    "crop_area": 5,
+    "crop_aspect": 6,
+    "crop_top": 7,
+    "crop_left": 8,
+}
 
 
 def numbers(seed, epoch, indices, stream="a", occurrences=None):
@@ -27,14 +37,18 @@ def test_random_numbers_are_those_of_splitmix64():
         assert ours.dtype == np.float32
         digest = hashlib.blake2b(repr(("stream", "a new one")).encode(), digest_size=8).digest()
         counters = [*PINNED.values(), int.from_bytes(digest, "little")]
-        assert ours.tolist() == [[plain_uniform(seed, epoch, i, counter) for counter in counters] for i in indices]
+        assert ours.tolist() == [
+            [plain_uniform(seed, epoch, i, counter) for counter in counters] for i in indices
+        ]
 
 
 def test_each_time_that_a_sample_is_drawn_in_an_epoch_has_numbers_of_its_own():
     pairs = [(7, 0), (7, 1), (3, 0), (7, 2), (3, 1)]
     indices, occurrences = np.array(pairs).T
     found = numbers(3, 2, indices, "flip", occurrences)
-    assert found.tolist() == [plain_uniform(3, 2, index, 3, occurrence) for index, occurrence in pairs]
+    assert found.tolist() == [
+        plain_uniform(3, 2, index, 3, occurrence) for index, occurrence in pairs
+    ]
     assert len(set(found.tolist())) == 5
     assert (numbers(3, 2, indices, "flip", 0 * occurrences) == numbers(3, 2, indices, "flip")).all()
 
@@ -44,7 +58,9 @@ def test_random_numbers_do_not_depend_on_the_batch_or_on_what_else_is_drawn():
     draws = Draws(3, 2, indices, occurrences)
     whole = draws.uniform("a", "b")
     for part in np.array_split(np.arange(1000), 143):
-        assert (Draws(3, 2, indices[part], occurrences[part]).uniform("a", "b") == whole[part]).all()
+        assert (
+            Draws(3, 2, indices[part], occurrences[part]).uniform("a", "b") == whole[part]
+        ).all()
     assert (Draws(3, 2, indices, occurrences).uniform("b")[:, 0] == whole[:, 1]).all()
     assert draws.uniform().shape == (1000, 0)
 
@@ -53,7 +69,9 @@ def test_tensors_give_the_same_random_numbers_as_arrays():
     indices = np.concatenate([np.arange(500), [2**31, 2**40 + 7, 2**62]])
     for repeats in (None, np.arange(503) % 4):
         by_array = Draws(3, 2, indices, repeats).uniform(*PINNED, "a new one")
-        tensors = [None if array is None else torch.from_numpy(array) for array in (indices, repeats)]
+        tensors = [
+            None if array is None else torch.from_numpy(array) for array in (indices, repeats)
+        ]
         by_tensor = Draws(3, 2, *tensors).uniform(*PINNED, "a new one")
         assert by_tensor.dtype == torch.float32 and by_tensor.numpy().tolist() == by_array.tolist()
     assert Draws(3, 2, torch.arange(0)).uniform("a", "b").shape == (0, 2)

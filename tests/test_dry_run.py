@@ -13,12 +13,21 @@ FLAGS = ["--model", "mlp", "--threads", "1", "--run_name", "run", "--max_steps",
 
 
 def test_a_dry_run_says_what_an_update_and_an_evaluation_batch_need_and_leaves_no_run():
-    main, other = run_ranks(2, sizes_of_dry_run, [*FLAGS, "--max_eval_samples", "150", "--eval_batch_size", "10"])
+    main, other = run_ranks(
+        2, sizes_of_dry_run, [*FLAGS, "--max_eval_samples", "150", "--eval_batch_size", "10"]
+    )
     assert (main.code, other.code) == (0, 0), main.err
     found, sizes = main.value
-    assert found["eval_memory"] >= found["memory"] > 10**8 and found["seconds"] > 0 < found["eval_seconds"]
+    assert (
+        found["eval_memory"] >= found["memory"] > 10**8
+        and found["seconds"] > 0 < found["eval_seconds"]
+    )
     assert sizes == other.value[1] == [10]
-    assert "an evaluation batch of 10 images" in main.out and "Lockstep  dry run\n" in main.out and other.out == ""
+    assert (
+        "an evaluation batch of 10 images" in main.out
+        and "Lockstep  dry run\n" in main.out
+        and other.out == ""
+    )
     assert not list(Path("runs").iterdir())
 
 
@@ -43,7 +52,9 @@ def watch_model(hook) -> None:
 
 def test_a_dry_run_of_a_resume_starts_from_its_checkpoint_and_does_not_change_it():
     def files():
-        return {path: path.is_file() and path.stat().st_mtime_ns for path in Path("runs").rglob("*")}
+        return {
+            path: path.is_file() and path.stat().st_mtime_ns for path in Path("runs").rglob("*")
+        }
 
     train_run(1, "run", *FLAGS[:-4], "--max_steps", "2")
     before = files()
@@ -56,12 +67,19 @@ def test_a_complete_run_can_be_tried_too():
     train_run(2, "run", *FLAGS)
     outcomes = run_ranks(2, train.main, [*FLAGS, "--resume", "auto", "--dry_run"])
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].err
-    assert "dry run: an update of 128 images took" in outcomes[0].out and "3 in all, from 3" in outcomes[0].out
+    assert (
+        "dry run: an update of 128 images took" in outcomes[0].out
+        and "3 in all, from 3" in outcomes[0].out
+    )
     assert [path.name for path in Path("runs").iterdir()] == ["run"]
 
 
-@pytest.mark.parametrize("training,fix", [(True, "raise --grad_accum"), (False, "lower --eval_batch_size")])
-@pytest.mark.parametrize("flags", [["--dry_run"], pytest.param(["--eval_every", "1"], marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "training,fix", [(True, "raise --grad_accum"), (False, "lower --eval_batch_size")]
+)
+@pytest.mark.parametrize(
+    "flags", [["--dry_run"], pytest.param(["--eval_every", "1"], marks=pytest.mark.full)]
+)
 def test_a_batch_that_does_not_fit_is_one_line_with_the_setting_that_helps(training, fix, flags):
     line = refused(_out_of_memory, str(training), *FLAGS, *flags)
     assert "out of memory" in line and fix in line
@@ -75,10 +93,23 @@ def _out_of_memory(flags: list[str]) -> None:
     train.main(flags[1:])
 
 
-@pytest.mark.parametrize("flags", [["--ema_decay", "0.9"], pytest.param(["--sync_batchnorm"], marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "flags", [["--ema_decay", "0.9"], pytest.param(["--sync_batchnorm"], marks=pytest.mark.full)]
+)
 def test_a_dry_run_prints_its_result_once_and_changes_no_statistics(flags):
-    flags = ["--model", "resnet18", "--image_size", "32", "--max_train_samples", "64", "--dry_run", *flags]
-    main, other = run_ranks(2, with_statistics, [*flags, "--global_batch_size", "16", "--threads", "1"])
+    flags = [
+        "--model",
+        "resnet18",
+        "--image_size",
+        "32",
+        "--max_train_samples",
+        "64",
+        "--dry_run",
+        *flags,
+    ]
+    main, other = run_ranks(
+        2, with_statistics, [*flags, "--global_batch_size", "16", "--threads", "1"]
+    )
     assert (main.code, main.value, other.value) == (0, [True], [True]), main.err
     assert main.out.count("dry run: ") == 1 and other.out == ""
 

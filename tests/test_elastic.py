@@ -10,7 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.elastic import BETWEEN_MACHINES, EVENTS, TIMEOUT, Launchers, possible, wait_for_progress
+from helpers.elastic import (
+    BETWEEN_MACHINES,
+    EVENTS,
+    TIMEOUT,
+    Launchers,
+    possible,
+    wait_for_progress,
+)
 from helpers.machines import needs_machines, network
 from helpers.ranks import free_port, returned
 from helpers.training_runs import records, refused, train_run
@@ -23,9 +30,40 @@ from utils.launch.command import elastic_nodes
 from utils.runs.manifest import sha256_of
 
 # Batch statistics, dropout, mixing and an average; about 0.1 s an update
-FLAGS = ["--data", "digits", "--image_size", "32", "--model", "timm/test_resnet", "--model_args", "{drop_rate: 0.2}"]
-FLAGS += ["--global_batch_size", "96", "--microbatches", "4", "--lr", "0.02", "--mixup", "0.2", "--ema_decay", "0.95"]
-FLAGS += ["--threads", "1", "--log_every", "1", "--save_every", "10", "--eval_every", "1000", "--report", "false"]
+FLAGS = [
+    "--data",
+    "digits",
+    "--image_size",
+    "32",
+    "--model",
+    "timm/test_resnet",
+    "--model_args",
+    "{drop_rate: 0.2}",
+]
+FLAGS += [
+    "--global_batch_size",
+    "96",
+    "--microbatches",
+    "4",
+    "--lr",
+    "0.02",
+    "--mixup",
+    "0.2",
+    "--ema_decay",
+    "0.95",
+]
+FLAGS += [
+    "--threads",
+    "1",
+    "--log_every",
+    "1",
+    "--save_every",
+    "10",
+    "--eval_every",
+    "1000",
+    "--report",
+    "false",
+]
 FLAGS += ["--timeout", str(TIMEOUT)]
 
 
@@ -43,7 +81,10 @@ def whole(updates: int, kept={}) -> dict[str, str]:  # noqa: B006
 
 def hashes(name: str, updates: int) -> dict[str, str]:
     folder = Path(f"runs/{name}/checkpoints/step-{updates:08}")
-    return {file: sha256_of(folder / file) for file in ("model.safetensors", "optimizer.bin", "ema.safetensors")}
+    return {
+        file: sha256_of(folder / file)
+        for file in ("model.safetensors", "optimizer.bin", "ema.safetensors")
+    }
 
 
 def logged() -> int:
@@ -51,8 +92,12 @@ def logged() -> int:
     return max((r["step"] for r in records_so_far(LOG) if r["kind"] == "train"), default=0)
 
 
-def check_events(updates: int, events: list[str], seed: int, served: bool = True, machines=None) -> None:
-    """Train while launchers come and go; the run must end with the bits of one process, and log each update once."""
+def check_events(
+    updates: int, events: list[str], seed: int, served: bool = True, machines=None
+) -> None:
+    """Train while launchers come and go; the run must end with the bits of one process, and log
+    each update once.
+    """
     expected, chance = whole(updates), random.Random(seed)
     flags = [*FLAGS, "--max_steps", str(updates), "--run_name", "run", "--resume", "auto"]
     launchers = Launchers(flags, served, machines)
@@ -61,7 +106,8 @@ def check_events(updates: int, events: list[str], seed: int, served: bool = True
         after = 0  # records of the log before the last event
         for number, event in enumerate(events):
             began, before = time.monotonic(), logged()
-            if number and chance.random() < 0.3:  # the processes may be importing, connecting or saving
+            # the processes may be importing, connecting or saving
+            if number and chance.random() < 0.3:
                 time.sleep(chance.uniform(0, 8))
             else:
                 wait_for_progress(LOG, after, chance.randint(2, 15), launchers)
@@ -79,7 +125,9 @@ def check_events(updates: int, events: list[str], seed: int, served: bool = True
                     launchers.start_store()
                 launchers.start()
             seconds, left = time.monotonic() - began, len(launchers.alive)
-            print(f"| {seed}.{number} | {event} | from {before} to {logged()} | {left} | {codes} | {seconds:.0f} s |")
+            print(
+                f"| {seed}.{number} | {event} | from {before} to {logged()} | {left} | {codes} | {seconds:.0f} s |"
+            )
         codes = []
         until(lambda: codes.extend(launchers.reap()) or not launchers.alive, PATIENCE * 2)
         assert set(codes) == {0}, [output.read_text()[-2000:] for output in launchers.outputs]
@@ -87,7 +135,9 @@ def check_events(updates: int, events: list[str], seed: int, served: bool = True
         launchers.end()
     found = [(record["processes"], record["step"]) for record in records("run", "start")]
     print(f"| {seed} | processes and first update of each start: {found} |")
-    assert [record["step"] for record in records("run", "train")] == [*range(1, updates + 1)], launchers.outputs
+    assert [record["step"] for record in records("run", "train")] == [*range(1, updates + 1)], (
+        launchers.outputs
+    )
     assert hashes("run", updates) == expected
 
 
@@ -122,7 +172,8 @@ def test_a_command_that_could_not_go_on_with_other_machines_is_refused(text):
             "PET_NNODES": "1:3",
             "TORCHELASTIC_USE_AGENT_STORE": str("SHARE" in text),
         }
-        sys.argv = ["train.py"]  # so the parent is not taken for a launcher, which the error would end
+        # so the parent is not taken for a launcher, which the error would end
+        sys.argv = ["train.py"]
         train.main(flags)
 
     assert text in refused(launched, *REFUSED[text])
@@ -135,13 +186,17 @@ def test_a_run_whose_number_of_machines_is_fixed_is_not_concerned(monkeypatch):
     for nodes in ("", "2"):
         monkeypatch.setenv("PET_NNODES", nodes)
         assert elastic_nodes() is None
-    monkeypatch.setattr(command, "launcher_command", lambda: ["torchrun", "--nnodes=2:5", "train.py", "--lr", "1"])
+    monkeypatch.setattr(
+        command, "launcher_command", lambda: ["torchrun", "--nnodes=2:5", "train.py", "--lr", "1"]
+    )
     assert elastic_nodes() == (2, 5)
 
 
 def test_the_only_process_of_a_launcher_ends_with_the_bits_of_plain_python():
     def launched(flags: list[str]) -> None:
-        names = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1")
+        names = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | dict.fromkeys(
+            ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"
+        )
         os.environ |= names | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         train.main(flags)
 
@@ -152,7 +207,10 @@ def test_the_only_process_of_a_launcher_ends_with_the_bits_of_plain_python():
 
 
 def test_ranks_do_not_wait_for_one_whose_launcher_was_killed():
-    """An orphan reports that it has finished, if rank 0 serves the store. Else rank 0 would wait for ten seconds."""
+    """An orphan reports that it has finished, if rank 0 serves the store.
+
+    Else rank 0 would wait for ten seconds.
+    """
 
     def orphan(flags: list[str]) -> float:
         rank = int(os.environ["RANK"])
@@ -168,7 +226,17 @@ def test_ranks_do_not_wait_for_one_whose_launcher_was_killed():
         train.main(flags)
         return seconds[0]
 
-    flags = [*FLAGS, "--run_name", "run", "--max_steps", "1", "--max_train_samples", "96", "--max_eval_samples", "8"]
+    flags = [
+        *FLAGS,
+        "--run_name",
+        "run",
+        "--max_steps",
+        "1",
+        "--max_train_samples",
+        "96",
+        "--max_eval_samples",
+        "8",
+    ]
     assert max(returned(2, orphan, flags)) < 9
 
 
@@ -214,7 +282,10 @@ def test_a_machine_joins_another_is_lost_and_the_bits_are_those_of_one_process()
 
 
 def events_of(seed: int, kinds: tuple[str, ...], last: str = "store lost") -> list[str]:
-    """Eight events. The first adds a launcher. After the last one, the run has to be started again."""
+    """Eight events.
+
+    The first adds a launcher. After the last one, the run has to be started again.
+    """
     chance = random.Random(f"events {seed}")
     return ["launcher added", *(chance.choice(kinds) for _ in range(6)), last]
 

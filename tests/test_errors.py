@@ -1,4 +1,6 @@
-"""What is wrong ends in one line that names it and the fix, from one rank, with code 2, before anything is trained."""
+"""What is wrong ends in one line that names it and the fix, from one rank, with code 2, before
+anything is trained.
+"""
 
 import os
 import re
@@ -28,42 +30,91 @@ from utils.runs.manifest import find_checkpoint
 
 TINY = ("--model", "mlp", "--max_steps", "2", "--report", "false")
 
-# Each case: the flags, what the line must say, and on how many processes. What each rank may find by itself, what rank
-# 0 finds alone, and what shows only when the model is built are tried on two.
+# Each case: the flags, what the line must say, and on how many processes. What each rank may find
+# by itself, what rank 0 finds alone, and what shows only when the model is built are tried on two.
 BAD_INPUT = {
     "unknown flag": (("--epoch", "3"), "unknown flag --epoch; did you mean --epochs?", 2),
     "bad value": (("--lr", "fast"), "--lr must be a number, got fast", 1),
     "bad choice": (("--comm_hook", "fp8"), "--comm_hook must be no, fp16 or bf16, got fp8", 1),
     "batch size 0": (("--batch_size", "0"), "--batch_size must be at least 1, got 0", 1),
-    "stray word": (("mnist",), "unexpected argument mnist; to name the data, write --data mnist", 1),
+    "stray word": (
+        ("mnist",),
+        "unexpected argument mnist; to name the data, write --data mnist",
+        1,
+    ),
     "no such recipe": (("--config", "nope.yaml"), "nope.yaml: No such file or directory", 2),
-    "unknown key": (("--config", "key.yaml"), "key.yaml: unknown setting 'epoch'; did you mean epochs?", 1),
+    "unknown key": (
+        ("--config", "key.yaml"),
+        "key.yaml: unknown setting 'epoch'; did you mean epochs?",
+        1,
+    ),
     "invalid YAML": (("--config", "broken.yaml"), "broken.yaml: not valid YAML", 1),
     "no such path": (("--data", "./nope"), "--data ./nope: no such file, folder or data set", 1),
-    "no such data set": (("--data", "torchvision/Nope"), "--data torchvision/Nope: no such data set", 1),
+    "no such data set": (
+        ("--data", "torchvision/Nope"),
+        "--data torchvision/Nope: no such data set",
+        1,
+    ),
     "data_dir": (("--data_dir", "my photos"), "name a folder of your own with --data", 1),
     "no such model": (("--model", "resnet19"), "--model resnet19: no such model; did you mean", 1),
-    "no such checkpoint": (("--resume", "runs/nope"), "runs/nope: no such checkpoint or run folder", 2),
+    "no such checkpoint": (
+        ("--resume", "runs/nope"),
+        "runs/nope: no such checkpoint or run folder",
+        2,
+    ),
     "resume of nothing": (("--resume", "auto"), "--resume auto needs --run_name", 1),
     "run that exists": (("--run_name", "taken"), "taken exists; continue it with --resume auto", 2),
     "output in a file": (("--output_dir", "key.yaml/runs"), "is not a writable folder", 1),
     "no output": (("--output_dir", "/proc/nope"), "/proc", 2),
     "threads": (("--threads", "100000"), "--threads must be at most ", 1),
-    "init_method": (("--init_method", "tcp://host"), "--init_method must be env://, tcp://HOST:PORT or file://", 1),
+    "init_method": (
+        ("--init_method", "tcp://host"),
+        "--init_method must be env://, tcp://HOST:PORT or file://",
+        1,
+    ),
     "fp16 without a GPU": (("--mixed_precision", "fp16"), "fp16 needs a GPU", 1),
-    "split": (("--data", "table", "--train_split", "test"), "--train_split test: no such split; use one of train", 1),
-    "no classes": (("--data", "flat"), "flat: no images in it; an image folder holds CLASS/IMAGE.jpg", 1),
+    "split": (
+        ("--data", "table", "--train_split", "test"),
+        "--train_split test: no such split; use one of train",
+        1,
+    ),
+    "no classes": (
+        ("--data", "flat"),
+        "flat: no images in it; an image folder holds CLASS/IMAGE.jpg",
+        1,
+    ),
     "no images": (("--data", "empty"), "no images in it", 1),
     "undecodable": (("--data", "broken"), "000.png (cannot identify image file)", 2),
     "model arguments": (("--model_args", "{depth: 3}"), "--model_args for mlp", 2),
     "label outside the range": (("--data", "unlabelled"), "has the label -1", 1),
     "too large": (("--data", "synthetic/10x999999x10"), "lower these numbers", 1),
     "one class": (("--data", "single"), "has one class, class0", 1),
-    "images too small": (("--model", "alexnet", "--image_size", "8"), "alexnet does not accept 8x8", 2),
-    "no update": (("--drop_last", "--global_batch_size", "9999998"), "--drop_last leaves no update", 1),
-    "mean of two": (("--mean", "[0.1, 0.2]"), "--mean has 2 values for 1 channels; give one value", 1),
+    "images too small": (
+        ("--model", "alexnet", "--image_size", "8"),
+        "alexnet does not accept 8x8",
+        2,
+    ),
+    "no update": (
+        ("--drop_last", "--global_batch_size", "9999998"),
+        "--drop_last leaves no update",
+        1,
+    ),
+    "mean of two": (
+        ("--mean", "[0.1, 0.2]"),
+        "--mean has 2 values for 1 channels; give one value",
+        1,
+    ),
     "one sample under batch norm": (
-        ("--data", "synthetic/2x32x33", "--model", "resnet18", "--global_batch_size", "16", "--max_steps", "5"),
+        (
+            "--data",
+            "synthetic/2x32x33",
+            "--model",
+            "resnet18",
+            "--global_batch_size",
+            "16",
+            "--max_steps",
+            "5",
+        ),
         "33 samples, global batches of 16",
         1,
     ),
@@ -96,7 +147,9 @@ def _write_files():
     Path("broken/class0/000.png").write_bytes(b"no image")
     image_folder("single", {"class0": 12}, size=(32, 32))
     for name, label in (("table", 0), ("unlabelled", -1)):
-        parquet(name, train=table([label, 0, 1, 0, 1, 1], datasets.ClassLabel(names=["cat", "dog"])))
+        parquet(
+            name, train=table([label, 0, 1, 0, 1, 1], datasets.ClassLabel(names=["cat", "dog"]))
+        )
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)
@@ -106,10 +159,17 @@ def test_bad_input_is_one_line_from_rank_0_and_code_2_from_each(case):
     assert first.code == 2 and text in first.err
     assert first.err.count("\n") == 1 and first.err.startswith("train.py: error: ")
     assert all((other.code, other.err) == (2, "") for other in others)
-    assert [path.name for path in Path("runs").iterdir()] == ["taken"]  # no folder of a run that never was
+    # no folder of a run that never was
+    assert [path.name for path in Path("runs").iterdir()] == ["taken"]
 
 
-ELSEWHERE = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "1"}
+ELSEWHERE = {
+    "RANK": "2",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "1",
+}
 
 
 def test_an_error_of_another_machine_alone_is_printed_there_with_its_rank(monkeypatch):
@@ -122,7 +182,9 @@ def test_an_error_of_another_machine_alone_is_printed_there_with_its_rank(monkey
         (outcome,) = run_ranks(1, _train_here, {**os.environ}, [*TINY, "--data", "./nope"])
         assert outcome.code == 2, outcome.err
         printed.append(outcome.err)
-    assert printed[0].startswith("train.py: error: rank 2 on node2: ") and printed[0].count("\n") == 1
+    assert (
+        printed[0].startswith("train.py: error: rank 2 on node2: ") and printed[0].count("\n") == 1
+    )
     assert "nope" in printed[0] and printed[1] == ""
 
 
@@ -137,8 +199,17 @@ def test_traceback_shows_it():
 
 
 def test_an_error_of_another_rank_during_training_is_printed_by_rank_0():
-    line = refused(_train_with_a_file_that_rank_1_cannot_read, "--data", "photos", "--num_workers", "0", processes=2)
-    assert line.startswith("train.py: error: rank 1: photos/class0/3.png: not a readable image (planted)")
+    line = refused(
+        _train_with_a_file_that_rank_1_cannot_read,
+        "--data",
+        "photos",
+        "--num_workers",
+        "0",
+        processes=2,
+    )
+    assert line.startswith(
+        "train.py: error: rank 1: photos/class0/3.png: not a readable image (planted)"
+    )
 
 
 def _train_with_a_file_that_rank_1_cannot_read(flags):
@@ -150,13 +221,27 @@ def _train_with_a_file_that_rank_1_cannot_read(flags):
         return decode(*arguments)
 
     loader.decode = broken
-    train.main([*TINY, *flags, "--model_args", "{hidden: 2}", "--image_size", "112", "--global_batch_size", "8"])
+    train.main(
+        [
+            *TINY,
+            *flags,
+            "--model_args",
+            "{hidden: 2}",
+            "--image_size",
+            "112",
+            "--global_batch_size",
+            "8",
+        ]
+    )
 
 
 def test_more_processes_than_gpus_are_refused_with_both_numbers(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # what a machine with one GPU says
+    # what a machine with one GPU says
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="2 processes on this machine, but 1 GPU; launch with --num_processes 1"):
+    with pytest.raises(
+        ValueError, match="2 processes on this machine, but 1 GPU; launch with --num_processes 1"
+    ):
         Ranks(Topology(0, 2, 0, 2), LaunchConfig())
 
 
@@ -170,7 +255,9 @@ def two_runs(tmp_path_factory):
         checkpoint = find_checkpoint(Path("runs/other"))
         text = (checkpoint / "config.yaml").read_text()
         assert "model_args: {}" in text
-        (checkpoint / "config.yaml").write_text(text.replace("model_args: {}", "model_args: {hidden: 17}"))
+        (checkpoint / "config.yaml").write_text(
+            text.replace("model_args: {}", "model_args: {hidden: 17}")
+        )
         rewrite_manifest(checkpoint)
     return folder / "runs"
 
@@ -181,7 +268,10 @@ def two_runs(tmp_path_factory):
         (("--ckpt", "runs/nope"), "runs/nope: no such checkpoint or run folder"),
         (("--ckpt", "runs/taken"), "runs/taken: holds no checkpoint"),
         (("--ckpt", "runs/run", "--json", "nope/x.json"), "does not exist"),
-        (("--ckpt", "runs/run", "--data", "photos"), "the checkpoint does not have the class 'class0'"),
+        (
+            ("--ckpt", "runs/run", "--data", "photos"),
+            "the checkpoint does not have the class 'class0'",
+        ),
         (("--ckpt", "runs/other"), "holds a different model (hidden.weight"),
     ],
 )
@@ -192,7 +282,11 @@ def test_eval_says_what_is_wrong(flags, text, two_runs):
 
 def test_several_unknown_flags_are_answered_at_once(capsys):
     with pytest.raises(SystemExit):
-        parse_args(TrainConfig, "train.py", ["--opt", "adamw", "--seed", "1", "--learning_rate=1", "--opt", "sgd"])
+        parse_args(
+            TrainConfig,
+            "train.py",
+            ["--opt", "adamw", "--seed", "1", "--learning_rate=1", "--opt", "sgd"],
+        )
     line = "unknown flag --opt; use --optimizer; unknown flag --learning_rate; use --lr"
     assert capsys.readouterr().err == f"train.py: error: {line}\n"
 
@@ -222,23 +316,33 @@ def test_an_unknown_flag_is_answered_with_its_name_here(name, fix, capsys):
     with pytest.raises(SystemExit):
         parse_args(TrainConfig, "train.py", ["--config", "recipe.yaml"])
     line = capsys.readouterr().err
-    assert f"unknown setting {name.lstrip('-')!r}; " in line and ("did you mean" in line) == ("did you mean" in fix)
+    assert f"unknown setting {name.lstrip('-')!r}; " in line and ("did you mean" in line) == (
+        "did you mean" in fix
+    )
 
 
 def test_names_of_other_trainers_lead_to_settings_and_are_none_themselves():
     names = {field.name for config in (TrainConfig, ExportConfig) for field in fields(config)}
     assert OTHER_NAMES.keys() <= names and names & set(" ".join(ADVICE).split()) == {"data_dir"}
     for ours, others in OTHER_NAMES.items():
-        own = [field.name for field in fields(ExportConfig if ours in ("ckpt", "to", "out") else TrainConfig)]
+        own = [
+            field.name
+            for field in fields(ExportConfig if ours in ("ckpt", "to", "out") else TrainConfig)
+        ]
         for theirs in others.split():
             assert theirs not in own and fix_for_unknown(theirs, own, "--") == f"use --{ours}"
-    assert fix_for_unknown("learning_rate", ["ckpt", "json"]) == "--help lists all"  # eval.py has no --lr
+    # eval.py has no --lr
+    assert fix_for_unknown("learning_rate", ["ckpt", "json"]) == "--help lists all"
 
 
 @pytest.mark.parametrize(
     ("settings", "flags", "fix"),
     [
-        (PredictConfig, ["--input", "x"], "unknown flag --input; name the images without a flag: predict.py"),
+        (
+            PredictConfig,
+            ["--input", "x"],
+            "unknown flag --input; name the images without a flag: predict.py",
+        ),
         (EvalConfig, ["--checkpoint", "x"], "unknown flag --checkpoint; use --ckpt"),
         (EvalConfig, ["runs/a"], "unexpected argument runs/a; --ckpt runs/a names a run"),
         (ExportConfig, ["--format", "onnx"], "unknown flag --format; use --to"),
@@ -261,13 +365,20 @@ def test_help_lists_the_settings_in_groups_in_the_order_of_the_settings(main, se
     (outcome,) = run_ranks(1, main, ["--help"])
     usage, _, listed = outcome.out.partition("\noptions:\n")
     assert usage.startswith(f"usage: {main.__module__}.py [flags]\n")
-    groups = {title: re.findall(r"^  --(\w+)", text, re.M) for title, text in _sections(f"options:\n{listed}")}
+    groups = {
+        title: re.findall(r"^  --(\w+)", text, re.M)
+        for title, text in _sections(f"options:\n{listed}")
+    }
     assert groups.pop("options") == ["config"] * (settings is TrainConfig)
     assert sorted(sum(groups.values(), [])) == sorted(field.name for field in fields(settings))
     assert list(groups)[-1] == "processes and devices"
     if settings is TrainConfig:
         assert list(groups)[:2] == ["most used", "data"]
-        own = [field.name for field in fields(settings) if field.name not in groups["processes and devices"]]
+        own = [
+            field.name
+            for field in fields(settings)
+            if field.name not in groups["processes and devices"]
+        ]
         assert sum(list(groups.values())[:-1], []) == own
 
 
@@ -282,6 +393,8 @@ def test_help_has_a_sentence_for_every_setting(main, settings):
     text = " ".join(outcome.out.split("\noptions:")[1].split())
     for field in fields(settings):
         sentence = re.split(r" --\w+ [A-Z{\[]", text.split(f" --{field.name} ")[1])[0]
-        assert re.search(r"[A-Za-z].{15,}", sentence.split(" ", 1)[1]), f"--{field.name} is not explained: {sentence}"
+        assert re.search(r"[A-Za-z].{15,}", sentence.split(" ", 1)[1]), (
+            f"--{field.name} is not explained: {sentence}"
+        )
     assert "type:" not in text and "default: null" not in text and "default: {}" not in text
     assert "(default: runs)" in text or settings is not TrainConfig

@@ -1,4 +1,6 @@
-"""Evaluation counts each sample once on any number of processes, and its numbers are those of plain PyTorch."""
+"""Evaluation counts each sample once on any number of processes, and its numbers are those of plain
+PyTorch.
+"""
 
 import json
 import os
@@ -38,14 +40,19 @@ FLAGS = ("--model", "mlp", "--max_steps", "12", "--lr", "0.05", "--eval_every", 
 
 
 def plain_numbers(name, *flags):
-    """Loss, accuracy, top-5, and predicted and true classes of a run's latest checkpoint on its evaluation split."""
+    """Loss, accuracy, top-5, and predicted and true classes of a run's latest checkpoint on its
+    evaluation split.
+    """
     config = parse_args(TrainConfig, "train.py", [*FLAGS, *flags])
     split = load_data(config).evaluation
     pixels = torch.from_numpy(np.array(decode_all(split, 8, 8, 1, "plain", lambda items: items)))
     labels = torch.from_numpy(split.labels)
     w = weights(name)
     x = ((pixels.float() / 255 - 0.5) / 0.5).flatten(1)
-    logits = torch.relu(x @ w["hidden.weight"].T + w["hidden.bias"]) @ w["output.weight"].T + w["output.bias"]
+    logits = (
+        torch.relu(x @ w["hidden.weight"].T + w["hidden.bias"]) @ w["output.weight"].T
+        + w["output.bias"]
+    )
     order = logits.argsort(dim=1, descending=True)
     hits = order == labels[:, None]
     return {
@@ -58,15 +65,30 @@ def plain_numbers(name, *flags):
 
 # No multiple of any block; 7 leaves ranks without a sample.
 @pytest.mark.parametrize(
-    "samples", [pytest.param(257, marks=pytest.mark.full), pytest.param(101, marks=pytest.mark.full), 7]
+    "samples",
+    [pytest.param(257, marks=pytest.mark.full), pytest.param(101, marks=pytest.mark.full), 7],
 )
 def test_one_to_four_processes_give_the_numbers_of_plain_pytorch(samples):
-    flags = ("--max_eval_samples", str(samples), "--eval_fraction", "0.4", "--eval_batch_size", "16")
+    flags = (
+        "--max_eval_samples",
+        str(samples),
+        "--eval_fraction",
+        "0.4",
+        "--eval_batch_size",
+        "16",
+    )
     train_run(2, "run", *FLAGS, *flags)
     expected, (predicted, true) = plain_numbers("run", *flags)
     trained = records("run", "eval")[-1]
     for processes in (1, 2, 3, 4):
-        arguments = ["--ckpt", "runs/run", "--json", f"{processes}.json", "--max_eval_samples", str(samples)]
+        arguments = [
+            "--ckpt",
+            "runs/run",
+            "--json",
+            f"{processes}.json",
+            "--max_eval_samples",
+            str(samples),
+        ]
         found = returned(processes, eval.main, arguments)[0]
         assert json.loads(Path(f"{processes}.json").read_text()) == found
         assert (found["count"], found["accuracy"], found["top5"]) == tuple(
@@ -77,22 +99,32 @@ def test_one_to_four_processes_give_the_numbers_of_plain_pytorch(samples):
         assert found["accuracy"] == trained["accuracy"]
         for label, accuracy in enumerate(found["per_class_accuracy"]):
             of_class = true == label
-            assert accuracy == (pytest.approx((predicted[of_class] == label).mean()) if of_class.any() else None)
+            assert accuracy == (
+                pytest.approx((predicted[of_class] == label).mean()) if of_class.any() else None
+            )
 
 
 def test_training_evaluates_alike_on_every_topology():
     flags = ("--eval_batch_size", "32", "--eval_every", "5", "--model_args", "{hidden: 32}")
-    logs = [train_run(n, f"run{n}", *FLAGS, "--global_batch_size", "120", *flags) for n in (1, 2, 3)]
+    logs = [
+        train_run(n, f"run{n}", *FLAGS, "--global_batch_size", "120", *flags) for n in (1, 2, 3)
+    ]
     evals = [[record for record in log if record["kind"] == "eval"] for log in logs]
     assert [record["step"] for record in evals[0]] == [5, 10, 12]
     for one, two, three in zip(*evals, strict=True):
         assert one["accuracy"] == two["accuracy"] == three["accuracy"]
-        assert one["loss"] == pytest.approx(two["loss"], abs=1e-6) == pytest.approx(three["loss"], abs=1e-6)
+        assert (
+            one["loss"]
+            == pytest.approx(two["loss"], abs=1e-6)
+            == pytest.approx(three["loss"], abs=1e-6)
+        )
 
 
 def test_all_ranks_have_work_in_an_evaluation_of_few_samples():
     train_run(1, "run", *FLAGS)
-    (alone, _), *ranks = (found for n in (1, 4) for found in returned(n, _evaluate_and_count, "153"))
+    (alone, _), *ranks = (
+        found for n in (1, 4) for found in returned(n, _evaluate_and_count, "153")
+    )
     expected = [16 * 3, 16 * 2 + 9, 16 * 2, 16 * 2]  # blocks in turn, the last one of 9
     assert [count for _, [(count, _, _)] in ranks] == expected
     for result, _ in ranks:
@@ -165,7 +197,8 @@ def test_gathered_rows_are_put_in_order_without_those_that_fill_up():
 @pytest.mark.parametrize(
     ("flags", "tensors"),
     [
-        # Indices; with --metrics, also predictions; for the page, also classes, probabilities and values.
+        # Indices; with --metrics, also predictions; for the page, also classes, probabilities and
+        # values.
         (["--report", "false"], [1, 1]),
         (["--report", "false", "--metrics"], [2, 2]),
         ([], [4, 4]),
@@ -206,7 +239,11 @@ def test_metrics_equal_their_definitions():
         f1.append(2 * p * r / (p + r) if p + r else 0.0)
     assert found["macro_precision"] == pytest.approx(np.mean(precision))
     assert found["macro_recall"] == pytest.approx(np.mean(recall))
-    assert found["macro_f1"] == pytest.approx(np.mean(f1)) == f1_score(true, predicted, average="macro")
+    assert (
+        found["macro_f1"]
+        == pytest.approx(np.mean(f1))
+        == f1_score(true, predicted, average="macro")
+    )
     assert found["classes_evaluated"] == 4
     assert found["per_class_accuracy"][5] is None and found["per_class_accuracy"][3] is None
     assert found["per_class_accuracy"][:3] == pytest.approx(recall[:3])
@@ -215,7 +252,9 @@ def test_metrics_equal_their_definitions():
 def test_classes_without_samples_do_not_lower_the_macro_scores_and_are_reported():
     train_run(1, "run", "--data", "synthetic/4x32x90", "--model", "mlp", "--max_steps", "2")
     image_folder("other", {"1": 9, "2": 9}, size=(32, 32))
-    found = run_ranks(2, eval.main, ["--ckpt", "runs/run", "--data", "other", "--json", "found.json"])[0]
+    found = run_ranks(
+        2, eval.main, ["--ckpt", "runs/run", "--data", "other", "--json", "found.json"]
+    )[0]
     assert found.code == 0 and "classes          2 of 4 with samples\n" in found.out
     assert json.loads(Path("found.json").read_text())["classes_evaluated"] == 2
     whole = run_ranks(1, eval.main, ["--ckpt", "runs/run"])[0]
@@ -240,8 +279,22 @@ def test_eval_takes_the_best_checkpoint_of_a_run_or_the_one_that_is_named():
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("moment", ["config.yaml", "model.safetensors", "find_split"])
-def test_an_evaluation_beside_a_run_that_deletes_its_checkpoint_takes_the_next_one(processes, moment):
-    train_run(1, "run", *FLAGS, "--max_steps", "4", "--eval_every", "2", "--keep", "9", "--save_every", "2")
+def test_an_evaluation_beside_a_run_that_deletes_its_checkpoint_takes_the_next_one(
+    processes, moment
+):
+    train_run(
+        1,
+        "run",
+        *FLAGS,
+        "--max_steps",
+        "4",
+        "--eval_every",
+        "2",
+        "--keep",
+        "9",
+        "--save_every",
+        "2",
+    )
     folder = Path("runs/run/checkpoints")
     (folder / "best").write_text("step-00000002\n")
     outcomes = run_ranks(processes, _evaluate_and_delete, moment, "runs/run")
@@ -256,7 +309,9 @@ def test_an_evaluation_beside_a_run_that_deletes_its_checkpoint_takes_the_next_o
 
 def test_a_checkpoint_that_is_named_and_deleted_meanwhile_is_an_error():
     train_run(1, "run", *FLAGS, "--max_steps", "4", "--keep", "9", "--save_every", "2")
-    line = refused(partial(_evaluate_and_delete, "config.yaml"), "runs/run/checkpoints/step-00000002")
+    line = refused(
+        partial(_evaluate_and_delete, "config.yaml"), "runs/run/checkpoints/step-00000002"
+    )
     assert "step-00000002: no such checkpoint or run folder" in line
 
 
@@ -291,7 +346,8 @@ def test_eval_evaluates_the_training_split_too():
 def test_other_data_is_evaluated_whole_or_on_its_own_test_split():
     train_run(1, "run", "--data", "synthetic/3x32x90", "--model", "mlp", "--max_steps", "2")
     for folder, count in (("whole", 11), ("split/train", 12), ("split/test", 7)):
-        image_folder(folder, dict.fromkeys("012", count), size=(32, 32))  # the classes that the checkpoint knows
+        # the classes that the checkpoint knows
+        image_folder(folder, dict.fromkeys("012", count), size=(32, 32))
     for flags, split, count in (
         (("--data", "whole"), "all images", 33),
         (("--data", "split"), "test", 21),
@@ -319,11 +375,15 @@ def test_an_evaluation_that_cannot_read_an_image_ends_when_the_ranks_next_meet(p
     ]
     train_run(1, "run", *flags, "--model_args", "{hidden: 2}", "--max_steps", "1")
     data = bytearray(paths[3].read_bytes())
-    data[len(data) // 2 : len(data) // 2 + 400] = bytes(400)  # which no look at the file's ends shows
+    # which no look at the file's ends shows
+    data[len(data) // 2 : len(data) // 2 + 400] = bytes(400)
     paths[3].write_bytes(data)
     outcomes = run_ranks(processes, _evaluate_and_meet_in_each_block, ["--ckpt", "runs/run"])
     assert [outcome.code for outcome in outcomes] == [2] * processes
-    assert "photos/val/a/003.png: not a readable image" in outcomes[0].err and outcomes[0].err.count("\n") == 1
+    assert (
+        "photos/val/a/003.png: not a readable image" in outcomes[0].err
+        and outcomes[0].err.count("\n") == 1
+    )
     assert all(int(count.read_text()) < 10 for count in Path().glob("blocks-*"))
     assert len(list(Path().glob("blocks-*"))) == processes
 
@@ -343,7 +403,18 @@ def _evaluate_and_meet_in_each_block(flags):
 @pytest.mark.full
 def test_photographs_are_evaluated_with_the_share_that_the_run_or_the_flag_says():
     image_folder("photos", {"cat": 12, "dog": 12}, size=(130, 160))
-    flags = ("--data", "photos", "--image_size", "100", "--model", "mlp", "--max_steps", "1", "--threads", "1")
+    flags = (
+        "--data",
+        "photos",
+        "--image_size",
+        "100",
+        "--model",
+        "mlp",
+        "--max_steps",
+        "1",
+        "--threads",
+        "1",
+    )
     train_run(1, "usual", *flags)
     train_run(1, "half", *flags, "--eval_crop", "0.5")  # the weights are the same
     usual, half = (records(name, "eval")[-1]["loss"] for name in ("usual", "half"))
@@ -352,7 +423,9 @@ def test_photographs_are_evaluated_with_the_share_that_the_run_or_the_flag_says(
     for (name, *more), loss in evaluations.items():
         (result,) = returned(1, eval.main, ["--ckpt", f"runs/{name}", "--num_workers", "0", *more])
         assert result["loss"] == pytest.approx(loss, rel=1e-6)
-    saved, other = (read_checkpoint(find_checkpoint(Path("runs", name))) for name in ("usual", "half"))
+    saved, other = (
+        read_checkpoint(find_checkpoint(Path("runs", name))) for name in ("usual", "half")
+    )
     changed = replace(saved.settings, eval_crop=0.5)  # as in a resumed run with another flag
     images = load_data(changed).train
     assert resolve_input(changed, saved, images)[-1] == other.spec != saved.spec
@@ -360,8 +433,21 @@ def test_photographs_are_evaluated_with_the_share_that_the_run_or_the_flag_says(
 
 
 def test_flags_of_eval_py_without_effect_are_reported():
-    train_run(1, "run", "--data", "synthetic/3x8x24", "--model", "mlp", "--max_steps", "1", "--threads", "1")
-    (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run", "--eval_crop", "0.5", "--threshold", "0.9"])
+    train_run(
+        1,
+        "run",
+        "--data",
+        "synthetic/3x8x24",
+        "--model",
+        "mlp",
+        "--max_steps",
+        "1",
+        "--threads",
+        "1",
+    )
+    (outcome,) = run_ranks(
+        1, eval.main, ["--ckpt", "runs/run", "--eval_crop", "0.5", "--threshold", "0.9"]
+    )
     assert "--eval_crop has no effect: small images are evaluated whole\n" in outcome.out
     assert "--threshold has no effect: only multilabel and binary use it\n" in outcome.out
     (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run"])

@@ -1,4 +1,6 @@
-"""Exported folders load without this repository, with the code on their cards, and predict what the checkpoint does."""
+"""Exported folders load without this repository, with the code on their cards, and predict what the
+checkpoint does.
+"""
 
 import json
 import os
@@ -42,19 +44,54 @@ from utils.runs.state import TrainState
 from utils.tasks.classification import Classification
 from utils.tasks.table import TASKS, make_task
 
-SHORT = ("--threads", "1", "--max_steps", "2", "--batch_size", "4", "--num_workers", "0", "--eval_fraction", "0.2")
+SHORT = (
+    "--threads",
+    "1",
+    "--max_steps",
+    "2",
+    "--batch_size",
+    "4",
+    "--num_workers",
+    "0",
+    "--eval_fraction",
+    "0.2",
+)
 EVALUATION = ["--eval_size", "128", "--eval_crop", "0.9", "--mean", "0.4"]
 # The run's name, its flags, and the forms to export it to.
 RUNS = {
-    "grey": (["--data", "digits", "--model", "mnist_cnn", "--max_train_samples", "64"], ["torch", "onnx"]),
+    "grey": (
+        ["--data", "digits", "--model", "mnist_cnn", "--max_train_samples", "64"],
+        ["torch", "onnx"],
+    ),
     "colour": (["--data", "small", "--model", "resnet18", "--stem", "standard"], ["torch"]),
-    "photos": (["--data", "photos", "--model", "resnet18", "--image_size", "112", *EVALUATION], ["timm"]),
-    "several": (["--data", "several.csv", "--model", "timm/test_resnet", "--std", "0.2"], ["torch"]),
-    "two": (["--data", "two", "--model", "mlp", "--task", "binary", "--ema_decay", "0.5", "--lr", "0.5"], ["torch"]),
+    "photos": (
+        ["--data", "photos", "--model", "resnet18", "--image_size", "112", *EVALUATION],
+        ["timm"],
+    ),
+    "several": (
+        ["--data", "several.csv", "--model", "timm/test_resnet", "--std", "0.2"],
+        ["torch"],
+    ),
+    "two": (
+        [
+            "--data",
+            "two",
+            "--model",
+            "mlp",
+            "--task",
+            "binary",
+            "--ema_decay",
+            "0.5",
+            "--lr",
+            "0.5",
+        ],
+        ["torch"],
+    ),
 }
 FOLDERS = [(run, form) for run, (_, kinds) in RUNS.items() for form in kinds]
 
-# Runs in a process of its own: the code of each card, then its `predict` and `preprocess` on what the test has saved.
+# Runs in a process of its own: the code of each card, then its `predict` and `preprocess` on what
+# the test has saved.
 OUTSIDE = """
 import contextlib, importlib.util, io, os, re, sys
 import numpy as np
@@ -114,7 +151,9 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def exported(home):
-    """A folder with the runs of RUNS in runs/, and their exports in RUN-FORM, each used once outside the repository."""
+    """A folder with the runs of RUNS in runs/, and their exports in RUN-FORM, each used once
+    outside the repository.
+    """
     with working_in(home):
         for run in RUNS.keys() - {"two"}:
             train_run(1, run, *RUNS[run][0], *SHORT)
@@ -122,7 +161,9 @@ def exported(home):
         for run, form in FOLDERS:
             spec, random = of(home, run).spec.for_evaluation(), np.random.default_rng(1)
             images = {f"n{n}": (n, spec.height, spec.width, spec.channels) for n in (1, 7)}
-            images = {name: random.integers(0, 256, shape, np.uint8) for name, shape in images.items()}
+            images = {
+                name: random.integers(0, 256, shape, np.uint8) for name, shape in images.items()
+            }
             np.savez(f"{run}-{form}/inputs.npz", **images)
             shutil.copy("photos/a/000.jpg", f"{run}-{form}/photo.jpg")
         folders = [str(home / f"{run}-{form}") for run, form in FOLDERS]
@@ -139,14 +180,17 @@ def of(home: Path, run: str) -> SavedRun:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("run", "form"), FOLDERS)
-def test_the_lines_on_the_card_predict_what_the_checkpoint_does_for_any_number_of_images(exported, run, form):
+def test_the_lines_on_the_card_predict_what_the_checkpoint_does_for_any_number_of_images(
+    exported, run, form
+):
     out, saved = exported / f"{run}-{form}", of(exported, run)
     inputs, found = np.load(out / "inputs.npz"), np.load(out / "found.npz")
     for name in inputs.files:
         expected = reference(saved, inputs[name])
         assert found[name].shape == expected.shape and found[name].dtype == np.float32
         assert np.abs(found[name] - expected).max() <= 1e-5
-    assert np.ptp(reference(saved, inputs["n7"]), axis=0).max() > 1e-3  # the images make a difference
+    # the images make a difference
+    assert np.ptp(reference(saved, inputs["n7"]), axis=0).max() > 1e-3
 
 
 @pytest.mark.full
@@ -161,8 +205,15 @@ def test_the_lines_of_the_readme_print_the_predicted_classes(exported, tmp_path)
     _, lines = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     (tmp_path / "model").symlink_to(exported / "grey-onnx")
     inputs = exported / "grey-onnx/inputs.npz"
-    command = [sys.executable, "-I", "-c", f"import numpy\nimages = numpy.load({str(inputs)!r})['n7']\n{lines}"]
-    printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    command = [
+        sys.executable,
+        "-I",
+        "-c",
+        f"import numpy\nimages = numpy.load({str(inputs)!r})['n7']\n{lines}",
+    ]
+    printed = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout
     expected = reference(of(exported, "grey"), np.load(inputs)["n7"]).argmax(1)
     assert printed.strip() == str([of(exported, "grey").class_names[best] for best in expected])
 
@@ -171,35 +222,56 @@ def test_the_lines_of_the_readme_print_the_predicted_classes(exported, tmp_path)
 def test_the_card_prints_the_answer_for_a_photograph(exported):
     for run, form in FOLDERS:
         out, labels = exported / f"{run}-{form}", of(exported, run).class_names
-        found, lines = np.load(out / "found.npz")["photo"], (out / "printed.txt").read_text().splitlines()
+        found, lines = (
+            np.load(out / "found.npz")["photo"],
+            (out / "printed.txt").read_text().splitlines(),
+        )
         if run in ("two", "several"):
             pairs = zip(found, ["b"] if run == "two" else labels, strict=True)
-            assert lines == [f"{p:.4f}  {name}{'  (predicted)' * bool(p > 0.5)}" for p, name in pairs]
+            assert lines == [
+                f"{p:.4f}  {name}{'  (predicted)' * bool(p > 0.5)}" for p, name in pairs
+            ]
         else:
-            assert lines == [f"{found[index]:.4f}  {labels[index]}" for index in found.argsort()[::-1][:5]]
+            assert lines == [
+                f"{found[index]:.4f}  {labels[index]}" for index in found.argsort()[::-1][:5]
+            ]
 
 
 @pytest.mark.full
 def test_config_and_card_have_the_classes_the_input_and_the_numbers_of_the_evaluation(exported):
     for run, form in FOLDERS:
         saved, out = of(exported, run), exported / f"{run}-{form}"
-        config, text = json.loads((out / "config.json").read_text()), (out / "README.md").read_text()
+        config, text = (
+            json.loads((out / "config.json").read_text()),
+            (out / "README.md").read_text(),
+        )
         spec = saved.spec.for_evaluation()
-        assert config["labels"] == saved.class_names and config["architecture"] == saved.settings.model.split("/")[-1]
+        assert (
+            config["labels"] == saved.class_names
+            and config["architecture"] == saved.settings.model.split("/")[-1]
+        )
         names = ("height", "width", "channels", "mean", "std")
         assert [config["input"][name] for name in names] == [getattr(spec, name) for name in names]
         log = records_so_far(exported / "runs" / run / "log.jsonl")
         found = [r for r in log if r["kind"] == "eval" and r["step"] == saved.state.step][-1]
-        assert config["weights"] == found.get("weights", "raw") == ("ema" if run == "two" else "raw")
+        assert (
+            config["weights"] == found.get("weights", "raw") == ("ema" if run == "two" else "raw")
+        )
         metric = saved.settings.best_metric
-        assert f"| {metric} | {found[metric]:.4f} |" in text and f"| loss | {found['loss']:.4f} |" in text
+        assert (
+            f"| {metric} | {found[metric]:.4f} |" in text
+            and f"| loss | {found['loss']:.4f} |" in text
+        )
         assert f"split `{found['split']}`, {found['count']} images" in text
         assert str(exported) not in text + json.dumps(config)  # no path of this machine
 
 
 def test_a_card_has_no_numbers_of_other_weights():
     one, no_code = loaded("mlp", SMALL_GREY), Code("", "", "", "", lambda images: images)
-    one.saved.state.step, one.saved.state.evaluations = 3, [{"step": 2, "loss": 1.0, "accuracy": 0.5, "count": 4}]
+    one.saved.state.step, one.saved.state.evaluations = (
+        3,
+        [{"step": 2, "loss": 1.0, "accuracy": 0.5, "count": 4}],
+    )
     text = card(one, no_code, 0.0)
     assert "The checkpoint has no evaluation of these weights." in text and "0.5000" not in text
     one.saved.state.step, one.saved.settings.mixed_precision = 2, "bf16"
@@ -208,22 +280,42 @@ def test_a_card_has_no_numbers_of_other_weights():
 
 
 def functions_of_card(out: Path, monkeypatch) -> dict[str, Any]:
-    """Run the code of the card, without the lines about a photograph, in its folder; returns what it defines."""
+    """Run the code of the card, without the lines about a photograph, in its folder; returns what
+    it defines.
+    """
     monkeypatch.chdir(out)
-    (code,) = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(encoding="utf-8"), re.S)
+    (code,) = re.findall(
+        r"```python\n(.*?)```", (out / "README.md").read_text(encoding="utf-8"), re.S
+    )
     names = dict[str, Any]()
     exec(code.partition("\nprobabilities = ")[0], names)
     return names
 
 
-ODD = ["it's", 'a "b"', "pipe|", "new\nline", "<b>", "```", "back\\slash", "日本", "{x}", "\x1b[31m", "__", "a, b"]
+ODD = [
+    "it's",
+    'a "b"',
+    "pipe|",
+    "new\nline",
+    "<b>",
+    "```",
+    "back\\slash",
+    "日本",
+    "{x}",
+    "\x1b[31m",
+    "__",
+    "a, b",
+]
 
 
 def test_odd_class_names_are_kept_and_break_neither_the_code_nor_the_table(tmp_path, monkeypatch):
     one, out = loaded("squeezenet1_1", PHOTO, classes=len(ODD)), tmp_path / "out"
     one.saved.class_names[:] = ODD
     export.write(one, "torch", out)
-    text, names = (out / "README.md").read_text(encoding="utf-8"), functions_of_card(out, monkeypatch)
+    text, names = (
+        (out / "README.md").read_text(encoding="utf-8"),
+        functions_of_card(out, monkeypatch),
+    )
     assert names["labels"] == ODD
     assert yaml.safe_load(text.split("---\n")[1])["pipeline_tag"] == "image-classification"
     (row,) = [line for line in text.splitlines() if line.startswith("| Classes |")]
@@ -271,7 +363,11 @@ def test_the_printed_preprocessing_has_the_pixels_of_evaluation(tmp_path, spec):
         image.save(path, exif=exif)
         pixels = np.array(image.convert("L" if spec.channels == 1 else "RGB")).reshape(*size, -1)
         pixels = torch.from_numpy(np.rot90(pixels, -1 if number == 1 else 0).copy())
-        cut = center(pixels, spec.height, spec.width) if spec.small else center_of_photograph(pixels, spec)
+        cut = (
+            center(pixels, spec.height, spec.width)
+            if spec.small
+            else center_of_photograph(pixels, spec)
+        )
         found = names["preprocess"](path)
         assert found.dtype == np.uint8 and found.shape == cut.shape
         worst = np.abs(found.astype(int) - cut.numpy().astype(int)).max()
@@ -301,7 +397,8 @@ FULL += [("convnext_tiny", "onnx"), ("swin_t", "torch"), ("resnext50_32x4d", "ti
 
 
 @pytest.mark.parametrize(
-    ("model", "form"), [*FAMILIES, *(pytest.param(*family, marks=pytest.mark.full) for family in FULL)]
+    ("model", "form"),
+    [*FAMILIES, *(pytest.param(*family, marks=pytest.mark.full) for family in FULL)],
 )
 def test_other_architectures_load_by_their_lines(tmp_path, model, form, monkeypatch):
     one = loaded(model, PHOTO)
@@ -316,7 +413,9 @@ def test_a_model_that_a_form_cannot_hold_is_refused_with_the_forms_that_can(tmp_
         ("mlp", "timm", "use --to torch or onnx"),
         ("resnet18", "timm", "use --to torch or onnx, or train"),  # its stem is not timm's
     ):
-        with pytest.raises(UserError, match=f"{model.split('/')[-1]} does not have the layers of") as caught:
+        with pytest.raises(
+            UserError, match=f"{model.split('/')[-1]} does not have the layers of"
+        ) as caught:
             forms.FORMS[form](loaded(model, small), tmp_path)
         assert fix in caught.value.fix
 
@@ -333,26 +432,38 @@ def export_to(out: str, checkpoint: Path, form: str = "torch", *more: str) -> st
 
 
 def test_a_damaged_or_missing_checkpoint_or_a_folder_that_exists_is_one_line(run):
-    assert export_to("out", Path("nowhere")).endswith("nowhere: no such checkpoint or run folder; correct the path")
+    assert export_to("out", Path("nowhere")).endswith(
+        "nowhere: no such checkpoint or run folder; correct the path"
+    )
     weights = run / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     assert f"{weights}: damaged" in export_to("out", run)
     Path("full").mkdir()
-    assert export_to("full", run) == "export.py: error: --out full: exists; give another path, or delete it"
+    assert (
+        export_to("full", run)
+        == "export.py: error: --out full: exists; give another path, or delete it"
+    )
     assert not Path("out").exists() and list(Path("full").iterdir()) == []
 
 
 def test_weights_that_are_not_finite_are_refused_and_no_folder_appears(run):
     weights = load_file(run / "model.safetensors")
-    save_file({name: tensor * float("nan") for name, tensor in weights.items()}, run / "ema.safetensors")
+    save_file(
+        {name: tensor * float("nan") for name, tensor in weights.items()}, run / "ema.safetensors"
+    )
     (run / "manifest.json").unlink()
     write_manifest(run)
     line = export_to("out/deep", run)
-    assert f"{run}: weights are NaN or infinite (hidden.bias, " in line and "use another checkpoint" in line
+    assert (
+        f"{run}: weights are NaN or infinite (hidden.bias, " in line
+        and "use another checkpoint" in line
+    )
     assert not Path("out").exists()
 
 
-def test_an_export_that_fails_or_differs_from_the_checkpoint_is_refused_and_no_folder_appears(run, monkeypatch):
+def test_an_export_that_fails_or_differs_from_the_checkpoint_is_refused_and_no_folder_appears(
+    run, monkeypatch
+):
     write = forms.FORMS["torch"]
 
     def unwritable(one, folder):
@@ -381,14 +492,23 @@ def test_an_export_that_fails_or_differs_from_the_checkpoint_is_refused_and_no_f
     monkeypatch.setitem(forms.FORMS, "torch", unwritable)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
     line = export_to("out", run)
-    assert line.endswith("mlp cannot be written (unsupported operator): 0.0 MB are free on the disk; free space")
+    assert line.endswith(
+        "mlp cannot be written (unsupported operator): 0.0 MB are free on the disk; free space"
+    )
 
 
 @pytest.mark.full
 def test_the_raw_weights_of_a_run_with_an_average_are_exported_without_its_numbers(run, home):
-    returned(1, export.main, ["--ckpt", str(run), "--to", "torch", "--out", "out", "--weights", "raw"])
-    config, text = json.loads(Path("out/config.json").read_text()), Path("out/README.md").read_text()
-    assert config["weights"] == "raw" and "The checkpoint has no evaluation of these weights." in text
+    returned(
+        1, export.main, ["--ckpt", str(run), "--to", "torch", "--out", "out", "--weights", "raw"]
+    )
+    config, text = (
+        json.loads(Path("out/config.json").read_text()),
+        Path("out/README.md").read_text(),
+    )
+    assert (
+        config["weights"] == "raw" and "The checkpoint has no evaluation of these weights." in text
+    )
     images = np.random.default_rng(2).integers(0, 256, (5, 28, 20, 3), np.uint8)
     found = torch.export.load("out/model.pt2").module()(torch.from_numpy(images)).numpy()
     assert np.abs(found - reference(of(home, "two"), images, raw=True)).max() <= 1e-5
@@ -406,15 +526,26 @@ def killed_in_the_middle(arguments: list[str]) -> None:
 def test_an_export_that_is_killed_leaves_no_folder_and_can_be_repeated(run):
     arguments = ["--ckpt", str(run), "--to", "torch", "--out", "out"]
     (outcome,) = run_ranks(1, killed_in_the_middle, arguments)
-    assert outcome.code == -signal.SIGKILL and not Path("out").exists() and len(list(Path().glob("*out*/half"))) == 1
+    assert (
+        outcome.code == -signal.SIGKILL
+        and not Path("out").exists()
+        and len(list(Path().glob("*out*/half"))) == 1
+    )
     returned(1, export.main, arguments)
-    assert sorted(path.name for path in Path("out").iterdir()) == ["README.md", "config.json", "model.pt2"]
+    assert sorted(path.name for path in Path("out").iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.pt2",
+    ]
     assert len(list(Path().glob("*out*"))) == 1
 
 
 def test_two_processes_do_not_write_the_same_folder(tmp_path):
     def write_too():
-        with pytest.raises(UserError, match=r"out.partial is in use by process \d+"), new_folder(tmp_path / "out"):
+        with (
+            pytest.raises(UserError, match=r"out.partial is in use by process \d+"),
+            new_folder(tmp_path / "out"),
+        ):
             pass
 
     with new_folder(tmp_path / "out") as folder:
@@ -426,4 +557,6 @@ def test_two_processes_do_not_write_the_same_folder(tmp_path):
 def test_a_missing_package_is_named_with_its_command(run, monkeypatch):
     monkeypatch.setattr(forms.importlib.util, "find_spec", lambda name: None)
     line = export_to("out", run, "onnx")
-    assert line.endswith("--to onnx: onnx is not installed; pip install -c constraints.txt onnx onnxscript onnxruntime")
+    assert line.endswith(
+        "--to onnx: onnx is not installed; pip install -c constraints.txt onnx onnxscript onnxruntime"
+    )

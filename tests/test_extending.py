@@ -1,6 +1,8 @@
-"""The diffs of docs/extending.md apply to a copy of the project, and all of them work together in one run.
+"""The diffs of docs/extending.md apply to a copy of the project, and all of them work together in
+one run.
 
-If a diff no longer applies: apply it by hand to a clone, and put the output of `git diff -U1` into the page.
+If a diff no longer applies: apply it by hand to a clone, and put the output of `git diff -U1` into
+the page.
 """
 
 import importlib
@@ -22,7 +24,17 @@ import torch
 from helpers.draws import plain_uniform
 from helpers.make_data import pictures
 from helpers.ranks import run_ranks, start_ranks
-from helpers.training_runs import BIN, ROOT, await_save, hold, kept_in, records, restore, same_tensors, weights
+from helpers.training_runs import (
+    BIN,
+    ROOT,
+    await_save,
+    hold,
+    kept_in,
+    records,
+    restore,
+    same_tensors,
+    weights,
+)
 from helpers.waiting import until
 from torch import Tensor
 from torch.nn import functional as F
@@ -31,11 +43,24 @@ from utils.data.order import fold_in
 
 PAGE = (ROOT / "docs/extending.md").read_text()
 SECTIONS = dict(part.split("\n", 1) for part in PAGE.split("\n## ")[1:])
-FOUND = {name: re.findall(r"^```diff\n(.*?)^```", text, re.M | re.S) for name, text in SECTIONS.items()}
+FOUND = {
+    name: re.findall(r"^```diff\n(.*?)^```", text, re.M | re.S) for name, text in SECTIONS.items()
+}
 DIFFS = {name: "".join(diffs) for name, diffs in FOUND.items() if diffs}
 COMMANDS = re.findall(r"^python train.py (.+)$", PAGE, re.M)
 FLAGS = [word for command in COMMANDS for word in shlex.split(command)]
-FLAGS += ["--global_batch_size", "12", "--epochs", "2", "--log_every", "1", "--save_every", "5", "--eval_every", "5"]
+FLAGS += [
+    "--global_batch_size",
+    "12",
+    "--epochs",
+    "2",
+    "--log_every",
+    "1",
+    "--save_every",
+    "5",
+    "--eval_every",
+    "5",
+]
 FLAGS += ["--image_size", "16", "--eval_batch_size", "2", "--threads", "1"]
 FLAGS += ["--lr", "0.02"]  # a higher one amplifies differences in rounding
 CLASSES = ["0", "1", "2"]
@@ -63,11 +88,13 @@ def imported(copy: Path, script: str):
     return module
 
 
-def in_copy(copy: Path, script: str, flags: list[str], hold_at: int | None = None, keep_first: bool = False):
+def in_copy(
+    copy: Path, script: str, flags: list[str], hold_at: int | None = None, keep_first: bool = False
+):
     """Run a script of the copy.
 
-    Before update `hold_at` the ranks wait. With `keep_first`, each saves its initial weights, its first batch and the
-    settings of its optimizer's groups.
+    Before update `hold_at` the ranks wait. With `keep_first`, each saves its initial weights, its
+    first batch and the settings of its optimizer's groups.
     """
     module = imported(copy, script)
     if script == "train":
@@ -80,8 +107,14 @@ def in_copy(copy: Path, script: str, flags: list[str], hold_at: int | None = Non
             if run.state.step == 0 and keep_first:
                 first = next(batches)
                 tensors = first.images, first.labels, first.indices
-                groups = [{k: v for k, v in group.items() if k != "params"} for group in run.optimizer.param_groups]
-                torch.save((run.module.state_dict(), tensors, groups), f"first-{run.ranks.topology.rank}.pt")
+                groups = [
+                    {k: v for k, v in group.items() if k != "params"}
+                    for group in run.optimizer.param_groups
+                ]
+                torch.save(
+                    (run.module.state_dict(), tensors, groups),
+                    f"first-{run.ranks.topology.rank}.pt",
+                )
                 batches = chain([first], batches)
             update(run, batches)
 
@@ -90,28 +123,44 @@ def in_copy(copy: Path, script: str, flags: list[str], hold_at: int | None = Non
 
 
 def summary_in_copy(copy: Path, logits: Tensor, labels: Tensor) -> dict:
-    """The metrics of a classification whose samples are evaluated in three batches, one of them empty."""
+    """The metrics of a classification whose samples are evaluated in three batches, one of them
+    empty.
+    """
     module = imported(copy, "eval")
     _, task = module.make_task(module.TrainConfig(), CLASSES, None)
     sums = [
-        task.evaluate(logits[part], labels[part])[0].double().sum(0) for part in (slice(50), slice(0), slice(50, None))
+        task.evaluate(logits[part], labels[part])[0].double().sum(0)
+        for part in (slice(50), slice(0), slice(50, None))
     ]
     return task.summary(dict(zip(task.evaluation, sum(sums).tolist(), strict=True)), len(labels))
 
 
 def write_arrays(name: str, train: int, test: int, seed: int) -> tuple[np.ndarray, list[int]]:
-    """Write arrays/NAME.npz; returns the pixels [N, 16, 16, 3] and classes of both splits, first those to train on."""
-    pixels, labels = pictures(train + test, (16, 16), seed=seed), [n * 5 % 7 % 3 for n in range(train + test)]
-    pixels[:, :, :, 0] = 40 * np.array(labels)[:, None, None] + pixels[:, :, :, 0] // 3  # can be learnt
+    """Write arrays/NAME.npz; returns the pixels [N, 16, 16, 3] and classes of both splits, first
+    those to train on.
+    """
+    pixels, labels = (
+        pictures(train + test, (16, 16), seed=seed),
+        [n * 5 % 7 % 3 for n in range(train + test)],
+    )
+    # can be learnt
+    pixels[:, :, :, 0] = 40 * np.array(labels)[:, None, None] + pixels[:, :, :, 0] // 3
     Path("arrays").mkdir(exist_ok=True)
-    named = {"x_train": pixels[:train], "x_test": pixels[train:], "y_train": labels[:train], "y_test": labels[train:]}
+    named = {
+        "x_train": pixels[:train],
+        "x_test": pixels[train:],
+        "y_train": labels[:train],
+        "y_test": labels[train:],
+    }
     np.savez(f"arrays/{name}.npz", **named)
     return pixels, labels
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Runs of the copy: on one and on two processes, on two with a kill and a resume, and evaluations."""
+    """Runs of the copy: on one and on two processes, on two with a kill and a resume, and
+    evaluations.
+    """
     root = tmp_path_factory.mktemp("extending")
     copy, folder = copy_project(root / "copy", *DIFFS.values()), root / "runs"
     with kept_in(folder):
@@ -126,9 +175,18 @@ def made(tmp_path_factory):
         launch.finish()
         logged = Path("runs/killed/train.csv").read_text()
         resumed = run_ranks(2, in_copy, copy, "train", again)
-        flags = ["--ckpt", "runs/two/checkpoints/step-00000010", "--data", "arrays/other.npz", "--json", "found.json"]
+        flags = [
+            "--ckpt",
+            "runs/two/checkpoints/step-00000010",
+            "--data",
+            "arrays/other.npz",
+            "--json",
+            "found.json",
+        ]
         evaluated = run_ranks(2, in_copy, copy, "eval", flags)
-        assert not any(outcome.code for outcome in (*resumed, *evaluated)), resumed[0].err + evaluated[0].err
+        assert not any(outcome.code for outcome in (*resumed, *evaluated)), (
+            resumed[0].err + evaluated[0].err
+        )
     out = {"two": two[0].out, "resumed": resumed[0].out, "eval": evaluated[0].out}
     return SimpleNamespace(copy=copy, folder=folder, seen=seen, other=other, logged=logged, out=out)
 
@@ -146,8 +204,13 @@ def logits_of(w: dict[str, Tensor], images: Tensor) -> Tensor:
     x = F.conv2d(images.double(), w["0.weight"], w["0.bias"], padding=1)
     for i in range(1, 17, 4):
         x = F.conv2d(x, w[f"{i}.weight"], w[f"{i}.bias"], padding=1, groups=x.shape[1])
-        x = torch.einsum("nchw,dc->ndhw", x, w[f"{i + 1}.weight"][:, :, 0, 0]) + w[f"{i + 1}.bias"][:, None, None]
-        x = (x - x.mean((1, 2, 3), True)) / (x.var((1, 2, 3), keepdim=True, correction=0) + 1e-5).sqrt()
+        x = (
+            torch.einsum("nchw,dc->ndhw", x, w[f"{i + 1}.weight"][:, :, 0, 0])
+            + w[f"{i + 1}.bias"][:, None, None]
+        )
+        x = (x - x.mean((1, 2, 3), True)) / (
+            x.var((1, 2, 3), keepdim=True, correction=0) + 1e-5
+        ).sqrt()
         x = x * w[f"{i + 2}.weight"][:, None, None] + w[f"{i + 2}.bias"][:, None, None]
         x = x * (1 + (x / math.sqrt(2)).erf()) / 2
     x = x.unflatten(3, (4, 4)).unflatten(2, (4, 4)).mean((3, 5))
@@ -183,7 +246,9 @@ def test_each_diff_adds_at_most_fifteen_lines_to_at_most_two_files_and_works_alo
     assert 1 <= len(changed) <= 2 and 1 <= len(added) <= 15 and max(map(len, added)) <= 100
     copy = copy_project(tmp_path / "copy", DIFFS[name])
     for command in (["check"], ["format", "--check"]):  # finds names that only another diff defines
-        result = subprocess.run([BIN / "ruff", *command, *changed], cwd=copy, capture_output=True, text=True)
+        result = subprocess.run(
+            [BIN / "ruff", *command, *changed], cwd=copy, capture_output=True, text=True
+        )
         assert result.returncode == 0, result.stdout
 
 
@@ -198,9 +263,18 @@ def test_two_processes_train_with_all_parts_at_once(runs):
     assert f"{Path('arrays/pictures.npz').resolve()}: 54 training, 6 test" in runs.out["two"]
     files = [torch.load(f"first-{rank}.pt") for rank in (0, 1)]
     initial = files[0][0]
-    assert initial["1.weight"].shape == (32, 1, 3, 3) and initial["2.weight"].shape == (32, 32, 1, 1)
-    images, labels, indices = (torch.cat(parts) for parts in zip(*(tensors for _, tensors, _ in files), strict=True))
-    plain, solarized = (normalised(p) for p in (runs.seen[0], np.minimum(runs.seen[0], 255 - runs.seen[0])))
+    assert initial["1.weight"].shape == (32, 1, 3, 3) and initial["2.weight"].shape == (
+        32,
+        32,
+        1,
+        1,
+    )
+    images, labels, indices = (
+        torch.cat(parts) for parts in zip(*(tensors for _, tensors, _ in files), strict=True)
+    )
+    plain, solarized = (
+        normalised(p) for p in (runs.seen[0], np.minimum(runs.seen[0], 255 - runs.seen[0]))
+    )
     changed = 0
     for image, label, index in zip(images, labels, indices, strict=True):
         draw = plain_uniform(0, 0, int(index), fold_in("stream", "solarize"))
@@ -217,18 +291,30 @@ def test_two_processes_train_with_all_parts_at_once(runs):
     momenta = weights("two", file="optimizer.bin")
     assert momenta.keys() == {f"{name}/momentum_buffer" for name in weights("two")}
     assert all([group["trust"] for group in groups] == [0.5, 0.5] for *_, groups in files)
-    rows = [[float(value) for value in line.split(",")] for line in Path("runs/two/train.csv").read_text().split()]
-    assert rows == [[record["step"], record["lr"], record["loss"]] for record in log] and len(rows) == 10
+    rows = [
+        [float(value) for value in line.split(",")]
+        for line in Path("runs/two/train.csv").read_text().split()
+    ]
+    assert (
+        rows == [[record["step"], record["lr"], record["loss"]] for record in log]
+        and len(rows) == 10
+    )
 
 
 @pytest.mark.full
 def test_the_evaluation_has_the_loss_and_the_metric_of_the_weights(runs):
-    found, (pixels, labels) = json.loads(Path("found.json").read_text()), [part[3:] for part in runs.other]
+    found, (pixels, labels) = (
+        json.loads(Path("found.json").read_text()),
+        [part[3:] for part in runs.other],
+    )
     logits = logits_of(weights("two"), normalised(pixels))
     right = logits.argmax(1) == torch.tensor(labels)
     assert found["count"] == 31 and found["accuracy"] == pytest.approx(right.double().mean().item())
     assert found["loss"] == pytest.approx(math.fsum(poly_losses(logits, labels)) / 31, rel=1e-4)
-    assert found["ece"] == pytest.approx(calibration_error(logits, labels), rel=1e-4) and found["ece"] > 0.01
+    assert (
+        found["ece"] == pytest.approx(calibration_error(logits, labels), rel=1e-4)
+        and found["ece"] > 0.01
+    )
     assert re.search(rf"^ece +{found['ece']:.4f}$", runs.out["eval"], re.M)
     assert f"ECE {records('two', 'eval')[-1]['ece']:.4f}" in runs.out["two"]
     assert not any("ece" in record for record in records("two", "train"))
@@ -241,11 +327,14 @@ def test_the_metric_is_right_for_confidences_in_all_bins(made):
     confidence, predicted = logits.softmax(1).max(1)
     bins = (10 * confidence).int().clamp(max=9)
     assert set(bins.tolist()) == set(range(3, 10)) and confidence.max() == 1
-    labels = (predicted + bins % 2) % 3  # right in every other bin, so that merged bins have another error
+    # right in every other bin, so that merged bins have another error
+    labels = (predicted + bins % 2) % 3
     (outcome,) = run_ranks(1, summary_in_copy, made.copy, logits, labels)
     clamped = logits.clone()
     clamped[0] = torch.tensor([20.0, 0, 0])  # in the last bin of the independent computation too
-    assert outcome.value["ece"] == pytest.approx(calibration_error(clamped, labels.tolist()), rel=1e-4)
+    assert outcome.value["ece"] == pytest.approx(
+        calibration_error(clamped, labels.tolist()), rel=1e-4
+    )
 
 
 @pytest.mark.full
@@ -261,10 +350,15 @@ def test_a_killed_run_with_all_parts_resumes_to_the_same_bits(runs):
 
 @pytest.mark.full
 def test_one_and_two_processes_agree_to_rounding(runs):
-    for kind, names in (("train", ("loss", "accuracy", "lr")), ("eval", ("loss", "accuracy", "ece"))):
+    for kind, names in (
+        ("train", ("loss", "accuracy", "lr")),
+        ("eval", ("loss", "accuracy", "ece")),
+    ):
         one, two = records("one", kind), records("two", kind)
         for name in names:
-            assert [record[name] for record in one] == pytest.approx([record[name] for record in two], rel=1e-3)
+            assert [record[name] for record in one] == pytest.approx(
+                [record[name] for record in two], rel=1e-3
+            )
     one, two = weights("one"), weights("two")
     assert one.keys() == two.keys()
     vectors = [torch.cat([w[name].flatten() for name in two]) for w in (one, two)]
@@ -290,4 +384,6 @@ def test_help_lists_the_new_names_and_errors_suggest_them(made):
     wrong = {"model": "separable_cn", "optimizer": "lar", "lr_schedule": "tan", "loss": "foca"}
     for flag, name in wrong.items():
         (outcome,) = run_ranks(1, in_copy, made.copy, "train", [f"--{flag}", name])
-        assert outcome.code == 2 and re.search(f"; did you mean {name}.*\n", outcome.err), outcome.err
+        assert outcome.code == 2 and re.search(f"; did you mean {name}.*\n", outcome.err), (
+            outcome.err
+        )

@@ -1,4 +1,6 @@
-"""fastnet: what its layers compute at first, and that its initial weights are the same wherever a run starts."""
+"""fastnet: what its layers compute at first, and that its initial weights are the same wherever a
+run starts.
+"""
 
 import math
 
@@ -19,13 +21,25 @@ from utils.models.small import FastNet, some_images
 from utils.models.zoo import build_model
 
 SMALL = ["--model", "fastnet", "--model_args", "{widths: [12, 16], scaling: 0.5}"]
-RUN = ["--data", "digits", "--image_size", "12", *SMALL, "--crop_padding", "1", "--global_batch_size", "120"]
+RUN = [
+    "--data",
+    "digits",
+    "--image_size",
+    "12",
+    *SMALL,
+    "--crop_padding",
+    "1",
+    "--global_batch_size",
+    "120",
+]
 RUN += ["--max_train_samples", "480", "--lr", "1", "--save_every", "3"]  # 4 updates an epoch
 
 
 def correlated(count: int, size: int, channels: int) -> np.ndarray:
     """Random images whose neighbouring pixels and channels are alike, uint8 [n, H, W, C]."""
-    noise = torch.randn(count, channels, size + 2, size + 2, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(
+        count, channels, size + 2, size + 2, generator=torch.Generator().manual_seed(0)
+    )
     smooth = nn.functional.avg_pool2d(noise, 3, 1) + 0.2 * noise[:, :, 1:-1, 1:-1]
     mixed = smooth + 0.5 * smooth.mean(1, keepdim=True)
     return (110 + 80 * mixed).clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
@@ -55,13 +69,18 @@ def test_the_first_layer_whitens_the_patches_of_the_images(channels):
 
 
 def test_directions_in_which_the_patches_do_not_vary_are_not_amplified():
-    grey, spec = np.repeat(correlated(50, 12, 1), 3, axis=3), InputSpec(12, 12, 3, [0.5] * 3, [0.25] * 3)
+    grey, spec = (
+        np.repeat(correlated(50, 12, 1), 3, axis=3),
+        InputSpec(12, 12, 3, [0.5] * 3, [0.25] * 3),
+    )
     net = FastNet(spec, 10, widths=[16])
     net.initialise(grey)
     with torch.no_grad():
         deviations = net.whiten(normalised(grey, spec)).permute(1, 0, 2, 3).flatten(1)[:12].std(1)
     assert deviations[:8].max() < 1e-3 and deviations[8:].min() > 0.9
-    assert net.whiten.weight.flatten(1).norm(dim=1).max() == pytest.approx(1 / math.sqrt(5e-4), rel=1e-4)
+    assert net.whiten.weight.flatten(1).norm(dim=1).max() == pytest.approx(
+        1 / math.sqrt(5e-4), rel=1e-4
+    )
     net.initialise(np.zeros((1, 12, 12, 3), np.uint8))
     assert all(torch.isfinite(parameter).all() for parameter in net.whiten.parameters())
 
@@ -100,20 +119,27 @@ def test_images_are_chosen_evenly():
 @pytest.mark.parametrize(("size", "blocks", "least"), [(4, 2, 5), (97, 3, 9)])
 def test_sizes_that_do_not_fit_are_one_line_with_a_fix(size, blocks, least):
     config = TrainConfig(model="fastnet", model_args={"widths": [8] * blocks})
-    with pytest.raises(UserError, match=f"fastnet takes images of {least} to 96 pixels, got {size}x{size}; try --im"):
+    with pytest.raises(
+        UserError,
+        match=f"fastnet takes images of {least} to 96 pixels, got {size}x{size}; try --im",
+    ):
         build_model(config, spec_of(size), 10)
     assert build_model(config, spec_of(least), 10)(torch.zeros(2, 3, least, least)).shape == (2, 10)
 
 
 def weights_at_the_start(flags: list[str], spoil: bool = False) -> dict:
-    """The weights with which a run begins its first update; with `spoil`, a new first layer is filled with 7."""
+    """The weights with which a run begins its first update; with `spoil`, a new first layer is
+    filled with 7.
+    """
     found = {}
 
     def keep(run, profile):
         found.update({name: value.clone() for name, value in run.module.state_dict().items()})
 
     if spoil:
-        FastNet.initialise = lambda net, pixels: [parameter.data.fill_(7) for parameter in net.whiten.parameters()]
+        FastNet.initialise = lambda net, pixels: [
+            parameter.data.fill_(7) for parameter in net.whiten.parameters()
+        ]
     train.train = keep
     with pytest.raises(SystemExit):  # 75: updates remain
         train.main(flags)
@@ -129,13 +155,26 @@ def test_runs_begin_with_the_same_weights_on_any_topology_and_with_those_of_the_
         assert same_tensors(one, found)
     train_run(1, "run", *RUN, "--threads", "1", "--max_steps", "3")
     assert torch.equal(weights("run")["whiten.weight"], one["whiten.weight"])
-    for more in (["--run_name", "run", "--resume", "auto", "--max_steps", "4"], ["--init_from", "runs/run"]):
+    for more in (
+        ["--run_name", "run", "--resume", "auto", "--max_steps", "4"],
+        ["--init_from", "runs/run"],
+    ):
         (found,) = returned(1, weights_at_the_start, [*RUN, "--threads", "1", *more], True)
         assert same_tensors(found, weights("run"))  # its only checkpoint
 
 
 def test_it_learns_in_few_updates_to_the_same_bits_on_two_processes_and_is_evaluated_without_its_images():
-    flags = [*RUN, "--threads", "1", "--microbatches", "4", "--max_steps", "24", "--eval_every", "24"]
+    flags = [
+        *RUN,
+        "--threads",
+        "1",
+        "--microbatches",
+        "4",
+        "--max_steps",
+        "24",
+        "--eval_every",
+        "24",
+    ]
     log = train_run(1, "one", *flags)
     assert log[-1]["accuracy"] > 0.9
     train_run(2, "two", *flags)

@@ -1,4 +1,6 @@
-"""Cached features: a run on them has the numbers of a run that computes the frozen layers for each batch."""
+"""Cached features: a run on them has the numbers of a run that computes the frozen layers for each
+batch.
+"""
 
 import copy
 import json
@@ -46,8 +48,29 @@ from utils.runs.manifest import find_checkpoint, sha256_of
 from utils.training import features
 
 CLASSES = ("ant", "bee", "wasp")
-FLAGS = ["--init_from", "runs/source", "--freeze", "backbone", "--threads", "1", "--num_workers", "0", "--lr", "0.05"]
-FLAGS += ["--global_batch_size", "12", "--max_steps", "30", "--log_every", "1", "--eval_every", "10", "--ema_decay"]
+FLAGS = [
+    "--init_from",
+    "runs/source",
+    "--freeze",
+    "backbone",
+    "--threads",
+    "1",
+    "--num_workers",
+    "0",
+    "--lr",
+    "0.05",
+]
+FLAGS += [
+    "--global_batch_size",
+    "12",
+    "--max_steps",
+    "30",
+    "--log_every",
+    "1",
+    "--eval_every",
+    "10",
+    "--ema_decay",
+]
 FLAGS += ["0.9", "--save_every", "3", "--report", "false", "--flip"]  # 4 updates an epoch
 SMALL = [*FLAGS, "--data", "small", "--image_size", "32", "--crop_padding", "4"]
 PHOTOS = [*FLAGS, "--data", "photos", "--image_size", "100", "--min_scale", "0.3"]
@@ -59,14 +82,37 @@ FILES = ("model.safetensors", "ema.safetensors")
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A folder with small images, photographs, and runs/source, whose batch statistics are those of training."""
+    """A folder with small images, photographs, and runs/source, whose batch statistics are those of
+    training.
+    """
     folder = tmp_path_factory.mktemp("features")
     with working_in(folder):
         for seed, (name, size) in enumerate({"small": (32, 32), "photos": (110, 130)}.items()):
             image_folder(f"{name}/train", dict.fromkeys(CLASSES, 16), size, seed=2 * seed)
             image_folder(f"{name}/val", dict.fromkeys(CLASSES, 7), size, seed=2 * seed + 1)
-        flags = ["--data", "small", "--model", "timm/test_resnet", "--mean", "0.4", "--lr", "0.01", "--threads", "1"]
-        train_run(1, "source", *flags, "--global_batch_size", "16", "--max_steps", "6", "--report", "false")
+        flags = [
+            "--data",
+            "small",
+            "--model",
+            "timm/test_resnet",
+            "--mean",
+            "0.4",
+            "--lr",
+            "0.01",
+            "--threads",
+            "1",
+        ]
+        train_run(
+            1,
+            "source",
+            *flags,
+            "--global_batch_size",
+            "16",
+            "--max_steps",
+            "6",
+            "--report",
+            "false",
+        )
     return folder
 
 
@@ -84,18 +130,26 @@ def in_turn(views: int, flags: list[str]) -> None:
 
 
 def numbers(name: str) -> list[float]:
-    """Losses and accuracies of all updates, and of all evaluations of the weights and of their average."""
+    """Losses and accuracies of all updates, and of all evaluations of the weights and of their
+    average.
+    """
     found = [record for record in records(name) if record["kind"] in ("train", "eval")]
     assert len(found) == 30 + 3 * 2
     return [record[key] for record in found for key in ("loss", "accuracy") if key in record]
 
 
-# -- the numbers -----------------------------------------------------------------------------------------------------
+# -- the numbers
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("data", "more"),
-    [(PHOTOS, []), (SMALL, VIEWS), pytest.param(PHOTOS, VIEWS, marks=FULL), pytest.param(SMALL, [], marks=FULL)],
+    [
+        (PHOTOS, []),
+        (SMALL, VIEWS),
+        pytest.param(PHOTOS, VIEWS, marks=FULL),
+        pytest.param(SMALL, [], marks=FULL),
+    ],
 )
 def test_losses_on_cached_features_are_those_of_layers_computed_for_each_batch(data, more):
     plain = [*data, *([] if more else CENTRE), "--feature_views", "0", "--run_name", "plain"]
@@ -109,23 +163,38 @@ def test_losses_on_cached_features_are_those_of_layers_computed_for_each_batch(d
 
 def test_features_are_those_of_plain_pytorch_and_so_is_the_first_update():
     """All training images are in one update of plain sgd, so that their order does not matter."""
-    flags = ["--max_steps", "1", "--global_batch_size", "48", "--weight_decay", "0", "--momentum", "0"]
+    flags = [
+        "--max_steps",
+        "1",
+        "--global_batch_size",
+        "48",
+        "--weight_decay",
+        "0",
+        "--momentum",
+        "0",
+    ]
     train_run(1, "run", *SMALL, *flags, "--lr_schedule", "constant", "--cache_dir", "cache")
     model = timm.create_model("test_resnet", num_classes=3).eval()
     model.load_state_dict(weights("source", "best"))
     head, model.fc = model.fc, nn.Identity()
-    pixels = np.stack([np.asarray(Image.open(path)) for path in sorted(Path("small/train").rglob("*.png"))])
+    pixels = np.stack(
+        [np.asarray(Image.open(path)) for path in sorted(Path("small/train").rglob("*.png"))]
+    )
     with torch.no_grad():
         x = model(torch.from_numpy((pixels / 255 - 0.4) / 0.5).float().permute(0, 3, 1, 2))
-        error = head(x).softmax(1) - torch.eye(3).repeat_interleave(16, 0)  # of the loss by the logits
+        # of the loss by the logits
+        error = head(x).softmax(1) - torch.eye(3).repeat_interleave(16, 0)
     cached = {len(array): array for array in map(np.load, Path("cache/features").iterdir())}
     np.testing.assert_allclose(cached[48], x, rtol=1e-4, atol=1e-5)
     found, expected = weights("run"), head.state_dict()
     for name, gradient in (("weight", error.T @ x), ("bias", error.sum(0))):
-        torch.testing.assert_close(found[f"fc.{name}"], expected[name] - 0.05 / 48 * gradient, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            found[f"fc.{name}"], expected[name] - 0.05 / 48 * gradient, rtol=1e-5, atol=1e-6
+        )
 
 
-# -- exact resume ----------------------------------------------------------------------------------------------------
+# -- exact resume
+# ----------------------------------------------------------------------------------------------------
 
 
 def killed(processes: int, flags: list[str]) -> None:
@@ -150,7 +219,9 @@ def test_a_killed_run_ends_with_the_same_bits(has_cache):
 
 
 def killed_at_the_last_features(flags: list[str]) -> None:
-    """Train, and kill the process when it has computed all features but has not written the last file."""
+    """Train, and kill the process when it has computed all features but has not written the last
+    file.
+    """
 
     def keep_or_be_killed(path, array, keep=features.keep_array):
         if len(list(path.parent.glob("*.npy"))) == 3:
@@ -162,13 +233,19 @@ def killed_at_the_last_features(flags: list[str]) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=FULL)])
-def test_a_run_that_was_killed_between_two_files_of_features_computes_only_the_missing_one(processes):
+def test_a_run_that_was_killed_between_two_files_of_features_computes_only_the_missing_one(
+    processes,
+):
     flags = [*SMALL, *VIEWS, "--max_steps", "9", "--run_name", "run", "--cache_dir", "cache"]
     outcomes = run_ranks(processes, killed_at_the_last_features, flags)
     assert -signal.SIGKILL in [outcome.code for outcome in outcomes]
     assert len(list(Path("cache/features").iterdir())) == 3
     (main, *_) = run_ranks(processes, train.main, [*flags, "--resume", "auto"])
-    assert main.code == 0 and "3 random views, found in" in place(main) and "centre, computed in" in place(main)
+    assert (
+        main.code == 0
+        and "3 random views, found in" in place(main)
+        and "centre, computed in" in place(main)
+    )
     train_run(processes, "whole", *flags[:-4])
     assert same_tensors(weights("run"), weights("whole"))
 
@@ -191,31 +268,52 @@ def test_microbatches_give_the_same_files_on_any_number_of_processes(data, more)
     killed(2, flags)
     train_run(3, "run", *flags, "--resume", "auto", "--cache_dir", "empty")
     for file in FILES:
-        paths = [f"runs/{name}/checkpoints/step-00000009/{file}" for name in ("on-1", "on-2", "on-3", "run")]
+        paths = [
+            f"runs/{name}/checkpoints/step-00000009/{file}"
+            for name in ("on-1", "on-2", "on-3", "run")
+        ]
         assert len({sha256_of(Path(path)) for path in paths}) == 1
-    one, *others = ({path.name: path.read_bytes() for path in Path(f"cache-{n}/features").iterdir()} for n in (1, 2, 3))
+    one, *others = (
+        {path.name: path.read_bytes() for path in Path(f"cache-{n}/features").iterdir()}
+        for n in (1, 2, 3)
+    )
     assert others == [one, one]
 
 
-# -- a whole model ---------------------------------------------------------------------------------------------------
+# -- a whole model
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_the_checkpoint_is_a_whole_model_for_eval_predict_export_and_replay():
     train_run(1, "run", *SMALL, *VIEWS)
-    best = min(records("run", "eval"), key=lambda r: (r["weights"] != "ema", -r["accuracy"], r["step"]))
-    found = returned(2, evaluation.main, ["--ckpt", "runs/run", "--threads", "1", "--num_workers", "0"])[0]
+    best = min(
+        records("run", "eval"), key=lambda r: (r["weights"] != "ema", -r["accuracy"], r["step"])
+    )
+    found = returned(
+        2, evaluation.main, ["--ckpt", "runs/run", "--threads", "1", "--num_workers", "0"]
+    )[0]
     assert found["count"] == 21 and found["accuracy"] == best["accuracy"]
     assert found["loss"] == pytest.approx(best["loss"], rel=1e-5)
-    returned(1, predict.main, ["--ckpt", "runs/run", "--num_workers", "0", "--out", "found.json", "small/val"])
+    returned(
+        1,
+        predict.main,
+        ["--ckpt", "runs/run", "--num_workers", "0", "--out", "found.json", "small/val"],
+    )
     rows = json.loads(Path("found.json").read_text())
-    assert np.mean([Path(row["path"]).parent.name == row["predicted"] for row in rows]) == best["accuracy"]
+    assert (
+        np.mean([Path(row["path"]).parent.name == row["predicted"] for row in rows])
+        == best["accuracy"]
+    )
     returned(1, export.main, ["--ckpt", "runs/run", "--to", "timm", "--out", "exported"])
-    assert same_tensors(load_file("exported/model.safetensors"), weights("run", "best", "ema.safetensors"))
+    assert same_tensors(
+        load_file("exported/model.safetensors"), weights("run", "best", "ema.safetensors")
+    )
     (replayed,) = run_ranks(1, replay.main, ["--run", "runs/run", "--update", "8", "--cpu"])
     assert "logged losses recomputed: 8, all bit-identical" in replayed.out, replayed.out
 
 
-# -- the cache -------------------------------------------------------------------------------------------------------
+# -- the cache
+# -------------------------------------------------------------------------------------------------------
 
 
 def place(outcome) -> str:
@@ -226,20 +324,34 @@ def place(outcome) -> str:
 
 def started(*flags: str, processes: int = 1) -> str:
     """`place` of a run of one update."""
-    return place(run_ranks(processes, train.main, [*SMALL, "--max_steps", "1", "--cache_dir", "cache", *flags])[0])
+    return place(
+        run_ranks(
+            processes, train.main, [*SMALL, "--max_steps", "1", "--cache_dir", "cache", *flags]
+        )[0]
+    )
 
 
 def test_a_second_start_finds_the_features_and_another_backbone_or_augmentation_does_not():
     first = started(processes=2)
     assert first.count("centre, computed in") == 2 and re.search(r" 0\.\d MB cached", first)
     tensors = load_file(find_checkpoint(Path("runs/source")) / "model.safetensors")
-    save_file(tensors | {"fc.bias": tensors["fc.bias"] + 1}, "head.safetensors")  # features do not depend on it
+    # features do not depend on it
+    save_file(tensors | {"fc.bias": tensors["fc.bias"] + 1}, "head.safetensors")
     given = ["--model", "timm/test_resnet", "--mean", "0.4"]
-    for more in ([], ["--seed", "5"], ["--crop_padding", "2"], [*given, "--init_from", "head.safetensors"]):
+    for more in (
+        [],
+        ["--seed", "5"],
+        ["--crop_padding", "2"],
+        [*given, "--init_from", "head.safetensors"],
+    ):
         assert started(*more).count("centre, found in cache/features") == 2, more
     name = next(name for name in tensors if "running_var" in name)
     save_file(tensors | {name: tensors[name] * 1.001}, "other.safetensors")
-    for more in ([*given, "--init_from", "other.safetensors"], ["--mean", "0.5"], ["--image_size", "40"]):
+    for more in (
+        [*given, "--init_from", "other.safetensors"],
+        ["--mean", "0.5"],
+        ["--image_size", "40"],
+    ):
         assert started(*more).count("centre, computed in") == 2, more
     assert "2 random views, computed in" in started("--feature_views", "2")
     assert "3 random views, 1 of them computed in" in started("--feature_views", "3")
@@ -254,8 +366,13 @@ def test_a_damaged_file_is_named_and_computed_again():
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
     outcome = run_ranks(2, train.main, [*SMALL, "--max_steps", "1", "--cache_dir", "cache"])[0]
-    assert f"{path}: damaged (not a whole array of the expected shape); computing the features again" in outcome.out
-    assert "training: centre, computed in" in place(outcome) and "evaluation: centre, found in" in place(outcome)
+    assert (
+        f"{path}: damaged (not a whole array of the expected shape); computing the features again"
+        in outcome.out
+    )
+    assert "training: centre, computed in" in place(
+        outcome
+    ) and "evaluation: centre, found in" in place(outcome)
     assert path.read_bytes() == whole
 
 
@@ -275,13 +392,19 @@ def test_without_a_cache_features_are_kept_in_memory():
     largest.unlink()
     largest.mkdir()  # a file that cannot be read
     outcome = run_ranks(1, train.main, [*SMALL, "--max_steps", "1", "--cache_dir", "cache"])[0]
-    assert "Is a directory) and are kept in memory" in outcome.out and "training: centre, computed in" in place(outcome)
+    assert (
+        "Is a directory) and are kept in memory" in outcome.out
+        and "training: centre, computed in" in place(outcome)
+    )
 
 
 @pytest.mark.full
 def test_another_stem_with_the_same_tensors_has_other_features():
     torch.save(
-        build_model(TrainConfig(model="mobilenet_v3_small"), InputSpec(64, 64, 3, [], []), 3).state_dict(), "m.pth"
+        build_model(
+            TrainConfig(model="mobilenet_v3_small"), InputSpec(64, 64, 3, [], []), 3
+        ).state_dict(),
+        "m.pth",
     )
     flags = ["--image_size", "64", "--model", "mobilenet_v3_small", "--init_from", "m.pth"]
     for stem in ("standard", "small"):
@@ -298,20 +421,30 @@ def test_a_photograph_that_cannot_be_read_is_one_line_of_all_ranks():
     assert not list(Path("cache").rglob("*.npy"))
 
 
-# -- which model and settings ----------------------------------------------------------------------------------------
+# -- which model and settings
+# ----------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_exact_on_features_is_refused():
     for name in ("mixup", "cutmix"):
         line = refused(train.main, *SMALL, f"--{name}", "0.5")
-        assert f"--{name} mixes images, but with --freeze the last part" in line and "--feature_views 0" in line
+        assert (
+            f"--{name} mixes images, but with --freeze the last part" in line
+            and "--feature_views 0" in line
+        )
     for repeats, views in (("2", []), ("3", ["--feature_views", "2"])):
         line = refused(train.main, *SMALL, "--repeats", repeats, *views)
-        assert f"--repeats {repeats}: copies of an image would have equal cached features; leave it out, or" in line
+        assert (
+            f"--repeats {repeats}: copies of an image would have equal cached features; leave it out, or"
+            in line
+        )
     flags = [flag for flag in SMALL if flag not in ("--freeze", "backbone")]
     for more, reason in (
         (["--freeze", "layer1"], "the trained layers are in several modules"),
-        (["--freeze", "backbone", "--model", "mnist_cnn", "--init_from", "null"], "the input of fc2 is random in"),
+        (
+            ["--freeze", "backbone", "--model", "mnist_cnn", "--init_from", "null"],
+            "the input of fc2 is random in",
+        ),
     ):
         line = refused(train.main, *flags, *more, "--feature_views", "2", processes=2)
         assert f"--feature_views 2: features cannot be cached, because {reason}" in line
@@ -322,7 +455,10 @@ def test_a_dry_run_computes_no_features_and_says_that_updates_of_the_run_are_fas
     for more, faster in (([], 1), (["--feature_views", "0"], 0)):
         (outcome,) = run_ranks(1, train.main, [*SMALL, *more, "--dry_run"])
         assert outcome.code == 0 and not list(Path("home").rglob("features")), outcome.err
-        assert outcome.out.count("caches the outputs of the frozen layers, so its updates are faster") == faster
+        assert (
+            outcome.out.count("caches the outputs of the frozen layers, so its updates are faster")
+            == faster
+        )
         assert ("feature_views" in outcome.out) is bool(more)
     assert "--mixup mixes images" in refused(train.main, *SMALL, "--mixup", "0.5", "--dry_run")
 
@@ -333,12 +469,20 @@ def test_a_dry_run_computes_no_features_and_says_that_updates_of_the_run_are_fas
         ("resnet18", 32, "backbone", "fc", (512,)),
         ("mobilenet_v3_small", 64, "backbone", "classifier", (576,)),
         ("vgg11", 32, "features", "classifier", (25088,)),
-        ("squeezenet1_1", 64, "backbone", None, "the output of the model is not that of classifier"),
+        (
+            "squeezenet1_1",
+            64,
+            "backbone",
+            None,
+            "the output of the model is not that of classifier",
+        ),
         pytest.param("vit_b_32", 64, "backbone", "heads", (768,), marks=FULL),
         ("mlp", 8, "backbone", "output", (256,)),
     ],
 )
-def test_the_last_part_has_all_trained_parameters_and_computes_the_logits(model, size, frozen, part, shape):
+def test_the_last_part_has_all_trained_parameters_and_computes_the_logits(
+    model, size, frozen, part, shape
+):
     spec = InputSpec(size, size, 3, [0.5] * 3, [0.5] * 3)
     module = build_model(TrainConfig(model=model), spec, 5)
     freeze(module, [frozen])
@@ -355,7 +499,8 @@ def test_the_last_part_has_all_trained_parameters_and_computes_the_logits(model,
     assert features[0].shape == (3, *shape) and torch.equal(found(features[0]), logits)
 
 
-# -- views -----------------------------------------------------------------------------------------------------------
+# -- views
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_sample_that_is_drawn_again_takes_the_next_view_and_its_pixels_are_those_of_this_view():
@@ -369,8 +514,13 @@ def test_a_sample_that_is_drawn_again_takes_the_next_view_and_its_pixels_are_tho
     for epoch, again in product(range(7), (None, occurrences)):
         batch = features.__getitems__(Microbatch(5, epoch, 0, indices, again))
         turns = epoch + (occurrences if again is not None else np.zeros(5, int))
-        expected = torch.stack([views[turn % 3][index] for turn, index in zip(turns, indices, strict=True)])
-        assert torch.equal(batch.images, expected.float()) and batch.labels.tolist() == indices.tolist()
+        expected = torch.stack(
+            [views[turn % 3][index] for turn, index in zip(turns, indices, strict=True)]
+        )
+        assert (
+            torch.equal(batch.images, expected.float())
+            and batch.labels.tolist() == indices.tolist()
+        )
         assert torch.equal(features.pixels(batch.microbatch, 4), expected[:4])
 
 
@@ -380,5 +530,7 @@ def test_the_first_batch_shows_the_images_of_the_features(data):
     for name, more, plain in (("views", ["--feature_views", "2"], []), ("centre", [], CENTRE)):
         train_run(1, name, *flags, *more)
         train_run(1, f"{name}-plain", *flags, *plain, "--feature_views", "0")
-        found, expected = (np.asarray(Image.open(f"runs/{run}/first_batch.png")) for run in (name, f"{name}-plain"))
+        found, expected = (
+            np.asarray(Image.open(f"runs/{run}/first_batch.png")) for run in (name, f"{name}-plain")
+        )
         assert np.array_equal(found, expected) and found.size > 12 * 100 * 100 * 3

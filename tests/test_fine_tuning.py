@@ -13,7 +13,15 @@ import pytest
 import torch
 from helpers.make_data import image_folder
 from helpers.ranks import ALONE, returned, run_ranks, start_ranks
-from helpers.training_runs import records, refused, same_tensors, slow_train, train_run, weights, working_in
+from helpers.training_runs import (
+    records,
+    refused,
+    same_tensors,
+    slow_train,
+    train_run,
+    weights,
+    working_in,
+)
 from helpers.waiting import until
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -34,7 +42,14 @@ from utils.runs.source import find_source
 from utils.training.building import load_source
 
 VIT = "timm/vit_tiny_patch16_224"
-SMALL_VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2, "drop_rate": 0.2}
+SMALL_VIT = {
+    "img_size": 32,
+    "patch_size": 8,
+    "embed_dim": 32,
+    "depth": 4,
+    "num_heads": 2,
+    "drop_rate": 0.2,
+}
 
 
 def build(name, classes=5, size=32, seed=0, **settings):
@@ -43,7 +58,8 @@ def build(name, classes=5, size=32, seed=0, **settings):
     return build_model(TrainConfig(model=name, **settings), spec, classes)
 
 
-# -- which tensors are copied ----------------------------------------------------------------------------------------
+# -- which tensors are copied
+# ----------------------------------------------------------------------------------------
 
 
 def two_layers(classes, inputs=3):
@@ -52,14 +68,21 @@ def two_layers(classes, inputs=3):
 
 def test_the_rows_of_the_head_follow_the_names_of_the_classes():
     source, model = two_layers(4), two_layers(3)
-    there, own = source.state_dict(), {name: value.clone() for name, value in model.state_dict().items()}
-    found = copy_matching(model, there | {"extra": torch.zeros(1)}, ["a", "b", "c", "c"], ["b", "new", "a"])
+    there, own = (
+        source.state_dict(),
+        {name: value.clone() for name, value in model.state_dict().items()},
+    )
+    found = copy_matching(
+        model, there | {"extra": torch.zeros(1)}, ["a", "b", "c", "c"], ["b", "new", "a"]
+    )
     state = model.state_dict()
     for name in ("2.weight", "2.bias"):
         assert torch.equal(state[name], torch.stack([there[name][1], own[name][1], there[name][0]]))
     others = [name for name in own if not name.startswith("2.")]
     assert all(torch.equal(state[name], there[name]) for name in others) and found.kept == others
-    line = f"{len(others)} tensors kept, new: 2.weight, 2.bias (2 of 3 classes kept), not used: extra"
+    line = (
+        f"{len(others)} tensors kept, new: 2.weight, 2.bias (2 of 3 classes kept), not used: extra"
+    )
     assert found.line() == line
     assert found.text().splitlines()[-4:] == [
         "new 2.weight: except for the rows of 2 of 3 classes",
@@ -71,21 +94,44 @@ def test_the_rows_of_the_head_follow_the_names_of_the_classes():
 
 def test_a_name_that_occurs_twice_is_unknown_and_without_names_a_head_is_kept_if_its_shape_fits():
     source, model = two_layers(3, inputs=5), two_layers(3)
-    for names, order, rows in ((["a", "b", "c"], [2, 0, 1], 3), (["a", "a", "x"], [2, 0, 1], 0), ([], [0, 1, 2], None)):
+    for names, order, rows in (
+        (["a", "b", "c"], [2, 0, 1], 3),
+        (["a", "a", "x"], [2, 0, 1], 0),
+        ([], [0, 1, 2], None),
+    ):
         found = copy_matching(model, source.state_dict(), names, ["c", "a", "b"])
-        assert torch.equal(model[2].weight, source[2].weight[order])  # the second keeps what the first has copied
-        assert found.new["0.weight"] == "shape [4, 3], in the source [4, 5]" and (not names or found.rows == (rows, 3))
+        # the second keeps what the first has copied
+        assert torch.equal(model[2].weight, source[2].weight[order])
+        assert found.new["0.weight"] == "shape [4, 3], in the source [4, 5]" and (
+            not names or found.rows == (rows, 3)
+        )
 
 
 def test_the_head_of_timm_is_the_one_that_it_names_and_of_others_the_last_linear_layer():
     names = ("mnist_cnn", "mobilenet_v3_small", "squeezenet1_0", "timm/test_resnet")
-    assert [find_heads(build(name)) for name in names] == [("fc2",), ("classifier.3",), ("classifier.1",), ("fc",)]
+    assert [find_heads(build(name)) for name in names] == [
+        ("fc2",),
+        ("classifier.3",),
+        ("classifier.1",),
+        ("fc",),
+    ]
 
 
-# -- where weights come from -----------------------------------------------------------------------------------------
+# -- where weights come from
+# -----------------------------------------------------------------------------------------
 
-TINY = ["--model", "timm/test_resnet", "--threads", "1", "--global_batch_size", "16", "--lr_schedule", "constant"]
-STILL = [*TINY, "--lr", "1e-30", "--weight_decay", "0", "--max_steps", "1"]  # the weights stay as they are
+TINY = [
+    "--model",
+    "timm/test_resnet",
+    "--threads",
+    "1",
+    "--global_batch_size",
+    "16",
+    "--lr_schedule",
+    "constant",
+]
+# the weights stay as they are
+STILL = [*TINY, "--lr", "1e-30", "--weight_decay", "0", "--max_steps", "1"]
 TUNED = [*STILL[2:], "--data", "second"]
 
 
@@ -104,7 +150,18 @@ def made(tmp_path_factory):
         for seed, (data, classes) in enumerate((("first", "abc"), ("second", "bcz"))):
             image_folder(f"{data}/train", dict.fromkeys(classes, 16), seed=2 * seed)
             image_folder(f"{data}/val", dict.fromkeys(classes, 4), seed=2 * seed + 1)
-        flags = ["--data", "first", "--mean", "0.4", "--std", "0.3", "--lr", "0.01", "--eval_every", "1"]
+        flags = [
+            "--data",
+            "first",
+            "--mean",
+            "0.4",
+            "--std",
+            "0.3",
+            "--lr",
+            "0.01",
+            "--eval_every",
+            "1",
+        ]
         train_run(1, "source", *TINY, *flags, "--max_steps", "4", "--image_size", "40")
     return folder
 
@@ -117,12 +174,20 @@ def folder(made, monkeypatch):
 
 
 def test_a_run_starts_from_the_best_weights_of_another_on_any_number_of_processes(folder):
-    outcomes = run_ranks(2, train.main, [*TUNED, "--run_name", "tuned", "--init_from", "runs/source"])
+    outcomes = run_ranks(
+        2, train.main, [*TUNED, "--run_name", "tuned", "--init_from", "runs/source"]
+    )
     assert outcomes[0].code == 0, outcomes[0].err
     there, tuned = weights("source", "best"), weights("tuned")
-    expected = {name: there[name] for name in there if name.endswith(("weight", "bias")) and "fc" not in name}
+    expected = {
+        name: there[name]
+        for name in there
+        if name.endswith(("weight", "bias")) and "fc" not in name
+    }
     for name in ("fc.weight", "fc.bias"):  # classes a, b, c there and b, c, z here
-        expected[name] = torch.stack([there[name][1], there[name][2], torch.zeros_like(there[name][0])])
+        expected[name] = torch.stack(
+            [there[name][1], there[name][2], torch.zeros_like(there[name][0])]
+        )
     assert len(expected) > 20
     for name, tensor in expected.items():  # an update adds about 1e-30 where a weight is 0
         torch.testing.assert_close(tuned[name], tensor, rtol=0, atol=1e-20)
@@ -135,38 +200,76 @@ def test_a_run_starts_from_the_best_weights_of_another_on_any_number_of_processe
     assert input_of("tuned") == (40, [0.4] * 3)
 
 
-def test_rows_of_new_classes_start_at_zero_the_head_learns_faster_and_batch_statistics_are_kept(folder):
-    (outcome,) = run_ranks(1, train.main, [*TUNED, "--run_name", "still", "--init_from", "runs/source"])
+def test_rows_of_new_classes_start_at_zero_the_head_learns_faster_and_batch_statistics_are_kept(
+    folder,
+):
+    (outcome,) = run_ranks(
+        1, train.main, [*TUNED, "--run_name", "still", "--init_from", "runs/source"]
+    )
     assert outcome.code == 0, outcome.err
-    assert weights("still")["fc.weight"].abs().amax(1).gt(1e-20).tolist() == [True, True, False]  # b and c, not z
-    flags = [*TINY[2:], "--data", "second", "--max_steps", "1", "--run_name", "gentle", "--init_from", "runs/source"]
+    # b and c, not z
+    assert weights("still")["fc.weight"].abs().amax(1).gt(1e-20).tolist() == [True, True, False]
+    flags = [
+        *TINY[2:],
+        "--data",
+        "second",
+        "--max_steps",
+        "1",
+        "--run_name",
+        "gentle",
+        "--init_from",
+        "runs/source",
+    ]
     (outcome,) = run_ranks(1, train.main, flags)
     assert outcome.code == 0, outcome.err
     before, after, lr = weights("still"), weights("gentle"), records("gentle", "train")[0]["lr"]
     assert lr == pytest.approx(1e-4 * math.sqrt(16 / 128))
-    moved = {name: (after[name] - before[name]).abs().max().item() for name in ("fc.bias", "bn1.bias")}
-    assert moved == pytest.approx({"fc.bias": 10 * lr, "bn1.bias": lr}, rel=0.01)  # the size of the first step of Adam
+    moved = {
+        name: (after[name] - before[name]).abs().max().item() for name in ("fc.bias", "bn1.bias")
+    }
+    # the size of the first step of Adam
+    assert moved == pytest.approx({"fc.bias": 10 * lr, "bn1.bias": lr}, rel=0.01)
     statistics = [name for name in before if "running" in name]
-    assert statistics and all(torch.equal(after[name], weights("source", "best")[name]) for name in statistics)
+    assert statistics and all(
+        torch.equal(after[name], weights("source", "best")[name]) for name in statistics
+    )
 
 
 def test_batch_statistics_that_were_not_given_cannot_be_kept(folder):
     tensors = weights("source", "best")
     save_file(
-        {name: each for name, each in tensors.items() if not name.startswith("layer1.0.bn1.")}, "part.safetensors"
+        {name: each for name, each in tensors.items() if not name.startswith("layer1.0.bn1.")},
+        "part.safetensors",
     )
-    flags = [*TINY[:2], "--data", "second", "--init_from", "part.safetensors", "--mean", "0.4", "--max_steps", "1"]
+    flags = [
+        *TINY[:2],
+        "--data",
+        "second",
+        "--init_from",
+        "part.safetensors",
+        "--mean",
+        "0.4",
+        "--max_steps",
+        "1",
+    ]
     line = refused(train.main, *flags)
     assert "--keep_batch_stats: the given weights have no layer1.0.bn1.running_mean" in line
     assert line.endswith("use --keep_batch_stats false")
-    (outcome,) = run_ranks(1, train.main, [*flags, "--keep_batch_stats", "false", "--report", "false"])
+    (outcome,) = run_ranks(
+        1, train.main, [*flags, "--keep_batch_stats", "false", "--report", "false"]
+    )
     assert outcome.code == 0, outcome.err
 
 
 def test_given_settings_take_precedence_over_those_of_the_source(folder):
     config = TrainConfig(init_from="runs/source", mean=[0.1], image_size=64, channels=1)
     filled, source = find_source(config, None, ALONE)
-    assert (filled.mean, filled.image_size, filled.channels, filled.model) == ([0.1], 64, 1, "timm/test_resnet")
+    assert (filled.mean, filled.image_size, filled.channels, filled.model) == (
+        [0.1],
+        64,
+        1,
+        "timm/test_resnet",
+    )
     assert filled.std == [pytest.approx(0.3)] and source.taken == ["model", "std", "interpolation"]
     other, _ = find_source(TrainConfig(init_from="runs/source", model="resnet18"), None, ALONE)
     assert other.model == "resnet18" and other.model_args == {}
@@ -178,8 +281,12 @@ def test_a_resumed_run_needs_no_source_and_keeps_what_it_took_from_it(folder):
     train_run(1, "moved", *flags)
     (folder / "gone").unlink()
     train_run(1, "moved", *flags, "--max_steps", "2")
-    (outcome,) = run_ranks(1, train.main, ["--run_name", "moved", *flags, "--init_from", "runs/source"])
-    assert "--init_from has no effect: a resumed run has the weights of its checkpoint" in outcome.out
+    (outcome,) = run_ranks(
+        1, train.main, ["--run_name", "moved", *flags, "--init_from", "runs/source"]
+    )
+    assert (
+        "--init_from has no effect: a resumed run has the weights of its checkpoint" in outcome.out
+    )
     assert f"init_from: {folder / 'gone'}\n" in Path("runs/moved/config.yaml").read_text()
     assert input_of("moved") == (40, [0.4] * 3)
 
@@ -187,10 +294,13 @@ def test_a_resumed_run_needs_no_source_and_keeps_what_it_took_from_it(folder):
 def test_a_replay_from_initial_weights_that_have_changed_is_refused(folder):
     shutil.copytree("runs/source", "runs/parent")
     train_run(1, "child", *TUNED, "--init_from", "runs/parent", "--log_every", "1")
-    shutil.rmtree(next(Path("runs/child/checkpoints").glob("step-*")))  # as if it had been killed before its first one
+    # as if it had been killed before its first one
+    shutil.rmtree(next(Path("runs/child/checkpoints").glob("step-*")))
     returned(1, replay.main, ["--run", "runs/child", "--update", "1", "--cpu"])
     for checkpoint in Path("runs/parent/checkpoints").glob("step-*"):
-        tensors = {name: tensor + 1 for name, tensor in load_file(checkpoint / "model.safetensors").items()}
+        tensors = {
+            name: tensor + 1 for name, tensor in load_file(checkpoint / "model.safetensors").items()
+        }
         save_file(tensors, checkpoint / "model.safetensors")
         (checkpoint / "manifest.json").unlink()
         write_manifest(checkpoint)
@@ -210,8 +320,12 @@ def test_averaged_weights_take_precedence(folder):
         assert same_tensors(source.tensors, tensors[name])
 
 
-@pytest.mark.parametrize("described", [{"label_names": ["z", "a"], "architecture": "test_resnet"}, {}])
-def test_a_repository_of_the_hub_is_read_with_its_classes_and_its_commit(described, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "described", [{"label_names": ["z", "a"], "architecture": "test_resnet"}, {}]
+)
+def test_a_repository_of_the_hub_is_read_with_its_classes_and_its_commit(
+    described, monkeypatch, tmp_path
+):
     cfg = {"mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7], "input_size": [3, 48, 40]}
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     repository, commit = tmp_path / "models--owner--name", "0123456789" * 4
@@ -226,7 +340,9 @@ def test_a_repository_of_the_hub_is_read_with_its_classes_and_its_commit(describ
     for where in ("hf://owner/name", f"hf://owner/name@{commit}"):
         model = None if described else "timm/test_resnet"
         config, source = find_source(TrainConfig(init_from=where, model=model), None, ALONE)
-        assert source.name == f"hf://owner/name@{commit}" and source.class_names == described.get("label_names", [])
+        assert source.name == f"hf://owner/name@{commit}" and source.class_names == described.get(
+            "label_names", []
+        )
         assert config.model == "timm/test_resnet"
         assert (config.mean, config.image_size) == (
             ([0.1, 0.2, 0.3], [48, 40]) if described else ([0.5] * 3, [160, 160])
@@ -237,7 +353,10 @@ def test_a_repository_of_the_hub_is_read_with_its_classes_and_its_commit(describ
     with pytest.raises(UserError) as error:
         find_source(TrainConfig(init_from="hf://owner/other"), None, ALONE)
     assert "model.safetensors of owner/other cannot be downloaded" in error.value.problem
-    assert "`hf download owner/other model.safetensors config.json` elsewhere and copy the files" in error.value.fix
+    assert (
+        "`hf download owner/other model.safetensors config.json` elsewhere and copy the files"
+        in error.value.fix
+    )
 
 
 class Harmful:
@@ -253,7 +372,10 @@ def test_sources_that_do_not_fit_are_one_line(folder):
     Path("odd/config.json").write_text(json.dumps({"pretrained_cfg": {"mean": ["a", "b", "c"]}}))
     for where, line in (
         (["runs/nothing"], "--init_from runs/nothing: no such file or folder"),
-        (["pickled.pth"], "pickled.pth: is refused, because loading getattr in it would execute code"),
+        (
+            ["pickled.pth"],
+            "pickled.pth: is refused, because loading getattr in it would execute code",
+        ),
         (["first"], "first: holds no checkpoint"),
         (["odd"], "config.json: malformed (could not convert string to float: 'a')"),
         (["runs/source", "--pretrained"], "--pretrained and --init_from cannot be used together"),
@@ -281,7 +403,9 @@ def test_a_source_that_deletes_its_checkpoint_meanwhile_is_searched_again(folder
 
 
 def test_a_new_layer_that_would_be_frozen_with_random_weights_is_refused(folder):
-    shutil.copy(next(Path("runs/source/checkpoints").glob("step-*/model.safetensors")), "colour.safetensors")
+    shutil.copy(
+        next(Path("runs/source/checkpoints").glob("step-*/model.safetensors")), "colour.safetensors"
+    )
     flags = ["--data", "first", *STILL, "--init_from", "colour.safetensors", "--run_name", "frozen"]
     for patterns in (["backbone"], ["layer1", "conv*"]):
         line = refused(train.main, *flags, "--channels", "1", "--freeze", *patterns, processes=2)
@@ -289,26 +413,39 @@ def test_a_new_layer_that_would_be_frozen_with_random_weights_is_refused(folder)
     train_run(1, "frozen", *flags, "--channels", "3", "--freeze", *patterns)
 
 
-# -- frozen layers ---------------------------------------------------------------------------------------------------
+# -- frozen layers
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_patterns_name_layers_or_parameters():
     for flags in (["a", "b*"], ["a", "--freeze=b*"], ["[a, b*]"]):
-        assert parse_args(TrainConfig, "train.py", ["--freeze", *flags, "--cpu"]).freeze == ["a", "b*"]
+        assert parse_args(TrainConfig, "train.py", ["--freeze", *flags, "--cpu"]).freeze == [
+            "a",
+            "b*",
+        ]
     names = [name for name, _ in build("timm/test_resnet").named_parameters()]
     for patterns, expected in (
-        (["layer[12]", "bn1.bias"], lambda name: name.startswith(("layer1.", "layer2.")) or name == "bn1.bias"),
+        (
+            ["layer[12]", "bn1.bias"],
+            lambda name: name.startswith(("layer1.", "layer2.")) or name == "bn1.bias",
+        ),
         (["*.bias"], lambda name: name.endswith(".bias")),
         (["backbone"], lambda name: not name.startswith("fc.")),
     ):
         model = build("timm/test_resnet")
         freeze(model, patterns)
-        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        frozen = {
+            name for name, parameter in model.named_parameters() if not parameter.requires_grad
+        }
         assert frozen == set(filter(expected, names)) != set()
     assert not has_batch_norm(model)  # of the linear probe
-    with pytest.raises(UserError, match=r"--freeze layer9: no parameter has such a name; did you mean layer"):
+    with pytest.raises(
+        UserError, match=r"--freeze layer9: no parameter has such a name; did you mean layer"
+    ):
         freeze(model, ["conv1", "layer9"])
-    with pytest.raises(UserError, match=r"--freeze hidden output: no parameter is left to train; try backbone"):
+    with pytest.raises(
+        UserError, match=r"--freeze hidden output: no parameter is left to train; try backbone"
+    ):
         freeze(build("mlp"), ["hidden", "output"])
 
 
@@ -322,7 +459,9 @@ def test_batch_statistics_are_frozen_exactly_where_all_parameters_are():
         model(torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(step)))
         same = {name for name, buffer in model.named_buffers() if torch.equal(buffer, before[name])}
         assert same == {name for name in before if name.startswith("layer1.")} != set()
-    plain = nn.Sequential(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, affine=False)), nn.Conv2d(3, 3, 1))
+    plain = nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, affine=False)), nn.Conv2d(3, 3, 1)
+    )
     freeze(plain, ["0.0"])
     plain.train()
     assert not plain[0][1].training and not has_batch_norm(plain)
@@ -338,18 +477,66 @@ def test_frozen_layers_compute_as_in_evaluation():
     for training in (False, True):
         model.train(training)
         expected.append([block(inputs) for block in model.blocks])
-    assert [torch.equal(*pair) for pair in zip(*expected, strict=True)] == [True, True, False, False]
+    assert [torch.equal(*pair) for pair in zip(*expected, strict=True)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
-ALL_ON = ["--data", "first", "--microbatches", "4", "--optimizer", "muon", "--lr", "0.01", "--lr_schedule", "constant"]
-ALL_ON += ["--model", "timm/test_resnet", "--global_batch_size", "16", "--threads", "1", "--max_steps", "7"]
-ALL_ON += ["--eval_every", "2", "--save_every", "3", "--keep", "9", "--log_every", "1", "--init_from", "runs/source"]
+ALL_ON = [
+    "--data",
+    "first",
+    "--microbatches",
+    "4",
+    "--optimizer",
+    "muon",
+    "--lr",
+    "0.01",
+    "--lr_schedule",
+    "constant",
+]
+ALL_ON += [
+    "--model",
+    "timm/test_resnet",
+    "--global_batch_size",
+    "16",
+    "--threads",
+    "1",
+    "--max_steps",
+    "7",
+]
+ALL_ON += [
+    "--eval_every",
+    "2",
+    "--save_every",
+    "3",
+    "--keep",
+    "9",
+    "--log_every",
+    "1",
+    "--init_from",
+    "runs/source",
+]
 ALL_ON += ["--freeze", "conv1", "bn1", "layer1", "--drop_path", "0.5", "--grad_checkpointing"]
-ALL_ON += ["--layer_decay", "0.8", "--ema_decay", "0.7", "--clip_value", "0.1", "--cooldown_steps", "2"]
+ALL_ON += [
+    "--layer_decay",
+    "0.8",
+    "--ema_decay",
+    "0.7",
+    "--clip_value",
+    "0.1",
+    "--cooldown_steps",
+    "2",
+]
 
 
-def test_a_killed_run_with_everything_on_ends_with_the_same_bits_on_other_numbers_of_processes(folder):
-    train_run(1, "whole", *[flag for flag in ALL_ON if flag != "--grad_checkpointing"])  # it changes no bit
+def test_a_killed_run_with_everything_on_ends_with_the_same_bits_on_other_numbers_of_processes(
+    folder,
+):
+    # it changes no bit
+    train_run(1, "whole", *[flag for flag in ALL_ON if flag != "--grad_checkpointing"])
     launch = start_ranks(2, slow_train, [*ALL_ON, "--resume", "auto"], 0.0, 4)
     until(lambda: Path("held-0").exists() and Path("held-1").exists())
     until(lambda: Path("runs/run/checkpoints/step-00000003").is_dir())
@@ -362,10 +549,15 @@ def test_a_killed_run_with_everything_on_ends_with_the_same_bits_on_other_number
     start, end = weights("source", "best"), weights("whole")
     frozen = {name for name in start if name.startswith(("conv1.", "bn1.", "layer1."))}
     assert {name for name in start if torch.equal(start[name], end[name])} == frozen
-    sizes = {name: parameter.numel() for name, parameter in build("timm/test_resnet", 3).named_parameters()}
+    sizes = {
+        name: parameter.numel()
+        for name, parameter in build("timm/test_resnet", 3).named_parameters()
+    }
     trained = sum(size for name, size in sizes.items() if name not in frozen)
     assert f"{sum(sizes.values()):,} parameters, {trained:,} of them trained" in outcomes[0].out
-    line = refused(train.main, *ALL_ON, "--run_name", "run", "--resume", "auto", "--freeze", "conv1")
+    line = refused(
+        train.main, *ALL_ON, "--run_name", "run", "--resume", "auto", "--freeze", "conv1"
+    )
     assert "was trained with a --freeze of " in line
 
 
@@ -380,7 +572,9 @@ def test_the_rates_of_timms_blocks_grow_up_to_the_one_that_is_given():
 
 def test_models_without_stochastic_depth_are_refused():
     for name in ("mlp", "swin_t", "timm/densenet121"):
-        with pytest.raises(UserError, match=rf"--drop_path: {name} does not support it; use a timm model"):
+        with pytest.raises(
+            UserError, match=rf"--drop_path: {name} does not support it; use a timm model"
+        ):
             build(name, drop_path=0.1)
 
 
@@ -393,16 +587,26 @@ def test_models_without_stochastic_depth_are_refused():
         ("timm/test_resnet", {"drop_path": 0.5}),
         (VIT, {"model_args": SMALL_VIT, "drop_path": 0.3}),
         ("mobilenet_v3_small", {}),
-        pytest.param("efficientnet_b0", {"model_args": {"stochastic_depth_prob": 0.5}}, marks=pytest.mark.full),
+        pytest.param(
+            "efficientnet_b0",
+            {"model_args": {"stochastic_depth_prob": 0.5}},
+            marks=pytest.mark.full,
+        ),
     ],
 )
-def test_checkpointed_blocks_are_computed_twice_with_the_same_bits_and_batch_statistics(name, settings):
+def test_checkpointed_blocks_are_computed_twice_with_the_same_bits_and_batch_statistics(
+    name, settings
+):
     results, calls = [], []
     for again in (False, True):
         model = build(name, **settings)
         if again:
             checkpoint_blocks(model, name)
-        block = next(layer for layer in model.modules() if re.search("Block|Residual|MBConv", type(layer).__name__))
+        block = next(
+            layer
+            for layer in model.modules()
+            if re.search("Block|Residual|MBConv", type(layer).__name__)
+        )
         first = next(layer for layer in block.modules() if not list(layer.children()))
         first.register_forward_hook(lambda *_: calls.append(1))
         for step in range(2):
@@ -410,16 +614,38 @@ def test_checkpointed_blocks_are_computed_twice_with_the_same_bits_and_batch_sta
             model(torch.randn(4, 3, 32, 32)).square().sum().backward()
         with torch.no_grad():
             model.eval()(torch.zeros(1, 3, 32, 32))
-        results.append({**dict(model.named_buffers()), **{key: p.grad for key, p in model.named_parameters()}})
+        results.append(
+            {**dict(model.named_buffers()), **{key: p.grad for key, p in model.named_parameters()}}
+        )
     assert same_tensors(*results) and len(calls) == 3 + 5  # two updates and an evaluation
-    with pytest.raises(UserError, match="--grad_checkpointing: mlp does not support it; use a model with blocks"):
+    with pytest.raises(
+        UserError, match="--grad_checkpointing: mlp does not support it; use a model with blocks"
+    ):
         checkpoint_blocks(build("mlp"), "mlp")
 
 
 def test_checkpointed_blocks_with_random_layers_take_an_empty_batch_that_the_model_refuses(folder):
-    """The third update has one sample: three of four microbatches are empty, and one rank of two has none."""
-    flags = ["--data", "digits", "--model", "timm/test_vit", "--model_args", "{drop_path_rate: 0.3}"]
-    flags += ["--image_size", "32", "--global_batch_size", "6", "--max_train_samples", "13", "--max_steps", "4"]
+    """The third update has one sample: three of four microbatches are empty, and one rank of two
+    has none.
+    """
+    flags = [
+        "--data",
+        "digits",
+        "--model",
+        "timm/test_vit",
+        "--model_args",
+        "{drop_path_rate: 0.3}",
+    ]
+    flags += [
+        "--image_size",
+        "32",
+        "--global_batch_size",
+        "6",
+        "--max_train_samples",
+        "13",
+        "--max_steps",
+        "4",
+    ]
     flags += ["--max_eval_samples", "8", "--lr", "0.01", "--threads", "1", "--microbatches", "4"]
     train_run(1, "plain", *flags)
     for processes in (1, 2):

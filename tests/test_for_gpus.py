@@ -1,4 +1,6 @@
-"""What GPUs need, checked without one: the launcher's environment, fake CUDA tensors, a patched torch.cuda."""
+"""What GPUs need, checked without one: the launcher's environment, fake CUDA tensors, a patched
+torch.cuda.
+"""
 
 import itertools
 import math
@@ -51,9 +53,23 @@ CUDA = torch.device("cuda", 0)
 
 
 class Recorder(TorchDispatchMode):
-    """The operations that are called: their names and the devices of their tensors. Views are left out."""
+    """The operations that are called: their names and the devices of their tensors.
 
-    VIEWS = ("view", "slice", "permute", "as_strided", "detach", "split", "alias", "select", "unsqueeze", "device")
+    Views are left out.
+    """
+
+    VIEWS = (
+        "view",
+        "slice",
+        "permute",
+        "as_strided",
+        "detach",
+        "split",
+        "alias",
+        "select",
+        "unsqueeze",
+        "device",
+    )
 
     def __init__(self):
         super().__init__()
@@ -63,7 +79,11 @@ class Recorder(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         name = str(function).split(".")[1]
         if not name.startswith((*self.VIEWS, "empty")):
-            tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+            tensors = [
+                leaf
+                for leaf in tree_leaves((args, kwargs, result))
+                if isinstance(leaf, torch.Tensor)
+            ]
             self.operations.append((name, {tensor.device.type for tensor in tensors}))
         return result
 
@@ -84,7 +104,9 @@ def _ddp_arguments(device_type):
         ranks.device = torch.device(device_type)
         accelerator = wrapping.make_accelerator(ranks, TrainConfig(mixed_precision="no"))
         found = {}
-        torch.nn.parallel.DistributedDataParallel = lambda model, **arguments: found.update(arguments) or model
+        torch.nn.parallel.DistributedDataParallel = lambda model, **arguments: (
+            found.update(arguments) or model
+        )
         for state in (PartialState(), accelerator.state):
             state.distributed_type, state.num_processes = DistributedType.MULTI_GPU, 2
         accelerator.prepare(nn.Linear(1, 1))
@@ -102,7 +124,9 @@ def test_a_configuration_keeps_the_gpus_that_a_scheduler_has_chosen(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     for name in ("1gpu", "2gpu", "4gpu", "8gpu"):
         file = str(ROOT / "accelerate_configs" / f"{name}.yaml")
-        parsed = accelerate_launch.launch_command_parser().parse_args(["--config_file", file, "train.py"])
+        parsed = accelerate_launch.launch_command_parser().parse_args(
+            ["--config_file", file, "train.py"]
+        )
         checked, _, _ = accelerate_launch._validate_launch_command(parsed)
         assert checked.gpu_ids == "all" and bool(checked.multi_gpu) == (name != "1gpu")
         assert prepare_simple_launcher_cmd_env(checked)[1]["CUDA_VISIBLE_DEVICES"] == "3"
@@ -122,7 +146,10 @@ def two_gpus(monkeypatch, tmp_path):
 def test_gpus_that_pytorch_cannot_use_are_refused(two_gpus):
     for visible in (None, "1,0", "GPU-8932f937"):
         os.environ |= {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
-        with pytest.raises(UserError, match=r"nvidia-smi lists 2 GPUs, but PyTorch finds none.*update the NVIDIA dri"):
+        with pytest.raises(
+            UserError,
+            match=r"nvidia-smi lists 2 GPUs, but PyTorch finds none.*update the NVIDIA dri",
+        ):
             choose_device(Topology(), cpu=False)
     assert choose_device(Topology(), cpu=True).type == "cpu"
     (outcome,) = run_ranks(1, doctor.main, [])
@@ -135,8 +162,14 @@ def test_gpus_that_pytorch_cannot_use_are_refused(two_gpus):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("CUDA error: no kernel image is available for execution on the device", "does not support this GPU"),
-        ("NCCL error: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000", "have the same GPU"),
+        (
+            "CUDA error: no kernel image is available for execution on the device",
+            "does not support this GPU",
+        ),
+        (
+            "NCCL error: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000",
+            "have the same GPU",
+        ),
     ],
 )
 def test_errors_of_cuda_and_nccl_with_a_known_cause_have_a_fix(text, problem):
@@ -148,12 +181,17 @@ def test_errors_of_cuda_and_nccl_with_a_known_cause_have_a_fix(text, problem):
 
 
 def test_the_messages_of_both_nccl_classes_are_recognised_as_a_lost_rank():
-    for text in ("NCCL Async Error: remote process exited or there was a network error", "NCCL operation timed out"):
+    for text in (
+        "NCCL Async Error: remote process exited or there was a network error",
+        "NCCL operation timed out",
+    ):
         assert is_lost_rank(dist.DistBackendError(text))
 
 
 class Unordered(MLP):
-    """It has an operation without a deterministic kernel, as average pooling to 7x7 is on a GPU (vgg11)."""
+    """It has an operation without a deterministic kernel, as average pooling to 7x7 is on a GPU
+    (vgg11).
+    """
 
     def forward(self, images):
         if self.training:
@@ -190,9 +228,13 @@ with distributed_session("train.py", TrainConfig(threads=1, cpu=True)):
 
 def test_after_an_error_a_rank_does_not_wait_for_nccl_and_its_output_is_complete():
     env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
-    outcome = subprocess.run([sys.executable, "-c", FAILING], env=env, capture_output=True, text=True, timeout=SOON)
+    outcome = subprocess.run(
+        [sys.executable, "-c", FAILING], env=env, capture_output=True, text=True, timeout=SOON
+    )
     assert outcome.returncode == 1 and outcome.stdout == "out" and Path("saved").exists()
-    assert "Traceback" in outcome.stderr and outcome.stderr.splitlines()[-1].endswith("RuntimeError: a bug")
+    assert "Traceback" in outcome.stderr and outcome.stderr.splitlines()[-1].endswith(
+        "RuntimeError: a bug"
+    )
 
 
 # Precision and kernels.
@@ -202,7 +244,10 @@ def kernels_after(*runs):
     """Which kernels a process uses after runs with these arguments."""
     for device, deterministic, tf32 in runs:
         wrapping.choose_kernels(device, deterministic, tf32)
-    fixed, filled = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    fixed, filled = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
     assert not (filled and fixed)  # it would take a kernel for each tensor
     cudnn = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
     return fixed, filled, *cudnn, torch.get_float32_matmul_precision()
@@ -218,7 +263,9 @@ def test_tf32_is_off_with_deterministic_unless_it_is_asked_for(deterministic, as
 
 
 def test_a_run_does_not_inherit_the_kernels_of_an_earlier_run_in_its_process():
-    runs = [(device, fixed, None) for device in (CUDA, torch.device("cpu")) for fixed in (True, False)]
+    runs = [
+        (device, fixed, None) for device in (CUDA, torch.device("cpu")) for fixed in (True, False)
+    ]
     for before, last in itertools.permutations(runs, 2):
         assert returned(1, kernels_after, before, last) == returned(1, kernels_after, last)
 
@@ -241,14 +288,21 @@ def test_a_precision_is_chosen_by_a_flag_or_a_file_and_not_by_what_the_launcher_
     typed = ["python", *words, "train.py", "--mixed_precision", "ours"]
     monkeypatch.setattr(sys, "argv", ["/somewhere/train.py"])
     monkeypatch.setattr(commands, "_command_of", lambda process: typed)
-    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", "default.yaml")
-    environment = {key: value for key, value in os.environ.items() if key != "ACCELERATE_MIXED_PRECISION"}
-    monkeypatch.setattr(os, "environ", environment | ({"ACCELERATE_MIXED_PRECISION": exported} if exported else {}))
+    monkeypatch.setattr(
+        "accelerate.commands.config.config_args.default_config_file", "default.yaml"
+    )
+    environment = {
+        key: value for key, value in os.environ.items() if key != "ACCELERATE_MIXED_PRECISION"
+    }
+    monkeypatch.setattr(
+        os, "environ", environment | ({"ACCELERATE_MIXED_PRECISION": exported} if exported else {})
+    )
     if file is not None:
         Path("own.yaml").write_text(file)
     assert commands.precision_is_chosen() == expected
     if words == ["accelerate", "launch"] and exported == "no":
-        Path("default.yaml").write_text("mixed_precision: 'no'\n")  # as `accelerate config` writes it
+        # as `accelerate config` writes it
+        Path("default.yaml").write_text("mixed_precision: 'no'\n")
         assert commands.precision_is_chosen()
 
 
@@ -294,7 +348,9 @@ def _precision(device, asked, exported):
         ("cpu", None, None, "no"),
     ],
 )
-def test_on_a_gpu_the_precision_is_automatic_if_nobody_has_chosen_it(device, asked, exported, expected):
+def test_on_a_gpu_the_precision_is_automatic_if_nobody_has_chosen_it(
+    device, asked, exported, expected
+):
     assert returned(1, _precision, device, asked, exported) == [expected]
 
 
@@ -348,17 +404,23 @@ def test_sums_are_added_in_float64_in_the_order_of_the_batches():
         loss = task.loss(outputs, labels) / 3
         meter.add(loss, outputs, SimpleNamespace(labels=labels, update=0, number=number))
         total += loss.double()
-    totals = meter.reduce(SimpleNamespace(num_processes=1, reduce=lambda values, _: values), False, False).totals
+    totals = meter.reduce(
+        SimpleNamespace(num_processes=1, reduce=lambda values, _: values), False, False
+    ).totals
     assert (totals["loss"], totals["count"]) == (total.item(), 1050)
 
 
 def _skipped(fused: bool) -> list[float]:
-    """The skipped updates of four, of which two have no finite gradients, after three skipped earlier; read twice."""
+    """The skipped updates of four, of which two have no finite gradients, after three skipped
+    earlier; read twice.
+    """
     Accelerator(cpu=True)  # the wrapper of the optimizer needs its state
     weight, scaler = nn.Parameter(torch.ones(1)), torch.amp.GradScaler("cpu", init_scale=4.0)
     optimizer = AcceleratedOptimizer(torch.optim.SGD([weight], fused=fused), False, scaler)
     sums = {"loss": 0.0, "accuracy": 0.0, "count": 0.0, "wait": 0.0, "skipped": 3.0}
-    meter = Meter(Classification(TrainConfig(), ["a", "b"]), torch.device("cpu"), sums, True, optimizer)
+    meter = Meter(
+        Classification(TrainConfig(), ["a", "b"]), torch.device("cpu"), sums, True, optimizer
+    )
     for factor in (1.0, math.inf, 1.0, math.nan):
         meter.updates += 1
         scaler.scale(weight.sum() * factor).backward()
@@ -378,11 +440,15 @@ def test_a_gpu_normalises_in_one_operation():
     pixels = torch.arange(256, dtype=torch.uint8).view(1, 1, 64, 4)[..., :3].repeat(5, 4, 1, 1)
 
     def batches(device):
-        return uploads.Batches(SimpleNamespace(dataset=None), spec, TrainConfig(), device, training=False)
+        return uploads.Batches(
+            SimpleNamespace(dataset=None), spec, TrainConfig(), device, training=False
+        )
 
     expected = (pixels.double() / 255 - torch.tensor(spec.mean)) / torch.tensor(spec.std)
     assert torch.allclose(
-        batches(torch.device("cpu"))._normalise(pixels).double(), expected.permute(0, 3, 1, 2), atol=1e-5
+        batches(torch.device("cpu"))._normalise(pixels).double(),
+        expected.permute(0, 3, 1, 2),
+        atol=1e-5,
     )
     with fake_gpu() as gpu:
         on_gpu, images = batches(CUDA), torch.empty(pixels.shape, dtype=torch.uint8, device=CUDA)
@@ -428,6 +494,8 @@ def test_loader_processes_are_chosen_by_physical_cores(monkeypatch):
         (256, 128, 4, 1, 4),  # --threads
         (64, None, 64, 1, 16),  # unknown, as in some virtual machines
     ):
-        monkeypatch.setattr(psutil, "cpu_count", lambda logical=True, cores=(physical, logical): cores[logical])
+        monkeypatch.setattr(
+            psutil, "cpu_count", lambda logical=True, cores=(physical, logical): cores[logical]
+        )
         monkeypatch.setattr("utils.memory.usable_cores", lambda logical=logical: logical)
         assert workers.default_workers(threads, processes) == expected

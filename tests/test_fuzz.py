@@ -1,6 +1,8 @@
-"""Random networks whose gradients become ready in another order than that of registration, in several buckets of DDP.
+"""Random networks whose gradients become ready in another order than that of registration, in
+several buckets of DDP.
 
-Each run is killed once or twice at random and resumed. It must end with the bits of an uninterrupted run:
+Each run is killed once or twice at random and resumed. It must end with the bits of an
+uninterrupted run:
 
     python -m pytest -m "full or slow" tests/test_fuzz.py
 """
@@ -22,8 +24,26 @@ from utils.models.zoo import OWN_MODELS
 from utils.runs.manifest import OPTIMIZER
 
 UPDATES, SAVE_EVERY = 14, 3  # at most
-FLAGS = ["--data", "digits", "--model", "branching", "--global_batch_size", "24", "--max_steps", str(UPDATES)]
-FLAGS += ["--max_train_samples", "100", "--max_eval_samples", "20", "--eval_every", "5", "--log_every", "1"]
+FLAGS = [
+    "--data",
+    "digits",
+    "--model",
+    "branching",
+    "--global_batch_size",
+    "24",
+    "--max_steps",
+    str(UPDATES),
+]
+FLAGS += [
+    "--max_train_samples",
+    "100",
+    "--max_eval_samples",
+    "20",
+    "--eval_every",
+    "5",
+    "--log_every",
+    "1",
+]
 FLAGS += ["--threads", "1", "--keep", "3", "--report", "false"]
 
 
@@ -34,7 +54,9 @@ class Branching(nn.Module):
         super().__init__()
         chance, width = random.Random(seed), 96
         count = chance.randrange(6, 12)
-        self.sources = [chance.sample(range(node), min(node, chance.randint(1, 3))) for node in range(1, count)]
+        self.sources = [
+            chance.sample(range(node), min(node, chance.randint(1, 3))) for node in range(1, count)
+        ]
         self.shared = chance.randrange(1, count)  # its layer is also that of the last node
         names = [f"node{node}" for node in range(count)] + ["head", "aside"][: 1 + unused]
         chance.shuffle(names)
@@ -43,22 +65,28 @@ class Branching(nn.Module):
             inputs = spec.channels * spec.height * spec.width if name == "node0" else width
             layer = nn.Linear(inputs, classes if name == "head" else width)
             ends = [nn.BatchNorm1d(width)] if norm else []
-            ends = [] if name == "head" else [*ends, nn.ReLU(), nn.Dropout(chance.choice((0.0, 0.2)))]
+            ends = (
+                [] if name == "head" else [*ends, nn.ReLU(), nn.Dropout(chance.choice((0.0, 0.2)))]
+            )
             self.layers[name] = nn.Sequential(layer, *ends)
 
     def forward(self, images):
         nodes = [self.layers["node0"](images.flatten(1))]
         for node, sources in enumerate(self.sources, start=1):
-            nodes.append(self.layers[f"node{node}"](sum(nodes[source] for source in sources) / len(sources)))
+            nodes.append(
+                self.layers[f"node{node}"](sum(nodes[source] for source in sources) / len(sources))
+            )
         last = self.layers[f"node{self.shared}"](nodes[-1])
         return self.layers["head"](last + sum(nodes) / len(nodes))
 
 
-def train_branching(flags: list[str], megabytes: float, kill: tuple[int, int, bool] | None = None) -> int:
+def train_branching(
+    flags: list[str], megabytes: float, kill: tuple[int, int, bool] | None = None
+) -> int:
     """Train with buckets of that size. Returns the number of DDP's buckets, 0 without DDP.
 
-    `kill`: the update, counted from 0, in which this process kills itself, on which rank (-1: on all), and whether in
-    the forward pass.
+    `kill`: the update, counted from 0, in which this process kills itself, on which rank (-1: on
+    all), and whether in the forward pass.
     """
     OWN_MODELS["branching"] = Branching
     make, update, end, counts = train.make_accelerator, train.train_update, train.log_end, []
@@ -69,31 +97,53 @@ def train_branching(flags: list[str], megabytes: float, kill: tuple[int, int, bo
         return accelerator
 
     def killed(run, batches):
-        if kill is not None and run.state.step == kill[0] and kill[1] in (-1, run.ranks.topology.rank):
+        if (
+            kill is not None
+            and run.state.step == kill[0]
+            and kill[1] in (-1, run.ranks.topology.rank)
+        ):
             if not kill[2]:
                 os.kill(os.getpid(), signal.SIGKILL)
-            run.module.layers["head"].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            run.module.layers["head"].register_forward_hook(
+                lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            )
         update(run, batches)
 
     def count_buckets(run, *given):
         log = getattr(run.model, "_get_ddp_logging_data", dict)()
-        counts.append(len((log.get("rebuilt_bucket_sizes") or log.get("bucket_sizes") or "").split()))
+        counts.append(
+            len((log.get("rebuilt_bucket_sizes") or log.get("bucket_sizes") or "").split())
+        )
         return end(run, *given)
 
-    train.make_accelerator, train.train_update, train.log_end = with_small_buckets, killed, count_buckets
+    train.make_accelerator, train.train_update, train.log_end = (
+        with_small_buckets,
+        killed,
+        count_buckets,
+    )
     train.main(flags)
     return counts[0]
 
 
 def ends_equal(name: str, other: str) -> bool:
-    """Whether two runs ended with the same weights, averages, optimizer states and losses, bit for bit."""
-    losses, other_losses = ([line["loss"] for line in records(run, "train")] for run in (name, other))
-    files = [path.name for path in Path(f"runs/{name}/checkpoints/step-{UPDATES:08d}").glob("*.safetensors")]
+    """Whether two runs ended with the same weights, averages, optimizer states and losses, bit for
+    bit.
+    """
+    losses, other_losses = (
+        [line["loss"] for line in records(run, "train")] for run in (name, other)
+    )
+    files = [
+        path.name
+        for path in Path(f"runs/{name}/checkpoints/step-{UPDATES:08d}").glob("*.safetensors")
+    ]
     return (
         len(losses) == UPDATES
         and losses == other_losses
         and "model.safetensors" in files
-        and all(same_tensors(weights(name, file=file), weights(other, file=file)) for file in [*files, OPTIMIZER])
+        and all(
+            same_tensors(weights(name, file=file), weights(other, file=file))
+            for file in [*files, OPTIMIZER]
+        )
     )
 
 
@@ -105,20 +155,36 @@ def drawn(processes: int, chance: random.Random, microbatches: bool) -> tuple[li
     flags += ["--drop_last", str(norm).lower()]  # batch statistics need more than one sample
     flags += ["--find_unused_parameters"] * unused
     flags += ["--optimizer", *chance.choice([("sgd", "--lr", "0.1"), ("adamw", "--lr", "0.003")])]
-    flags += ["--ema_decay", "0.8"] * (chance.random() < 0.5) + ["--clip_norm", "0.5"] * (chance.random() < 0.5)
-    flags += ["--microbatches", chance.choice("48")] if microbatches else ["--grad_accum", chance.choice("12")]
+    flags += ["--ema_decay", "0.8"] * (chance.random() < 0.5) + ["--clip_norm", "0.5"] * (
+        chance.random() < 0.5
+    )
+    flags += (
+        ["--microbatches", chance.choice("48")]
+        if microbatches
+        else ["--grad_accum", chance.choice("12")]
+    )
     return flags, chance.choice([0.02, 0.05])
 
 
-CASES = [(processes, number, fixed) for processes in (2, 3, 4) for number in range(6) for fixed in (False, True)]
+CASES = [
+    (processes, number, fixed)
+    for processes in (2, 3, 4)
+    for number in range(6)
+    for fixed in (False, True)
+]
 IN_TEST_ALL = (3, 0, False)  # the others are slow
 
 
 @pytest.mark.parametrize(
     "processes, number, microbatches",
-    [pytest.param(*case, marks=pytest.mark.full if case == IN_TEST_ALL else pytest.mark.slow) for case in CASES],
+    [
+        pytest.param(*case, marks=pytest.mark.full if case == IN_TEST_ALL else pytest.mark.slow)
+        for case in CASES
+    ],
 )
-def test_a_killed_run_of_a_branching_network_ends_with_the_bits_of_a_whole_one(processes, number, microbatches):
+def test_a_killed_run_of_a_branching_network_ends_with_the_bits_of_a_whole_one(
+    processes, number, microbatches
+):
     chance = random.Random(f"{processes} {number} {microbatches}")
     flags, megabytes = drawn(processes, chance, microbatches)
     whole = run_ranks(processes, train_branching, ["--run_name", "whole", *flags], megabytes)
@@ -128,11 +194,15 @@ def test_a_killed_run_of_a_branching_network_ends_with_the_bits_of_a_whole_one(p
     after_a_save = range(2 * SAVE_EVERY, UPDATES)  # the second save waits for the first
     for step in sorted(chance.sample(after_a_save, chance.randint(1, 2))):
         rank, begun = chance.randrange(-1, processes), time.monotonic()
-        ended = run_ranks(processes, train_branching, again, megabytes, (step, rank, chance.random() < 0.5))
+        ended = run_ranks(
+            processes, train_branching, again, megabytes, (step, rank, chance.random() < 0.5)
+        )
         codes = [outcome.code for outcome in ended]
         victims = range(processes) if rank < 0 else [rank]
         expected = [-signal.SIGKILL if place in victims else 2 for place in range(processes)]
-        assert codes == expected and time.monotonic() - begun < 2 * SOON, [outcome.err for outcome in ended]
+        assert codes == expected and time.monotonic() - begun < 2 * SOON, [
+            outcome.err for outcome in ended
+        ]
     resumed = run_ranks(processes, train_branching, again, megabytes)
     assert [outcome.code for outcome in resumed] == [0] * processes, resumed[0].err
     assert records("run", "start")[-1]["step"] > 0 and ends_equal("run", "whole")

@@ -1,4 +1,6 @@
-"""The tests' own helpers: a log that is being written, ranks left by a failed test, the checks of GPUs."""
+"""The tests' own helpers: a log that is being written, ranks left by a failed test, the checks of
+GPUs.
+"""
 
 import json
 import signal
@@ -30,7 +32,8 @@ def test_a_log_that_ends_in_half_a_line_is_read_up_to_it_and_then_on():
     until(Path("half").exists)
     assert [record["step"] for record in records_so_far(LOG)] == [1]
     assert has_logged(1)() and not has_logged(2)()
-    with pytest.raises(AssertionError, match="ends in half a line"):  # an error in the log of a run that has ended
+    # an error in the log of a run that has ended
+    with pytest.raises(AssertionError, match="ends in half a line"):
         records("run")
     Path("go").touch()
     until(has_logged(2))
@@ -47,7 +50,9 @@ def test_ranks_that_a_failed_test_left_behind_are_ended_even_if_stopped():
 
 
 def test_ranks_train_after_torch_export_in_this_process():
-    """A forked child could have no backward pass if autograd started threads for the CUDA device pretended here."""
+    """A forked child could have no backward pass if autograd started threads for the CUDA device
+    pretended here.
+    """
     torch.export.export(torch.nn.Linear(2, 2), (torch.ones(2, 2),))
     torch.ones(1, requires_grad=True).backward()
     assert returned(2, gradient) == [3.0, 3.0]

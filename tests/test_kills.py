@@ -1,4 +1,5 @@
-"""kill -9 of any process at any moment, saving included: a resumed run ends with the very weights of a whole one.
+"""kill -9 of any process at any moment, saving included: a resumed run ends with the very weights
+of a whole one.
 
 The full table of docs/faults.md:  python -m pytest -m slow -s tests/test_kills.py
 """
@@ -37,13 +38,42 @@ import train
 from utils.runs.manifest import newest_good, step_of
 from utils.runs.writing import clean_up, delete_after, prune, update_pointers
 
-CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "os.truncate"}  # of the disk, as audited
+# of the disk, as audited
+CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "os.truncate"}
 SAVE_EVERY = 3
 UPDATES = 40
 CHANGES_OF_A_SAVE = 28  # a save makes at least this many
-FLAGS = ["--model", "mnist_cnn", "--image_size", "12", "--crop_padding", "2", "--flip", "--global_batch_size", "120"]
-FLAGS += ["--max_train_samples", "500", "--threads", "1", "--lr", "0.02", "--max_steps", str(UPDATES)]
-FLAGS += ["--log_every", "1", "--save_every", str(SAVE_EVERY), "--eval_every", "10", "--run_name", "run"]
+FLAGS = [
+    "--model",
+    "mnist_cnn",
+    "--image_size",
+    "12",
+    "--crop_padding",
+    "2",
+    "--flip",
+    "--global_batch_size",
+    "120",
+]
+FLAGS += [
+    "--max_train_samples",
+    "500",
+    "--threads",
+    "1",
+    "--lr",
+    "0.02",
+    "--max_steps",
+    str(UPDATES),
+]
+FLAGS += [
+    "--log_every",
+    "1",
+    "--save_every",
+    str(SAVE_EVERY),
+    "--eval_every",
+    "10",
+    "--run_name",
+    "run",
+]
 
 
 def kill(launch: Launch, whom: str, chance: random.Random) -> None:
@@ -56,13 +86,16 @@ def kill(launch: Launch, whom: str, chance: random.Random) -> None:
 
 
 def train_until_killed(save: tuple[int, int] | None) -> None:
-    """Train, and wait before the last update; with `save`, a pair (step, change), also during a save.
+    """Train, and wait before the last update; with `save`, a pair (step, change), also during a
+    save.
 
-    It waits in the first save after update `step`, before that change of the disk. A save takes some 20 ms, which a
-    test on a busy machine would miss. If its thread waits, the training goes on until the next save.
+    It waits in the first save after update `step`, before that change of the disk. A save takes
+    some 20 ms, which a test on a busy machine would miss. If its thread waits, the training goes on
+    until the next save.
     """
     with_average()
-    update, place = train.train_update, [save, None]  # the save to wait in, and the changes until the wait
+    # the save to wait in, and the changes until the wait
+    update, place = train.train_update, [save, None]
 
     def held(run, batches):
         if run.state.step == UPDATES - 1:
@@ -70,7 +103,11 @@ def train_until_killed(save: tuple[int, int] | None) -> None:
         update(run, batches)
 
     def count(event, arguments):
-        if place[0] is None or not (event in CHANGES or event == "open") or "/.step-" not in str(arguments[0]):
+        if (
+            place[0] is None
+            or not (event in CHANGES or event == "open")
+            or "/.step-" not in str(arguments[0])
+        ):
             return
         step, change = place[0]
         if place[1] is None and int(str(arguments[0]).split("/.step-")[1][:8]) >= step:
@@ -89,7 +126,9 @@ def train_until_killed(save: tuple[int, int] | None) -> None:
 
 
 def kill_and_resume(processes: int, whom: str, saving: bool, chance: random.Random) -> dict:
-    """Start a run, kill it at a random moment (of a save), resume it; returns what to compare and to report."""
+    """Start a run, kill it at a random moment (of a save), resume it; returns what to compare and
+    to report.
+    """
     shutil.rmtree("runs/run", ignore_errors=True)
     for sign in ("saving", "go"):
         Path(sign).unlink(missing_ok=True)
@@ -107,9 +146,13 @@ def kill_and_resume(processes: int, whom: str, saving: bool, chance: random.Rand
     outcomes = launch.finish()
     assert time.monotonic() - killed < SOON, "a rank went on alone"
     # orphans save what they have and ask to be gone on with
-    assert all(outcome.code in (0, 75) if whom == "launcher" else outcome.code != 0 for outcome in outcomes)
+    assert all(
+        outcome.code in (0, 75) if whom == "launcher" else outcome.code != 0 for outcome in outcomes
+    )
     # a kill may cut off the last line of the log
-    reached = max(r["step"] for r in records_so_far(Path("runs/run/log.jsonl")) if r["kind"] == "train")
+    reached = max(
+        r["step"] for r in records_so_far(Path("runs/run/log.jsonl")) if r["kind"] == "train"
+    )
     complete, _ = newest_good(Path("runs/run/checkpoints"))
     after = start_ranks(processes, train_with_average, [*FLAGS, "--resume", "auto"]).finish()
     assert [outcome.code for outcome in after] == [0] * processes, after[0].err
@@ -127,10 +170,15 @@ def kill_and_resume(processes: int, whom: str, saving: bool, chance: random.Rand
 
 
 def check(result: dict, whole: dict) -> None:
-    # a checkpoint is completed at the latest when the next save begins, so two intervals can be lost
-    assert 0 <= result["redone"] <= 2 * SAVE_EVERY, "more than since the last checkpoint was done again"
+    # a checkpoint is completed at the latest when the next save begins, so two intervals can be
+    # lost
+    assert 0 <= result["redone"] <= 2 * SAVE_EVERY, (
+        "more than since the last checkpoint was done again"
+    )
     assert result["steps"] == list(range(1, UPDATES + 1)), "the log has a hole or repeats an update"
-    assert all(same_tensors(result["tensors"][file], whole[file]) for file in whole), "other tensors"
+    assert all(same_tensors(result["tensors"][file], whole[file]) for file in whole), (
+        "other tensors"
+    )
 
 
 def uninterrupted(processes: int) -> dict:
@@ -153,42 +201,64 @@ def test_killed_runs_end_with_the_weights_of_a_whole_one():
 @pytest.mark.parametrize("processes", [2, 3])
 def test_twenty_kills_at_random_moments(processes):
     whole, chance = uninterrupted(processes), random.Random(processes)
-    print("\n| processes | killed | while saving | resumed from update | repeated updates | weights |")
+    print(
+        "\n| processes | killed | while saving | resumed from update | repeated updates | weights |"
+    )
     print("| --- " * 6 + "|")
     for number in range(20):
         whom = ("one rank", "all ranks", "launcher")[number % 3]
         result = kill_and_resume(processes, whom, number % 2 == 1, chance)
         check(result, whole)
         saving = "yes" if result["saving"] else "no"
-        print(f"| {processes} | {whom} | {saving} | {result['resumed']} | {result['redone']} | bit-identical |")
+        print(
+            f"| {processes} | {whom} | {saving} | {result['resumed']} | {result['redone']} | bit-identical |"
+        )
 
 
 @pytest.mark.full
 def test_two_kills_and_a_move_from_two_to_one_to_three_processes_keep_order_and_losses():
-    flags = [*MLP, "--max_steps", "60", "--log_every", "1", "--save_every", "3", "--lr_schedule", "constant"]
+    flags = [
+        *MLP,
+        "--max_steps",
+        "60",
+        "--log_every",
+        "1",
+        "--save_every",
+        "3",
+        "--lr_schedule",
+        "constant",
+    ]
     whole = train_run(1, "whole", *flags)
     for attempt, (processes, stop) in enumerate([(2, 22), (1, 43)]):
-        launch = start_ranks(processes, _train_and_record, attempt, [*flags, "--resume", "auto"], stop)
+        launch = start_ranks(
+            processes, _train_and_record, attempt, [*flags, "--resume", "auto"], stop
+        )
         until(lambda count=processes, run=attempt: len(list(Path().glob(f"held-{run}-*"))) == count)
         launch.kill()
         launch.finish()
     last = start_ranks(3, _train_and_record, 2, [*flags, "--resume", "auto"], None)
     assert [outcome.code for outcome in last.finish()] == [0] * 3
-    losses, expected = ([r["loss"] for r in log if r["kind"] == "train"] for log in (records("run"), whole))
+    losses, expected = (
+        [r["loss"] for r in log if r["kind"] == "train"] for log in (records("run"), whole)
+    )
     assert len(losses) == 60 and losses == pytest.approx(expected, rel=1e-5)
     seen: dict[int, dict[int, list[int]]] = defaultdict(dict)  # update -> attempt -> samples
     for path in sorted(Path("seen").iterdir()):
         for line in path.read_text().splitlines():
             record = json.loads(line)
             seen[record["step"]].setdefault(int(path.name[0]), []).extend(record["samples"])
-    assert any(len(attempts) > 1 for attempts in seen.values()), "no update was done again: nothing was shown"
+    assert any(len(attempts) > 1 for attempts in seen.values()), (
+        "no update was done again: nothing was shown"
+    )
     for epoch in range(15):  # of 4 updates
         last = [seen[step][max(seen[step])] for step in range(4 * epoch, 4 * epoch + 4)]
         assert sorted(sample for samples in last for sample in samples) == list(range(480))
 
 
 def _train_and_record(attempt, flags, stop):
-    """Train and write down which samples each update has on this rank; after update `stop` wait to be killed."""
+    """Train and write down which samples each update has on this rank; after update `stop` wait to
+    be killed.
+    """
     update = train.train_update
     Path("seen").mkdir(exist_ok=True)
 
@@ -217,7 +287,9 @@ def test_a_kill_between_any_two_file_operations_leaves_a_good_checkpoint():
 
 
 def _end_before_each_operation() -> int:
-    """Returns how many processes were ended; fails where one left no good checkpoint, or a mess that stays."""
+    """Returns how many processes were ended; fails where one left no good checkpoint, or a mess
+    that stays.
+    """
     folder, layer = Path("checkpoints"), torch.nn.Linear(3, 3)
     optimizer = torch.optim.SGD(layer.named_parameters(), lr=0.1)
     write = make_saver(layer, optimizer, {"average": Average(layer)})
@@ -268,7 +340,10 @@ def _end_before_each_operation() -> int:
             newest, damages = newest_good(folder)
             assert int(newest.name[5:]) in good and damages == [], (number, newest, damages)
             assert not any(path.name.startswith(".") for path in folder.iterdir()), number
-            assert all((folder / (folder / name).read_text().strip()).is_dir() for name in ("latest", "best")), number
+            assert all(
+                (folder / (folder / name).read_text().strip()).is_dir()
+                for name in ("latest", "best")
+            ), number
             if code == 0:
                 return number
             number += 1
@@ -277,7 +352,8 @@ def _end_before_each_operation() -> int:
     gc.freeze()  # else a collection in a child copies all of this process's memory
     return (
         ended([1, 2], lambda: (save(3, is_best=True), prune(folder, keep=1)), good=(2, 3))
-        + ended([1, 2], lambda: save(2, is_best=True), good=(2,))  # again, after an evaluation that was owed
+        # again, after an evaluation that was owed
+        + ended([1, 2], lambda: save(2, is_best=True), good=(2,))
         + ended([2, 3, 4, 5], lambda: delete_after(folder, 3, best_step=2), good=(3, 4, 5))
     )
 
@@ -289,7 +365,9 @@ def test_a_run_killed_while_it_writes_its_analysis_shows_it_after_a_resume():
     assert Path("runs/run/.report.json.partial").exists()
     train_run(2, "run", *flags, "--resume", "auto")
     train_run(2, "whole", *flags, "--run_name", "whole")
-    found, expected = (json.loads(Path(f"runs/{name}/report.json").read_text()) for name in ("run", "whole"))
+    found, expected = (
+        json.loads(Path(f"runs/{name}/report.json").read_text()) for name in ("run", "whole")
+    )
     for analysis in (found, expected):
         analysis["record"].pop("seconds")
     assert found == expected and found["record"]["step"] == 8

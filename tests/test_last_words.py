@@ -1,4 +1,7 @@
-"""The failure table of a launcher ends with our own line. The tests print the table with torchrun's own code."""
+"""The failure table of a launcher ends with our own line.
+
+The tests print the table with torchrun's own code.
+"""
 
 import os
 from pathlib import Path
@@ -14,9 +17,13 @@ import train
 
 
 def last_lines(outcomes: list, count: int) -> list[str]:
-    """The last lines of the table that torchrun prints for ranks that end like this, without the rule below them."""
+    """The last lines of the table that torchrun prints for ranks that end like this, without the
+    rule below them.
+    """
     ends = {
-        rank: ProcessFailure(local_rank=rank, pid=1, exitcode=outcome.code, error_file=f"error-{rank}.json")
+        rank: ProcessFailure(
+            local_rank=rank, pid=1, exitcode=outcome.code, error_file=f"error-{rank}.json"
+        )
         for rank, outcome in enumerate(outcomes)
     }
     *lines, rule = str(ChildFailedError("train.py", ends)).splitlines()
@@ -48,7 +55,8 @@ def test_the_table_ends_with_the_error_before_the_ranks_have_met():
 
 
 @pytest.mark.parametrize(
-    ("error", "text"), [(ValueError, "train.py: error: sample 7"), (KeyError, "train.py: KeyError: 'sample 7'")]
+    ("error", "text"),
+    [(ValueError, "train.py: error: sample 7"), (KeyError, "train.py: KeyError: 'sample 7'")],
 )
 def test_the_table_ends_with_the_error_of_the_rank_that_failed(error, text):
     outcomes = run_ranks(2, under_launcher, _diverge, 1, error)
@@ -62,7 +70,9 @@ def test_the_table_ends_with_the_command_that_resumes_a_stopped_run():
     outcomes = launch.finish()
     assert [outcome.code for outcome in outcomes] == [75, 75]
     title, command = last_lines(outcomes, 2)
-    assert title.startswith(f"Stopped after update {newest()} of 10000 (another rank was asked to stop)")
+    assert title.startswith(
+        f"Stopped after update {newest()} of 10000 (another rank was asked to stop)"
+    )
     assert command == outcomes[0].out.splitlines()[-1] and command.startswith("resume with: ")
 
 
@@ -71,4 +81,7 @@ def test_the_table_ends_with_what_the_doctor_found():
     outcomes = run_ranks(2, under_launcher, doctor.main, ["--output_dir", "file"])
     *found, verdict = last_lines(outcomes, 4)
     assert verdict == outcomes[0].out.splitlines()[-1] and "are red" in verdict
-    assert any(line.startswith("disk: --output_dir file: file is not a writable folder; set ") for line in found)
+    assert any(
+        line.startswith("disk: --output_dir file: file is not a writable folder; set ")
+        for line in found
+    )

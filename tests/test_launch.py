@@ -15,7 +15,18 @@ from utils.config.settings import LaunchConfig
 from utils.launch.environment import Topology, threads_per_process
 from utils.ranks.ranks import Ranks
 
-FLAGS = ("--model", "mlp", "--max_steps", "3", "--log_every", "1", "--lr", "0.01", "--global_batch_size", "120")
+FLAGS = (
+    "--model",
+    "mlp",
+    "--max_steps",
+    "3",
+    "--log_every",
+    "1",
+    "--lr",
+    "0.01",
+    "--global_batch_size",
+    "120",
+)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +35,9 @@ def launched(tmp_path_factory):
     folder = tmp_path_factory.mktemp("launched")
     with working_in(folder):
         train_run(1, "plain", *FLAGS)
-        code, out, err = launch("2gpu", "train.py", "--run_name", "2gpu", *FLAGS, CUDA_VISIBLE_DEVICES="")
+        code, out, err = launch(
+            "2gpu", "train.py", "--run_name", "2gpu", *FLAGS, CUDA_VISIBLE_DEVICES=""
+        )
     assert code == 0, err[-2000:]
     return folder, out
 
@@ -32,11 +45,15 @@ def launched(tmp_path_factory):
 def check_same_run(name: str, out: str, processes: int) -> None:
     """It is one run, not several side by side, with the losses of one process."""
     assert records(name, "start")[0]["processes"] == processes and out.count("Done") == 1
-    losses, expected = ([record["loss"] for record in records(run, "train")] for run in (name, "plain"))
+    losses, expected = (
+        [record["loss"] for record in records(run, "train")] for run in (name, "plain")
+    )
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_multi_gpu_config_without_gpus_is_the_same_run_on_the_cpu_and_says_so(launched, monkeypatch):
+def test_a_multi_gpu_config_without_gpus_is_the_same_run_on_the_cpu_and_says_so(
+    launched, monkeypatch
+):
     folder, out = launched
     monkeypatch.chdir(folder)
     check_same_run("2gpu", out, processes=2)
@@ -56,7 +73,11 @@ def test_two_processes_from_a_launcher_evaluate_as_one(launched):
 def test_accelerate_launch_and_python_are_the_same_run(config, processes, launched, monkeypatch):
     monkeypatch.chdir(launched[0])
     flags = ("--run_name", config, *FLAGS)
-    how = start("python", ROOT / "train.py", *flags) if config == "python" else launch(config, "train.py", *flags)
+    how = (
+        start("python", ROOT / "train.py", *flags)
+        if config == "python"
+        else launch(config, "train.py", *flags)
+    )
     assert how[0] == 0, how[2][-2000:]
     check_same_run(config, how[1], processes)
 
@@ -81,8 +102,16 @@ def test_an_error_under_a_launcher_is_one_line_of_ours():
 @pytest.mark.parametrize("name", ["cpu", "2cpu", "1gpu", "2gpu", "4gpu", "8gpu", "2nodes", "nodes"])
 def test_configs_hold_only_keys_that_the_launcher_honours(name):
     config = yaml.safe_load((ROOT / f"accelerate_configs/{name}.yaml").read_text())
-    assert config["num_processes"] == int("".join(c for c in name if c.isdigit()) or (32 if name == "nodes" else 1))
-    honoured = {"compute_environment", "distributed_type", "num_machines", "num_processes", "gpu_ids"}
+    assert config["num_processes"] == int(
+        "".join(c for c in name if c.isdigit()) or (32 if name == "nodes" else 1)
+    )
+    honoured = {
+        "compute_environment",
+        "distributed_type",
+        "num_machines",
+        "num_processes",
+        "gpu_ids",
+    }
     assert set(config) - honoured <= {"main_process_port", "use_cpu"}
     # `use_cpu` reaches a single process only, and a port is of no use to one
     assert ("use_cpu" in config) == (name == "cpu")
@@ -102,10 +131,19 @@ def test_topology_is_read_from_the_launchers_variables():
     ("env", "text"),
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK not set although RANK=0 and WORLD_SIZE=2"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "contradictory environment: RANK=2 and WORLD_SIZE=2"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "MASTER_ADDR is not set: the processes"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+            "contradictory environment: RANK=2 and WORLD_SIZE=2",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+            "MASTER_ADDR is not set: the processes",
+        ),
         ({"RANK": "zero", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='zero' is not an integer"),
-        ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, "accelerate started one"),
+        (
+            {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"},
+            "accelerate started one",
+        ),
     ],
 )
 def test_a_broken_environment_is_named(env, text):
@@ -113,7 +151,9 @@ def test_a_broken_environment_is_named(env, text):
         topology_of(env)
 
 
-def test_a_single_process_gets_all_cores_though_its_launcher_exports_one_thread(monkeypatch, tmp_path):
+def test_a_single_process_gets_all_cores_though_its_launcher_exports_one_thread(
+    monkeypatch, tmp_path
+):
     monkeypatch.setattr("utils.memory.CONTAINER", tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert threads_per_process(Topology()) == 1  # the user's own wish
@@ -122,7 +162,12 @@ def test_a_single_process_gets_all_cores_though_its_launcher_exports_one_thread(
     assert threads_per_process(Topology()) == cores
     assert threads_per_process(Topology(0, 2, 0, 2)) == max(1, cores // 2)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
-    for quota, cores in (("350000 100000", 3), ("50000 100000", 1), ("900000 100000", 8), ("max 100000", 8)):
+    for quota, cores in (
+        ("350000 100000", 3),
+        ("50000 100000", 1),
+        ("900000 100000", 8),
+        ("max 100000", 8),
+    ):
         (tmp_path / "cpu.max").write_text(f"{quota}\n")  # of a container
         assert threads_per_process(Topology()) == cores
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "64")  # of which this task has those that it may use
@@ -137,7 +182,8 @@ def _device_of(topology: Topology, monkeypatch, gpus: int, **launch) -> tuple[st
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("utils.ranks.ranks.keep_freed_memory", lambda: None)  # for good, in the tests' own process
+    # for good, in the tests' own process
+    monkeypatch.setattr("utils.ranks.ranks.keep_freed_memory", lambda: None)
     ranks = Ranks(topology, LaunchConfig(threads=1, **launch))
     return str(ranks.device), ranks.backend
 

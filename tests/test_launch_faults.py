@@ -1,4 +1,6 @@
-"""Signals, kills and restarts under the real launchers:  python -m pytest -m slow -s tests/test_launch_faults.py"""
+"""Signals, kills and restarts under the real launchers:  python -m pytest -m slow -s
+tests/test_launch_faults.py
+"""
 
 import random
 import shlex
@@ -41,13 +43,16 @@ def test_the_table_of_a_launcher_ends_with_the_error():
     process = begin("torchrun, 2 processes", "--lr", "-1")
     assert process.wait(timeout=PATIENCE) == 1
     *_, last, rule = Path("out.txt").read_text().splitlines()
-    assert last.split(" : ")[1] == "train.py: error: --lr must be above 0, got -1" and set(rule) == {"="}
+    assert last.split(" : ")[1] == "train.py: error: --lr must be above 0, got -1" and set(
+        rule
+    ) == {"="}
 
 
 def test_after_ctrl_c_the_command_that_resumes_is_printed_above_the_traceback_of_the_launcher():
     process = begin("accelerate launch, 2 processes", "--max_steps", str(UPDATES))
     until(has_logged(3))
-    process.send_signal(signal.SIGINT)  # the ranks have sessions of their own: a terminal sends it to the launcher
+    # the ranks have sessions of their own: a terminal sends it to the launcher
+    process.send_signal(signal.SIGINT)
     assert process.wait(timeout=PATIENCE) == 1
     text = Path("out.txt").read_text()
     assert command_to_resume(text) and "SignalException" in text.splitlines()[-1]
@@ -72,7 +77,9 @@ def test_torchrun_restarts_killed_ranks_and_a_sigterm_then_saves_and_ends_them_w
     command = command_to_resume(Path("out.txt").read_text())
     assert Path(command[0]).name == "torchrun" and command[-2:] == ["--resume", "auto"]
     train_run(2, "whole", *FLAGS, *flags, "--max_steps", str(steps[-1]), "--run_name", "whole")
-    assert all(torch.equal(weights("run")[name], tensor) for name, tensor in weights("whole").items())
+    assert all(
+        torch.equal(weights("run")[name], tensor) for name, tensor in weights("whole").items()
+    )
 
 
 MOMENTS = {
@@ -137,7 +144,9 @@ def test_a_kill_under_accelerate_launch_ends_all_and_the_run_goes_on(whom):
     print(f"\n| kill -9 of {whom} | {time.monotonic() - told:.1f} s |")
     # the kill may have cut off the last line
     reached = max(record["step"] for record in records_so_far(LOG) if record["kind"] == "train")
-    process = begin("accelerate launch, 2 processes", "--max_steps", str(UPDATES), "--resume", "auto")
+    process = begin(
+        "accelerate launch, 2 processes", "--max_steps", str(UPDATES), "--resume", "auto"
+    )
     assert process.wait(timeout=2 * PATIENCE) == 0
     start = records("run", "start")[-1]["step"]
     assert start > 0 and reached - start <= 20
@@ -162,7 +171,11 @@ def test_max_restarts_goes_on_by_itself_each_time():
 
 
 def check_against_a_whole_run():
-    process = begin("accelerate launch, 2 processes", "--max_steps", str(UPDATES), "--run_name", "whole")
+    process = begin(
+        "accelerate launch, 2 processes", "--max_steps", str(UPDATES), "--run_name", "whole"
+    )
     assert process.wait(timeout=2 * PATIENCE) == 0
-    assert all(torch.equal(weights("run")[name], tensor) for name, tensor in weights("whole").items())
+    assert all(
+        torch.equal(weights("run")[name], tensor) for name, tensor in weights("whole").items()
+    )
     assert [record["step"] for record in records("run", "train")] == list(range(1, UPDATES + 1))

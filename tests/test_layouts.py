@@ -42,14 +42,21 @@ def sizes(data):
     return len(data.train), data.evaluation.name, len(data.evaluation)
 
 
-# -- hidden and outer folders ----------------------------------------------------------------------------------------
+# -- hidden and outer folders
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("junk", [".git", "__MACOSX", "lost+found"])
 def test_hidden_folders_are_neither_classes_nor_training_data(junk):
     for place in ("train", "test"):
         image_folder(f"folder/{place}", PETS)
-    for place in ("folder", "folder/train", "folder/train/cat", "folder/train/cat/deeper", "folder/test/dog"):
+    for place in (
+        "folder",
+        "folder/train",
+        "folder/train/cat",
+        "folder/train/cat/deeper",
+        "folder/test/dog",
+    ):
         image_folder(place, {junk: 3})
     Path("folder/train/cat/._000.png").write_bytes(b"a Mac's notes")
     data = load()
@@ -59,7 +66,8 @@ def test_hidden_folders_are_neither_classes_nor_training_data(junk):
 
 @pytest.mark.parametrize("inner", ["", "data/pets"])
 @pytest.mark.parametrize(
-    ("splits", "expected"), [([""], (18, "hold-out of train", 2)), (["train", "test"], (20, "test", 20))]
+    ("splits", "expected"),
+    [([""], (18, "hold-out of train", 2)), (["train", "test"], (20, "test", 20))],
 )
 def test_the_outer_folder_of_an_archive_is_looked_into_and_reported(inner, splits, expected):
     for split in splits:
@@ -67,7 +75,10 @@ def test_the_outer_folder_of_an_archive_is_looked_into_and_reported(inner, split
     image_folder("folder/__MACOSX/archive", {"cat": 3})
     data = load()
     assert data.class_names == ["cat", "dog"] and sizes(data) == expected
-    assert any("folder: using archive, the only folder in it with images" in note for note in data.train.notes)
+    assert any(
+        "folder: using archive, the only folder in it with images" in note
+        for note in data.train.notes
+    )
 
 
 def test_a_single_class_is_not_taken_for_an_outer_folder():
@@ -82,11 +93,17 @@ def test_a_data_set_among_others_is_named_as_the_folder_to_give(beside):
     image_folder("folder/pets/train", PETS)
     image_folder("folder/pets/val", PETS)
     Path("folder", beside).parent.mkdir(parents=True, exist_ok=True)
-    os.link("folder/pets/val/cat/000.png", Path("folder", beside + "0.png" * (not beside.endswith("png"))))
-    refused("folder: pets is not a class, as it holds the splits train, val; give --data folder/pets, or")
+    os.link(
+        "folder/pets/val/cat/000.png",
+        Path("folder", beside + "0.png" * (not beside.endswith("png"))),
+    )
+    refused(
+        "folder: pets is not a class, as it holds the splits train, val; give --data folder/pets, or"
+    )
 
 
-# -- the names of splits ---------------------------------------------------------------------------------------------
+# -- the names of splits
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -106,7 +123,9 @@ def test_splits_are_known_by_their_usual_names_in_any_case(training, other, name
         assert data.class_names == ["cat", "dog"] and sizes(data) == (20, name, 4)
     assert data.train.name == "train"
     own = TrainConfig(data="folder", cache_dir="cache")
-    assert [len(load_split(own, split, ["cat", "dog"])[0]) for split in (None, "train", name, other)] == [4, 20, 4, 4]
+    assert [
+        len(load_split(own, split, ["cat", "dog"])[0]) for split in (None, "train", name, other)
+    ] == [4, 20, 4, 4]
 
 
 def test_the_usual_names_of_the_validation_split_stay_and_validation_means_them_too():
@@ -140,26 +159,45 @@ def test_a_folder_of_only_a_test_split_is_evaluated_and_not_trained_on_unless_as
     image_folder("folder/test", PETS)
     refused("no split called train", "set --train_split to one of test")
     assert sizes(load(train_split="test")) == (18, "hold-out of test", 2)
-    assert len(load_split(TrainConfig(data="folder", cache_dir="cache"), None, ["cat", "dog"], own_data=False)[0]) == 20
+    assert (
+        len(
+            load_split(
+                TrainConfig(data="folder", cache_dir="cache"), None, ["cat", "dog"], own_data=False
+            )[0]
+        )
+        == 20
+    )
 
 
 def test_an_evaluation_split_without_a_training_split_is_refused():
     image_folder("folder", {"cat": 4, "dog": 4, "later/cat": 4, "later/dog": 4})
-    refused("--eval_split later: there is no train folder next to it", "--train_split", eval_split="later")
+    refused(
+        "--eval_split later: there is no train folder next to it",
+        "--train_split",
+        eval_split="later",
+    )
 
 
-# -- classes or splits -----------------------------------------------------------------------------------------------
+# -- classes or splits
+# -----------------------------------------------------------------------------------------------
 
 
 def test_a_class_may_be_called_train_or_test():
     image_folder("folder", {"bus": 5, "car": 5, "train": 5})
     data = load()
-    assert data.class_names == ["bus", "car", "train"] and len(data.train) + len(data.evaluation) == 15
+    assert (
+        data.class_names == ["bus", "car", "train"] and len(data.train) + len(data.evaluation) == 15
+    )
 
 
 def test_a_folder_that_may_be_a_split_or_a_class_is_refused_until_a_flag_decides():
     image_folder("folder", {"bus": 5, "car": 5, "train/steam": 5, "train/electric": 5})
-    refused("train (with the folders electric, steam)", "next to bus, car", "--train_split train", "--train_split .")
+    refused(
+        "train (with the folders electric, steam)",
+        "next to bus, car",
+        "--train_split train",
+        "--train_split .",
+    )
     assert load(train_split="train").class_names == ["electric", "steam"]
     everything = load(train_split=".")
     assert everything.class_names == ["bus", "car", "train"]
@@ -176,14 +214,20 @@ def test_folders_beside_splits_of_the_same_classes_are_left_out_and_named():
     data = load()
     assert data.class_names == ["cat", "dog"] and sizes(data) == (20, "test", 20)
     (note,) = data.train.notes
-    assert note.startswith("folder: folders next to the splits are not used: unlabelled (split names are train, ")
+    assert note.startswith(
+        "folder: folders next to the splits are not used: unlabelled (split names are train, "
+    )
     assert ", val, " in note and ", dev, " in note
 
 
 def test_folders_named_like_parts_that_hold_the_same_classes_are_refused_until_named():
     image_folder("folder/seg_train", PETS)
     image_folder("folder/seg_test", PETS)
-    refused("seg_test, seg_train may be splits or classes", "each holds cat, dog", "--train_split and --eval_split")
+    refused(
+        "seg_test, seg_train may be splits or classes",
+        "each holds cat, dog",
+        "--train_split and --eval_split",
+    )
     assert sizes(load(train_split="seg_train", eval_split="seg_test")) == (20, "seg_test", 20)
     assert load(train_split=".").class_names == ["seg_test", "seg_train"]
 
@@ -208,7 +252,9 @@ def test_a_folder_of_images_of_unknown_types_is_refused_with_the_types_that_are_
     Path("folder/cat").mkdir(parents=True)
     for name in ("1.HEIC", "2.heic", "3.avif"):
         Path("folder/cat", name).touch()
-    refused("folder: no images of a supported type, only .heic (2), .avif (1); convert them to one of .jpg, ")
+    refused(
+        "folder: no images of a supported type, only .heic (2), .avif (1); convert them to one of .jpg, "
+    )
 
 
 def test_the_start_names_the_classes_and_what_was_left_out_and_the_evaluation_its_data():
@@ -236,8 +282,13 @@ def test_the_start_names_the_classes_and_what_was_left_out_and_the_evaluation_it
         (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run", *given])
         lines, found = outcome.out.splitlines(), outcome.value
         assert f"Evaluation of {checkpoint}" in lines and "top5" not in found
-        assert f"data             {Path(data).resolve()}, {split}" in lines and f"classes          {classes}" in lines
-        assert found["checkpoint"] == str(checkpoint.resolve()) and found["data"] == str(Path(data).resolve())
+        assert (
+            f"data             {Path(data).resolve()}, {split}" in lines
+            and f"classes          {classes}" in lines
+        )
+        assert found["checkpoint"] == str(checkpoint.resolve()) and found["data"] == str(
+            Path(data).resolve()
+        )
         assert (found["split"], found["classes"]) == (split, 3)
 
 
@@ -246,10 +297,15 @@ def test_the_start_names_the_sizes_of_the_classes_and_those_without_images():
     train = whole_split("train", pixels[:4], [0, 0, 1, 1], "")
     even = whole_split("test", pixels, [0, 1, 2, 2, 1, 0], "")
     data = Data(train, even, names)
-    assert classes_row(data) == "3, each with 0 (class dog) to 2 (class ant) training images, 2 evaluation images"
+    assert (
+        classes_row(data)
+        == "3, each with 0 (class dog) to 2 (class ant) training images, 2 evaluation images"
+    )
     assert "1 of 3 classes have no training image: dog" in warn_about_data(data, TrainConfig())
     few = Data(even, train.select(np.asarray([0, 1])), names)
-    assert "2 of 3 classes have no evaluation image: bee cat, dog" in warn_about_data(few, TrainConfig())
+    assert "2 of 3 classes have no evaluation image: bee cat, dog" in warn_about_data(
+        few, TrainConfig()
+    )
 
 
 def test_very_unequal_classes_are_named_with_the_accuracy_of_always_answering_the_most_frequent_one():
@@ -263,18 +319,27 @@ def test_very_unequal_classes_are_named_with_the_accuracy_of_always_answering_th
         assert lines == [text] * named
         for settings in (TrainConfig(sampler="balanced"), TrainConfig(class_weights="balanced")):
             lines = warn_about_data(data, settings)
-            assert [line for line in lines if "always" in line] == [text.partition("; consider")[0]] * named
+            assert [line for line in lines if "always" in line] == [
+                text.partition("; consider")[0]
+            ] * named
     sets = whole_split("train", pictures(12), np.eye(2, dtype=np.uint8)[[0] + [1] * 11], "")
-    assert not any("always" in line for line in warn_about_data(Data(sets, sets, ["bees", "ants"]), TrainConfig()))
+    assert not any(
+        "always" in line
+        for line in warn_about_data(Data(sets, sets, ["bees", "ants"]), TrainConfig())
+    )
 
 
 def test_images_without_a_class_folder_are_reported_or_refused_if_there_is_nothing_else():
     image_folder("folder/train", PETS)
     image_folder("folder", {"test": 3, "train": 2})
-    refused("folder/test: has images but no class folders (3 found)", "--eval_split", "--eval_fraction")
+    refused(
+        "folder/test: has images but no class folders (3 found)", "--eval_split", "--eval_fraction"
+    )
     data = load(eval_fraction=0.5)
     assert sizes(data) == (10, "hold-out of train", 10)
-    assert data.train.notes == ("folder/train: images next to the class folders have no class and are left out: 2",)
+    assert data.train.notes == (
+        "folder/train: images next to the class folders have no class and are left out: 2",
+    )
     image_folder(".", {"flat": 4})
     refused("flat: has images but no class folders (4 found)", "CLASS/IMAGE.jpg", data="flat")
 
@@ -284,7 +349,8 @@ def test_an_empty_layout_is_refused():
     refused("folder: no images in it; an image folder holds CLASS/IMAGE.jpg")
 
 
-# -- special files and links -----------------------------------------------------------------------------------------
+# -- special files and links
+# -----------------------------------------------------------------------------------------
 
 
 def test_links_to_files_and_folders_are_followed():
@@ -298,7 +364,13 @@ def test_links_to_files_and_folders_are_followed():
 
 def test_links_in_circles_are_left_out_and_no_image_is_counted_twice():
     image_folder("folder", {"cat/sub": 6, "dog": 6})
-    for link, target in (("cat/up", ".."), ("cat/top", "../.."), ("cat/zzz", "sub"), ("loop", "."), ("dog/self", ".")):
+    for link, target in (
+        ("cat/up", ".."),
+        ("cat/top", "../.."),
+        ("cat/zzz", "sub"),
+        ("loop", "."),
+        ("dog/self", "."),
+    ):
         os.symlink(target, f"folder/{link}")
     data = load()
     files = {Path(path).resolve() for path in data.train.images.paths}
@@ -315,15 +387,20 @@ def test_an_image_with_two_classes_is_refused():
     refused("folder/puppy: is also a folder of class dog", "remove the link")
 
 
-@pytest.mark.parametrize(("link", "target"), [("val", "train"), ("val/cat/more", "../../train/dog/deep")])
+@pytest.mark.parametrize(
+    ("link", "target"), [("val", "train"), ("val/cat/more", "../../train/dog/deep")]
+)
 def test_an_evaluation_folder_that_links_to_training_images_is_refused(link, target):
     image_folder("folder/train", PETS | {"dog/deep": 10})
     image_folder("folder/test", PETS)
     if link != "val":
         image_folder("folder/val", PETS)
     os.symlink(target, f"folder/{link}")
-    refused("folder/val: the folder of class cat is also used for training, in folder/train; remove the link")
-    assert load(eval_split="test").evaluation.name == "test"  # only the folders that are used are compared
+    refused(
+        "folder/val: the folder of class cat is also used for training, in folder/train; remove the link"
+    )
+    # only the folders that are used are compared
+    assert load(eval_split="test").evaluation.name == "test"
     assert load(eval_split="train").evaluation.name == "train"
 
 
@@ -347,7 +424,8 @@ def test_a_path_that_a_checkpoint_could_not_name_is_refused_at_once():
             check_source(TrainConfig(**settings))
 
 
-# -- shards and labels -----------------------------------------------------------------------------------------------
+# -- shards and labels
+# -----------------------------------------------------------------------------------------------
 
 NAMED = ClassLabel(names=["cat", "dog", "emu"])
 
@@ -362,7 +440,10 @@ def shards(folder, total, numbers, name="train", kind="parquet", tail=""):
 def test_a_missing_shard_is_named():
     shards("folder", 10, [number for number in range(10) if number not in (4, 9)], "my-set-train")
     missing = "my-set-train-00004-of-00010, my-set-train-00009-of-00010"
-    refused(f"folder: 2 of 10 shards not found: {missing};", "remove -of-00010 from the names of the others")
+    refused(
+        f"folder: 2 of 10 shards not found: {missing};",
+        "remove -of-00010 from the names of the others",
+    )
     shards("folder", 10, [4, 9], "my-set-train")
     data = load()
     assert len(data.train) + len(data.evaluation) == 120
@@ -375,7 +456,11 @@ def test_shards_may_be_counted_from_one_and_a_single_file_may_be_given():
     shards("other", 3, [2])
     assert len(load("other/train-00002-of-00003.parquet").train) == 11
     shards("huge", 10**9, [2])
-    refused("999999999 of 1000000000 shards not found: train-00000-of-1000000000", "(13 in all)", data="huge")
+    refused(
+        "999999999 of 1000000000 shards not found: train-00000-of-1000000000",
+        "(13 in all)",
+        data="huge",
+    )
 
 
 def test_a_shard_that_is_there_twice_is_refused():
@@ -408,10 +493,18 @@ def test_integer_labels_with_large_gaps_are_names_of_classes():
     data = load(numbered("folder", values[::-1] * 4))
     assert data.class_names == [str(value) for value in values]
     for split in (data.train, data.evaluation):
-        assert [values[label] for label in split.labels] == [values[9 - row % 10] for row in split.rows]
-        assert "only the labels that occur are classes: 0, 1000, 2000, ... (10 in all)" in split.notes[0]
+        assert [values[label] for label in split.labels] == [
+            values[9 - row % 10] for row in split.rows
+        ]
+        assert (
+            "only the labels that occur are classes: 0, 1000, 2000, ... (10 in all)"
+            in split.notes[0]
+        )
     fewer = TrainConfig(data=numbered("fewer", [9000, 0, 3000] * 2), cache_dir="cache")
-    assert load_split(fewer, None, data.class_names, own_data=False)[0].labels.tolist() == [9, 0, 3] * 2
+    assert (
+        load_split(fewer, None, data.class_names, own_data=False)[0].labels.tolist()
+        == [9, 0, 3] * 2
+    )
     parquet("new", train=table([0, 1000] * 9, Value("int64")), test=table([0, 7], Value("int64")))
     refused("the training split has no class 7, only 0, 1000 (split 'test': 0, 7)", data="new")
 
@@ -419,7 +512,9 @@ def test_integer_labels_with_large_gaps_are_names_of_classes():
 def test_a_few_missing_numbers_stay_classes_and_negative_ones_have_no_label():
     assert load(numbered("half", [1, 3, 1, 3] * 5)).class_names == ["0", "1", "2", "3"]
     assert load(numbered("less", [1, 4, 1, 4] * 5)).class_names == ["1", "4"]
-    refused("image 2", "has the label -1", "unlabelled", data=numbered("negative", [0, 500, -3, 500, 0]))
+    refused(
+        "image 2", "has the label -1", "unlabelled", data=numbered("negative", [0, 500, -3, 500, 0])
+    )
 
 
 def test_a_shard_with_other_columns_than_the_others_is_refused():
@@ -440,7 +535,8 @@ def test_string_labels_may_hold_newlines_and_must_be_utf8():
     refused("--label_column label: a label is not UTF-8 text", data="bad.parquet")
 
 
-# -- what may surprise -----------------------------------------------------------------------------------------------
+# -- what may surprise
+# -----------------------------------------------------------------------------------------------
 
 
 def test_folders_with_images_below_the_classes_are_said_not_to_be_classes():
@@ -449,7 +545,9 @@ def test_folders_with_images_below_the_classes_are_said_not_to_be_classes():
         image_folder(f"folder/wild/{name}", {"": 2})
     data = load()
     assert data.class_names == ["pets", "wild"]
-    assert data.train.notes == ("folder: folders inside class folders that hold images, but are not classes: 6",)
+    assert data.train.notes == (
+        "folder: folders inside class folders that hold images, but are not classes: 6",
+    )
 
 
 def test_images_are_known_by_other_endings_and_without_one_by_their_content():
@@ -461,17 +559,22 @@ def test_images_are_known_by_other_endings_and_without_one_by_their_content():
     os.symlink("itself", "folder/dog/itself")
     data = load()
     assert len(data.train) + len(data.evaluation) == 24
-    assert data.train.notes == ("folder: files of unsupported types are left out: no extension (3)",)
+    assert data.train.notes == (
+        "folder: files of unsupported types are left out: no extension (3)",
+    )
 
 
 def test_a_single_class_is_refused_with_what_was_left_out():
     image_folder("folder", {"cat": 20})
     Path("folder/dog").mkdir()
     Path("folder/dog/1.heic").touch()
-    refused("has one class, cat; folder: class folders without readable images are left out: dog; folder: files of")
+    refused(
+        "has one class, cat; folder: class folders without readable images are left out: dog; folder: files of"
+    )
 
 
-# -- lines at the start of a run -------------------------------------------------------------------------------------
+# -- lines at the start of a run
+# -------------------------------------------------------------------------------------
 
 
 def test_a_name_with_escape_codes_is_printed_without_them():

@@ -1,4 +1,6 @@
-"""A rank that dies or hangs ends the run on all ranks, and a launcher's restart continues it by itself."""
+"""A rank that dies or hangs ends the run on all ranks, and a launcher's restart continues it by
+itself.
+"""
 
 import os
 import signal
@@ -24,7 +26,9 @@ ENDLESS = [*FLAGS, "--max_steps", "1000000"]
 @pytest.fixture
 def store():
     """The store that a launcher keeps through restarts, at a port of its own choice."""
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    return TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
+    )
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -123,7 +127,9 @@ def _load_slowly(victim):
 
 
 def _stop_rank_1(function, flags) -> tuple[float, list]:
-    """Train on two ranks and suspend rank 1; returns the seconds until rank 0 has ended, and how both ended."""
+    """Train on two ranks and suspend rank 1; returns the seconds until rank 0 has ended, and how
+    both ended.
+    """
     launch = start_ranks(2, function, flags)
     until(has_logged(10))
     stopped = time.monotonic()
@@ -162,9 +168,18 @@ def test_a_silent_rank_ends_the_others_long_before_the_timeout_if_the_launcher_s
         pytest.param(1, True, marks=pytest.mark.full),
     ],
 )
-def test_a_restart_by_the_launcher_goes_on_in_the_folder_of_the_attempt_before(processes, named, store):
+def test_a_restart_by_the_launcher_goes_on_in_the_folder_of_the_attempt_before(
+    processes, named, store
+):
     """With and without --run_name, and without --resume: the launcher types the same command again."""
-    flags = [*FLAGS, "--max_steps", "80", "--save_every", "10", *(["--run_name", "run"] if named else [])]
+    flags = [
+        *FLAGS,
+        "--max_steps",
+        "80",
+        "--save_every",
+        "10",
+        *(["--run_name", "run"] if named else []),
+    ]
     port = store.port
     assert {o.code for o in run_ranks(processes, _attempt, 0, port, processes, flags, 33)} == {1}
     (folder,) = Path("runs").iterdir()
@@ -174,13 +189,19 @@ def test_a_restart_by_the_launcher_goes_on_in_the_folder_of_the_attempt_before(p
     assert list(Path("runs").iterdir()) == [folder]
     assert [record["step"] for record in records(folder.name, "start")] == [0, 30, 50]
     train_run(processes, "whole", *flags, "--run_name", "whole")
-    assert all(torch.equal(weights(folder.name)[name], tensor) for name, tensor in weights("whole").items())
+    assert all(
+        torch.equal(weights(folder.name)[name], tensor) for name, tensor in weights("whole").items()
+    )
 
 
 def _attempt(number, port, processes, flags, fails_at):
     """One attempt under a launcher that keeps the store at `port`, as torchrun does."""
     os.environ |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_RESTART_COUNT": str(number)}
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     if processes == 1:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     update = train.train_update
@@ -207,7 +228,9 @@ def test_a_restart_keeps_to_the_checkpoint_that_was_asked_for_until_it_has_gone_
     flags, port = [*FLAGS, "--save_every", "10", "--keep", "9", "--run_name", "run"], store.port
     train_run(1, "run", *flags, "--max_steps", "40")
     flags += ["--max_steps", "60", "--resume", "runs/run/checkpoints/step-00000010"]
-    assert 0 not in {o.code for o in run_ranks(2, _attempt_that_cannot_load, 0, port, 2, flags, None)}
+    assert 0 not in {
+        o.code for o in run_ranks(2, _attempt_that_cannot_load, 0, port, 2, flags, None)
+    }
     assert {o.code for o in run_ranks(2, _attempt, 1, port, 2, flags, 33)} == {1}
     assert [o.code for o in run_ranks(2, _attempt, 2, port, 2, flags, None)] == [0, 0]
     assert [record["step"] for record in records("run", "start")] == [0, 10, 30]

@@ -33,7 +33,12 @@ def refuse(owner, name, code, applies):
 
 def train_without(what, *more):
     if what == "fsync":
-        refuse(os, "fsync", errno.EINVAL, lambda descriptor: Path(f"/proc/self/fd/{descriptor}").is_dir())
+        refuse(
+            os,
+            "fsync",
+            errno.EINVAL,
+            lambda descriptor: Path(f"/proc/self/fd/{descriptor}").is_dir(),
+        )
     elif what == "rename":
         refuse(Path, "rename", errno.EPERM, lambda path, _: path.is_dir())
     else:
@@ -74,7 +79,10 @@ def test_a_cache_that_cannot_be_mapped_ends_the_run_with_the_fix():
 def test_a_folder_that_cannot_be_renamed_ends_the_run_with_the_fix():
     (outcome,) = run_ranks(1, train_without, "rename")
     assert outcome.code == 2 and outcome.err.count("\n") == 1
-    assert "this file system cannot rename folders (Operation not permitted); choose another file system" in outcome.err
+    assert (
+        "this file system cannot rename folders (Operation not permitted); choose another file system"
+        in outcome.err
+    )
     assert not list(Path("runs/run/checkpoints").glob("*step*"))
 
 
@@ -82,7 +90,11 @@ def test_a_long_error_keeps_its_start_and_its_end(capsys):
     with pytest.raises(SystemExit):
         exit_with_error(ValueError(f"begins {'x' * 5000}; the fix"), "train.py")
     line = capsys.readouterr().err
-    assert line.startswith("train.py: error: begins xxx") and line.endswith("xxx; the fix\n") and len(line) < 1600
+    assert (
+        line.startswith("train.py: error: begins xxx")
+        and line.endswith("xxx; the fix\n")
+        and len(line) < 1600
+    )
 
 
 def test_an_input_that_no_memory_can_hold_is_refused_when_it_is_read():

@@ -17,7 +17,13 @@ import utils.data.erasing as erasing
 from utils.config.cli import parse_args, read_config
 from utils.config.settings import TrainConfig, to_yaml
 from utils.data.augment import Crop, ShiftAndFlip, make_augmentation
-from utils.data.auto_augment import AUTO_AUGMENTS, ColorJitter, RandAugment, ThreeAugment, TrivialAugment
+from utils.data.auto_augment import (
+    AUTO_AUGMENTS,
+    ColorJitter,
+    RandAugment,
+    ThreeAugment,
+    TrivialAugment,
+)
 from utils.data.draws import Draws
 from utils.data.erasing import Cutout, RandomErasing
 from utils.data.mixing import Mixing
@@ -61,7 +67,8 @@ def assert_same_distribution(ours, theirs):
     ours, theirs = np.sort(ours), np.sort(theirs)
     values = np.concatenate([ours, theirs])
     apart = np.abs(
-        np.searchsorted(ours, values, "right") / len(ours) - np.searchsorted(theirs, values, "right") / len(theirs)
+        np.searchsorted(ours, values, "right") / len(ours)
+        - np.searchsorted(theirs, values, "right") / len(theirs)
     )
     assert apart.max() < 2.9 * math.sqrt(1 / len(ours) + 1 / len(theirs)), apart.max()
 
@@ -85,7 +92,9 @@ def test_images_of_any_size_keep_their_shape_and_type(name):
             images = torch.from_numpy(pictures(40, (height, width))[..., :channels].copy())
             before, random = images.clone(), uniform(operation, 40)
             pairs = zip(images.clone(), random, strict=True)
-            single = torch.cat([operation.change(pixels[None], numbers[None]) for pixels, numbers in pairs])
+            single = torch.cat(
+                [operation.change(pixels[None], numbers[None]) for pixels, numbers in pairs]
+            )
             assert single.dtype == torch.uint8 and single.shape == images.shape
             assert torch.equal(images, before)
             if operation.batched:
@@ -93,7 +102,8 @@ def test_images_of_any_size_keep_their_shape_and_type(name):
                     assert torch.equal(operation.batch(images, operation.prepare(numbers)), single)
 
 
-# -- automatic augmentation -----------------------------------------------------------------------------------------
+# -- automatic augmentation
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -101,9 +111,17 @@ def test_images_of_any_size_keep_their_shape_and_type(name):
 @pytest.mark.parametrize("interpolation", ["nearest", "bilinear"])
 def test_each_operation_has_the_pixels_of_torchvisions_class(channels, size, interpolation):
     image = torch.from_numpy(pictures(1, size)[0, ..., :channels].copy())
-    planes, spec, mode = image.permute(2, 0, 1), spec_of(*size, channels), InterpolationMode(interpolation)
+    planes, spec, mode = (
+        image.permute(2, 0, 1),
+        spec_of(*size, channels),
+        InterpolationMode(interpolation),
+    )
     sides = [
-        (TrivialAugment(spec, interpolation), v2.TrivialAugmentWide(interpolation=mode), range(0, 31, 5)),
+        (
+            TrivialAugment(spec, interpolation),
+            v2.TrivialAugmentWide(interpolation=mode),
+            range(0, 31, 5),
+        ),
         (RandAugment(spec, 1, 3, interpolation), v2.RandAugment(1, 3, interpolation=mode), [3]),
     ]
     for ours, theirs, places in sides:
@@ -112,7 +130,9 @@ def test_each_operation_has_the_pixels_of_torchvisions_class(channels, size, int
             values = magnitudes(theirs.num_magnitude_bins, *size)
             for place, sign in product(places, (-1, 1)):
                 value = 0.0 if values is None else float(values[place]) * (sign if signed else 1)
-                wanted = theirs._apply_image_or_video_transform(planes, name, value, mode, theirs._fill)
+                wanted = theirs._apply_image_or_video_transform(
+                    planes, name, value, mode, theirs._fill
+                )
                 random = [(number + 0.5) / len(space), (place + 0.5) / 31, 0.5 + sign / 4]
                 random = random if isinstance(ours, TrivialAugment) else random[::2]
                 found = ours.image(image, np.array(random, np.float32))
@@ -128,7 +148,9 @@ def test_each_operation_has_the_pixels_of_torchvisions_class(channels, size, int
     ],
     ids=["trivialaugment", "one of randaugment", "randaugment"],
 )
-def test_automatic_augmentation_makes_the_same_images_as_often_as_torchvision(ours, theirs, magnitudes, monkeypatch):
+def test_automatic_augmentation_makes_the_same_images_as_often_as_torchvision(
+    ours, theirs, magnitudes, monkeypatch
+):
     monkeypatch.setattr("utils.data.auto_augment._MAGNITUDES", magnitudes)
     image = pictures(1, (6, 7))[0]
     made = [[x.tobytes() for x in results(ours(spec_of(6, 7, 3)), image, 2500)]]
@@ -139,7 +161,10 @@ def test_automatic_augmentation_makes_the_same_images_as_often_as_torchvision(ou
 def test_three_augment_is_one_of_three_as_often_and_blurs_as_much_as_torchvision():
     image = pictures(1, (20, 24))[0]
     each = [v2.Grayscale(3), v2.RandomSolarize(128, p=1.0), v2.GaussianBlur(13, (0.1, 2.0))]
-    fixed = {torchvision_results(each[k], image, 1).tobytes(): name for k, name in enumerate(("grey", "solarized"))}
+    fixed = {
+        torchvision_results(each[k], image, 1).tobytes(): name
+        for k, name in enumerate(("grey", "solarized"))
+    }
     names, blurs = [], []
     for side in (
         results(ThreeAugment(spec_of(20, 24, 3)), image, 1500),
@@ -156,7 +181,9 @@ def test_three_augment_is_one_of_three_as_often_and_blurs_as_much_as_torchvision
 def test_color_jitter_has_the_distribution_of_torchvision(strength):
     image = smooth(12, 14)
     ours = results(ColorJitter(strength), image, 2500).astype(float)
-    theirs = torchvision_results(v2.ColorJitter(strength, strength, strength), image, 2500).astype(float)
+    theirs = torchvision_results(v2.ColorJitter(strength, strength, strength), image, 2500).astype(
+        float
+    )
     for statistic in (
         lambda x: x.mean((1, 2, 3)),  # brightness
         lambda x: x.mean(3).std((1, 2)),  # contrast
@@ -169,7 +196,10 @@ def test_color_jitter_has_the_distribution_of_torchvision(strength):
 @pytest.mark.parametrize("place", range(3))
 def test_the_factors_of_color_jitter_reach_their_limits_and_no_further(place):
     """One factor at a time: the others are 1."""
-    image, adjust = torch.from_numpy(pictures(1, (5, 6))[0]), ["brightness", "contrast", "saturation"][place]
+    image, adjust = (
+        torch.from_numpy(pictures(1, (5, 6))[0]),
+        ["brightness", "contrast", "saturation"][place],
+    )
     kernel = getattr(v2.functional, f"adjust_{adjust}")
     for number, factor in ((0.0, 0.7), (1 - 2**-24, 1.3), (0.25, 0.85)):
         random = np.full(4, 0.5, np.float32)
@@ -178,7 +208,8 @@ def test_the_factors_of_color_jitter_reach_their_limits_and_no_further(place):
         assert (ColorJitter(0.3).image(image, random).int() - wanted.int()).abs().max() <= 1
 
 
-# -- boxes ----------------------------------------------------------------------------------------------------------
+# -- boxes
+# ----------------------------------------------------------------------------------------------------------
 
 
 def box_of(changed):
@@ -192,7 +223,8 @@ def box_of(changed):
 
 @pytest.mark.parametrize("size", [pytest.param((20, 20), marks=pytest.mark.full), (9, 31)])
 def test_random_erasing_has_the_boxes_of_torchvision(size):
-    assert tuple(v2.RandomErasing().scale) == erasing._AREA  # a chi-square test does not see 1/3 instead of 0.33
+    # a chi-square test does not see 1/3 instead of 0.33
+    assert tuple(v2.RandomErasing().scale) == erasing._AREA
     image = np.full((*size, 3), 255, np.uint8)
     ours = results(RandomErasing(spec_of(*size, 3), 0.6), image, 3000)
     theirs = torchvision_results(v2.RandomErasing(0.6, value=0), image, 3000)
@@ -213,7 +245,9 @@ def test_cutout_is_a_square_with_a_uniform_centre_cut_off_at_the_border(side):
     chances = np.zeros((height, width))
     for row, column in np.ndindex(height, width):
         top, left = row - side // 2, column - side // 2
-        chances[max(0, top) : max(0, top + side), max(0, left) : max(0, left + side)] += 1 / (height * width)
+        chances[max(0, top) : max(0, top + side), max(0, left) : max(0, left + side)] += 1 / (
+            height * width
+        )
     deviation = np.sqrt(chances * (1 - chances) / count)
     assert (np.abs(changed.mean(0) - chances) <= 6 * deviation + 1e-9).all()
     assert len({box_of(x) for x in changed}) == height * width
@@ -221,12 +255,15 @@ def test_cutout_is_a_square_with_a_uniform_centre_cut_off_at_the_border(side):
         Cutout(spec_of(height, width, 1), width)
 
 
-# -- alternating flips ----------------------------------------------------------------------------------------------
+# -- alternating flips
+# ----------------------------------------------------------------------------------------------
 
 
 def flipped(epoch, occurrences=None, count=400, seed=5):
     """Which of `count` images are mirrored."""
-    augmentation = make_augmentation(TrainConfig(seed=seed, flip="alternate"), spec_of(1, 2, 1), True)
+    augmentation = make_augmentation(
+        TrainConfig(seed=seed, flip="alternate"), spec_of(1, 2, 1), True
+    )
     images = torch.tensor([0, 1], dtype=torch.uint8).view(1, 1, 2, 1).expand(count, 1, 2, 1)
     microbatch = Microbatch(0, epoch, 0, np.arange(count), occurrences)
     return augmentation.batch(images, augmentation.prepare(microbatch))[:, 0, 0, 0].numpy() == 1
@@ -242,14 +279,19 @@ def test_alternating_flips_mirror_each_image_in_every_other_epoch():
     assert (flipped(7, times) == (first ^ (times % 2 == 0))).all()
 
 
-# -- where operations run, and their settings -----------------------------------------------------------------------
+# -- where operations run, and their settings
+# -----------------------------------------------------------------------
 
 
 def test_each_operation_has_streams_of_its_own():
-    config = TrainConfig(crop_padding=1, flip="alternate", min_scale=0.5, color_jitter=0.1, cutout=3)
+    config = TrainConfig(
+        crop_padding=1, flip="alternate", min_scale=0.5, color_jitter=0.1, cutout=3
+    )
     config = replace(config, random_erasing=0.5, auto_augment="randaugment")
     augmentation = make_augmentation(config, spec_of(8, 8, 3), True)
-    streams = [stream for operation in augmentation.operations.values() for stream in operation.streams]
+    streams = [
+        stream for operation in augmentation.operations.values() for stream in operation.streams
+    ]
     assert len(augmentation.operations) == 6 and len(streams) == len(set(streams))
     random = augmentation.draw(Microbatch(0, 4, 0, np.array([7]), np.array([2])))
     assert random["shift and flip"][0, 0] == np.float32(plain_uniform(0, 4, 7, 1, 2))
@@ -258,9 +300,15 @@ def test_each_operation_has_streams_of_its_own():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--auto_augment_args", "{num_ops: 3}"], "--auto_augment_args has no effect without --auto_augment"),
+        (
+            ["--auto_augment_args", "{num_ops: 3}"],
+            "--auto_augment_args has no effect without --auto_augment",
+        ),
         (["--auto_augment", "randaugmen"], "did you mean randaugment"),
-        (["--auto_augment", "randaugment", "--auto_augment_args", "{magnitude: 31}"], "magnitude must be between"),
+        (
+            ["--auto_augment", "randaugment", "--auto_augment_args", "{magnitude: 31}"],
+            "magnitude must be between",
+        ),
         (["--flip", "often"], "--flip must be true, false or alternate"),
         (["--random_erasing", "1.5"], "--random_erasing must be at most 1"),
     ],
@@ -271,7 +319,9 @@ def test_invalid_settings_of_augmentation_are_named_in_one_line(flags, message, 
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("word", "value"), [("alternate", "alternate"), ("true", True), ("false", False)])
+@pytest.mark.parametrize(
+    ("word", "value"), [("alternate", "alternate"), ("true", True), ("false", False)]
+)
 def test_flip_is_true_false_or_alternate_and_is_read_again_from_a_file(word, value, tmp_path):
     config = parse_args(TrainConfig, "train.py", ["--flip", word], [AUTO_AUGMENTS])
     (tmp_path / "config.yaml").write_text(to_yaml(config))
@@ -279,7 +329,8 @@ def test_flip_is_true_false_or_alternate_and_is_read_again_from_a_file(word, val
     assert read_config(tmp_path / "config.yaml").flip == config.flip
 
 
-# -- the same choices in later versions -----------------------------------------------------------------------------
+# -- the same choices in later versions
+# -----------------------------------------------------------------------------
 
 
 CHOICES = {
@@ -291,22 +342,61 @@ CHOICES = {
     "ColorJitter": [184.0, 180.1, 90.5, 143.3],
     "Crop": [148.0, 171.1, 118.0, 152.8],
     "ShiftAndFlip": [127.3, 146.6, 82.8, 83.3],
-    "Mixing": [15, 20, 11, 23, 8, 20, 18, 30, 0, 8, 0, 14, 3, 19, 6, 30, 0, 15, 0, 25, 0, 14, 4, 24],
+    "Mixing": [
+        15,
+        20,
+        11,
+        23,
+        8,
+        20,
+        18,
+        30,
+        0,
+        8,
+        0,
+        14,
+        3,
+        19,
+        6,
+        30,
+        0,
+        15,
+        0,
+        25,
+        0,
+        14,
+        4,
+        24,
+    ],
     "weighted": [6, 3, 11, 8, 10, 4, 10, 3, 8, 10, 7, 9],
     "repeats": [1, 7, 1, 7, 5, 0, 5, 0],
 }
 
 
 def choices():
-    """What each operation makes of a picture for four samples, the last one drawn for the second time."""
+    """What each operation makes of a picture for four samples, the last one drawn for the second
+    time.
+    """
     spec, image = spec_of(20, 30, 3), torch.from_numpy(smooth(20, 30))
-    operations = [RandomErasing(spec, 0.7), Cutout(spec, 8), TrivialAugment(spec), RandAugment(spec)]
-    operations += [ThreeAugment(spec), ColorJitter(0.5), Crop(spec, 0.1), ShiftAndFlip(spec, 4, "alternate")]
+    operations = [
+        RandomErasing(spec, 0.7),
+        Cutout(spec, 8),
+        TrivialAugment(spec),
+        RandAugment(spec),
+    ]
+    operations += [
+        ThreeAugment(spec),
+        ColorJitter(0.5),
+        Crop(spec, 0.1),
+        ShiftAndFlip(spec, 4, "alternate"),
+    ]
     found = {}
     for operation in operations:
         random = Draws(1, 2, np.arange(4), np.array([0, 0, 0, 1])).uniform(*operation.streams)
         changed = operation.change(image.repeat(4, 1, 1, 1), random).double()
-        found[type(operation).__name__] = (changed * torch.arange(30)[:, None] / 14.5).mean((1, 2, 3)).tolist()
+        found[type(operation).__name__] = (
+            (changed * torch.arange(30)[:, None] / 14.5).mean((1, 2, 3)).tolist()
+        )
     mixing = Mixing(TrainConfig(seed=1, mixup=0.4, cutmix=1.0), spec, 5)
     mix = mixing.draw(Microbatch(0, 2, 0, np.arange(12)))
     found["Mixing"] = mix.box[::2].flatten().tolist()

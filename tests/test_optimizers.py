@@ -1,4 +1,6 @@
-"""Optimizers, parameter groups and clipping are those of plain PyTorch and of timm; any optimizer resumes."""
+"""Optimizers, parameter groups and clipping are those of plain PyTorch and of timm; any optimizer
+resumes.
+"""
 
 import math
 import re
@@ -32,34 +34,60 @@ from utils.models.small import MnistCNN
 from utils.runs.loading import check_savable, load_optimizer
 from utils.runs.manifest import OPTIMIZER, write_manifest
 from utils.training.gradients import clip_gradients
-from utils.training.groups import hidden_matrices, layer_numbers, layer_scales, names_without_decay, parameter_groups
+from utils.training.groups import (
+    hidden_matrices,
+    layer_numbers,
+    layer_scales,
+    names_without_decay,
+    parameter_groups,
+)
 from utils.training.optim import OPTIMIZERS, build_optimizer, init_optimizer, set_learning_rate
 from utils.training.schedule import learning_rate
 
-TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 12, "depth": 2, "num_heads": 2, "num_classes": 3}
+TINY = {
+    "img_size": 16,
+    "patch_size": 8,
+    "embed_dim": 12,
+    "depth": 2,
+    "num_heads": 2,
+    "num_classes": 3,
+}
 SLOW = [pytest.param(name, marks=pytest.mark.full) for name in OPTIMIZERS if name != "muon"]
 
 
 def tiny_vit():
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", **TINY)
-    for parameter in model.parameters():  # the head and the norms' biases are zero, and would stay it for long
+    # the head and the norms' biases are zero, and would stay it for long
+    for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
     return model.double()  # some gradients are 0 but for rounding, which Adam would enlarge
 
 
 def small_cnn():
     torch.manual_seed(0)
-    layers = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 3, padding=1), nn.ReLU()
-    return nn.Sequential(*layers, nn.Conv2d(8, 8, 3, groups=4), nn.Flatten(), nn.Linear(8 * 144, 5), nn.Linear(5, 3))
+    layers = (
+        nn.Conv2d(3, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Conv2d(6, 8, 3, padding=1),
+        nn.ReLU(),
+    )
+    return nn.Sequential(
+        *layers, nn.Conv2d(8, 8, 3, groups=4), nn.Flatten(), nn.Linear(8 * 144, 5), nn.Linear(5, 3)
+    )
 
 
 def settings(*flags):
-    return parse_args(TrainConfig, "train.py", ["--lr", "0.01", "--weight_decay", "0.1", *flags], train.TABLES)
+    return parse_args(
+        TrainConfig, "train.py", ["--lr", "0.01", "--weight_decay", "0.1", *flags], train.TABLES
+    )
 
 
 def ten_updates(model, steps):
-    """Train on ten fixed batches; `steps(update)` are the optimizers whose steps follow, with their learning rates."""
+    """Train on ten fixed batches; `steps(update)` are the optimizers whose steps follow, with their
+    learning rates.
+    """
     generator = torch.Generator().manual_seed(1)
     for update in range(10):
         images, labels = torch.randn(6, 3, 16, 16, generator=generator), torch.arange(6) % 3
@@ -84,7 +112,11 @@ def trained(model, config):
 
 def closed_form(update):
     """Linear warm-up to 0.01 over two updates, then a cosine to 0 at the tenth."""
-    return 0.01 * (update + 1) / 2 if update < 2 else 0.01 * (1 + math.cos(math.pi * (update - 2) / 8)) / 2
+    return (
+        0.01 * (update + 1) / 2
+        if update < 2
+        else 0.01 * (1 + math.cos(math.pi * (update - 2) / 8)) / 2
+    )
 
 
 SCHEDULE = ("--lr_schedule", "cosine", "--warmup_steps", "0.2")
@@ -113,10 +145,20 @@ def test_ten_updates_are_those_of_plain_pytorch_with_groups_decay_and_schedule(n
     plain, ours = tiny_vit(), tiny_vit()
     groups = []
     for key, parameter in plain.named_parameters():
-        depths = {"cls": 0, "pos": 0, "patch": 0, "blocks.0": 1, "blocks.1": 2, "norm": 2, "head": 3}
+        depths = {
+            "cls": 0,
+            "pos": 0,
+            "patch": 0,
+            "blocks.0": 1,
+            "blocks.1": 2,
+            "norm": 2,
+            "head": 3,
+        }
         (layer,) = [depth for start, depth in depths.items() if key.startswith(start)]
         decays = parameter.ndim > 1 and key not in ("cls_token", "pos_embed")
-        groups.append({"params": [parameter], "weight_decay": 0.1 * decays, "scale": 0.5 ** (3 - layer)})
+        groups.append(
+            {"params": [parameter], "weight_decay": 0.1 * decays, "scale": 0.5 ** (3 - layer)}
+        )
     optimizer = kind(groups, lr=0.01, **options)
 
     def steps(update):
@@ -134,14 +176,18 @@ def test_ten_updates_are_those_of_plain_pytorch_with_groups_decay_and_schedule(n
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_muon_is_torchs_muon_on_hidden_matrices_and_torchs_adamw_on_the_rest(layout):
-    # In float64, so that differences in the order of sums do not change how Muon rounds gradients to bfloat16.
+    # In float64, so that differences in the order of sums do not change how Muon rounds gradients
+    # to bfloat16.
     plain, ours = small_cnn().double(), small_cnn().double().to(memory_format=layout)
     kernel, matrix = plain[3].weight, plain[7].weight
-    # The matrix of a kernel, with its columns in the order of the memory: rounding to bfloat16 depends on it.
+    # The matrix of a kernel, with its columns in the order of the memory: rounding to bfloat16
+    # depends on it.
     order = (0, 2, 3, 1) if layout == torch.channels_last else (0, 1, 2, 3)
     flat = nn.Parameter(kernel.detach().permute(order).flatten(1).clone())
     rest = [p for p in plain.parameters() if p is not kernel and p is not matrix]
-    muon = torch.optim.Muon([flat, matrix], 0.0, weight_decay=0.1, momentum=0.8, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(
+        [flat, matrix], 0.0, weight_decay=0.1, momentum=0.8, adjust_lr_fn="match_rms_adamw"
+    )
     decays = [{"params": [p], "weight_decay": 0.1 * (p.ndim > 1)} for p in rest]
     adamw = torch.optim.AdamW(decays, 0.0, betas=(0.8, 0.9))
 
@@ -156,7 +202,14 @@ def test_muon_is_torchs_muon_on_hidden_matrices_and_torchs_adamw_on_the_rest(lay
         return []
 
     expected = ten_updates(plain, steps)
-    flags = ("--optimizer", "muon", "--momentum", "0.8", "--optimizer_args", "{adamw_lr: 0.25, betas: [0.8, 0.9]}")
+    flags = (
+        "--optimizer",
+        "muon",
+        "--momentum",
+        "0.8",
+        "--optimizer_args",
+        "{adamw_lr: 0.25, betas: [0.8, 0.9]}",
+    )
     found = trained(ours, settings(*SCHEDULE, *flags))
     for key, tensor in expected.items():
         torch.testing.assert_close(found[key], tensor, rtol=1e-6, atol=1e-7, msg=key)
@@ -175,11 +228,22 @@ def test_muon_leaves_the_stem_the_head_embeddings_and_grouped_kernels_to_adamw(o
     assert not names & {"conv_proj.weight", "heads.head.weight", "encoder.pos_embedding"}
     assert "encoder.layers.encoder_layer_0.self_attention.in_proj_weight" in names
     model = torchvision.models.mobilenet_v3_small()
-    depthwise = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Conv2d) and m.groups > 1}
+    depthwise = {
+        f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Conv2d) and m.groups > 1
+    }
     matrices = {name for name, p in model.named_parameters() if p.ndim > 1}
-    assert hidden_matrices(model) == matrices - depthwise - {"features.0.0.weight", "classifier.3.weight"} < matrices
+    assert (
+        hidden_matrices(model)
+        == matrices - depthwise - {"features.0.0.weight", "classifier.3.weight"}
+        < matrices
+    )
     two_heads = hidden_matrices(timm.create_model("deit_tiny_distilled_patch16_224"))
-    assert two_heads and not two_heads & {"patch_embed.proj.weight", "head.weight", "head_dist.weight", "pos_embed"}
+    assert two_heads and not two_heads & {
+        "patch_embed.proj.weight",
+        "head.weight",
+        "head_dist.weight",
+        "pos_embed",
+    }
 
 
 # Parameter groups
@@ -187,16 +251,24 @@ def test_muon_leaves_the_stem_the_head_embeddings_and_grouped_kernels_to_adamw(o
 
 def scales_and_decays(model, *flags):
     groups = parameter_groups(settings(*flags), model)
-    return {name: (group["lr_scale"], group["weight_decay"]) for group in groups for name, _ in group["params"]}
+    return {
+        name: (group["lr_scale"], group["weight_decay"])
+        for group in groups
+        for name, _ in group["params"]
+    }
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18", "swin_tiny_patch4_window7_224", "levit_128s"])
+@pytest.mark.parametrize(
+    "name", ["vit_tiny_patch16_224", "resnet18", "swin_tiny_patch4_window7_224", "levit_128s"]
+)
 def test_timms_models_have_the_decay_and_the_layer_decay_of_timm(name, on_meta):
     model = timm.create_model(name)
     undecayed = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
     groups = param_groups_layer_decay(model, 0.1, no_weight_decay_list=undecayed, layer_decay=0.7)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    expected = {names[id(p)]: (g["lr_scale"], g["weight_decay"]) for g in groups for p in g["params"]}
+    expected = {
+        names[id(p)]: (g["lr_scale"], g["weight_decay"]) for g in groups for p in g["params"]
+    }
     found = scales_and_decays(model, "--layer_decay", "0.7")
     least = 1 if name == "levit_128s" else 4  # older versions of timm do not know its layers
     assert found.keys() == expected.keys() and len(set(expected.values())) > least
@@ -209,16 +281,31 @@ def test_other_models_have_a_layer_for_each_block_in_their_order(on_meta):
     blocks = [f"encoder.layers.encoder_layer_{block}.ln_1.weight" for block in range(12)]
     names = ["class_token", "encoder.pos_embedding", "conv_proj.weight", *blocks, "heads.head.bias"]
     assert [numbers[name] for name in names] == [0, 0, 0, *range(1, 13), 13]
-    ours, theirs = layer_numbers(torchvision.models.resnet18()), layer_numbers(timm.create_model("resnet18"))
+    ours, theirs = (
+        layer_numbers(torchvision.models.resnet18()),
+        layer_numbers(timm.create_model("resnet18")),
+    )
     assert ours == theirs and max(ours.values()) == 9
     found = layer_scales(MnistCNN(InputSpec(28, 28, 1, [0.5], [0.5]), 10), 0.5)
-    assert [found[f"{layer}.bias"] for layer in ("conv1", "conv2", "fc1", "fc2")] == [0.125, 0.25, 0.5, 1]
+    assert [found[f"{layer}.bias"] for layer in ("conv1", "conv2", "fc1", "fc2")] == [
+        0.125,
+        0.25,
+        0.5,
+        1,
+    ]
 
 
 def test_embeddings_tokens_and_scales_of_torchvision_have_no_weight_decay(on_meta):
     for name, expected in (
         ("vit_b_32", {"class_token", "encoder.pos_embedding"}),
-        ("swin_t", {name for name, _ in torchvision.models.swin_t().named_parameters() if "bias_table" in name}),
+        (
+            "swin_t",
+            {
+                name
+                for name, _ in torchvision.models.swin_t().named_parameters()
+                if "bias_table" in name
+            },
+        ),
         ("resnet18", set()),
     ):
         model = torchvision.models.get_model(name)
@@ -254,7 +341,11 @@ class Counting(torch.optim.SGD):
         super().step()
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
-            state |= {"updates": state.get("updates", 0) + 1, "share": state.get("share", 1.0) / 3, "none": None}
+            state |= {
+                "updates": state.get("updates", 0) + 1,
+                "share": state.get("share", 1.0) / 3,
+                "none": None,
+            }
 
 
 def test_numbers_in_the_state_of_an_optimizer_are_restored(tmp_path):
@@ -263,7 +354,9 @@ def test_numbers_in_the_state_of_an_optimizer_are_restored(tmp_path):
 
 def _save_and_load_numbers(folder):
     layer = nn.Linear(2, 1)
-    optimizer, other = (Counting(each.named_parameters(), lr=0.1) for each in (layer, nn.Linear(2, 1)))
+    optimizer, other = (
+        Counting(each.named_parameters(), lr=0.1) for each in (layer, nn.Linear(2, 1))
+    )
     for _ in range(3):
         optimizer.step()
     load_optimizer(make_saver(layer, optimizer, {})(folder, 3), other)
@@ -286,15 +379,45 @@ def test_tensors_inside_a_list_are_refused_as_they_cannot_be_restored(tmp_path):
     optimizer.step()
     with pytest.raises(ValueError, match="state of this optimizer cannot be saved"):
         check_savable(optimizer)
-    torch.save(optimizer.state_dict() | {"state": {0: {"history": [torch.ones(1)]}}}, tmp_path / "optimizer.bin")
+    torch.save(
+        optimizer.state_dict() | {"state": {0: {"history": [torch.ones(1)]}}},
+        tmp_path / "optimizer.bin",
+    )
     write_manifest(tmp_path)
     with pytest.raises(ValueError, match="history is a list"):
         load_optimizer(tmp_path, optimizer)
 
 
-RUN = ["--model", "mnist_cnn", "--model_args", "{dropout: 0}", "--image_size", "12", "--threads", "1"]
-RUN += ["--max_train_samples", "480", "--global_batch_size", "120", "--log_every", "1", "--save_every", "3"]
-RUN += ["--lr_schedule", "constant", "--warmup_steps", "2", "--layer_decay", "0.7", "--clip_value", "0.02"]
+RUN = [
+    "--model",
+    "mnist_cnn",
+    "--model_args",
+    "{dropout: 0}",
+    "--image_size",
+    "12",
+    "--threads",
+    "1",
+]
+RUN += [
+    "--max_train_samples",
+    "480",
+    "--global_batch_size",
+    "120",
+    "--log_every",
+    "1",
+    "--save_every",
+    "3",
+]
+RUN += [
+    "--lr_schedule",
+    "constant",
+    "--warmup_steps",
+    "2",
+    "--layer_decay",
+    "0.7",
+    "--clip_value",
+    "0.02",
+]
 RUN += ["--clip_norm", "0.5", "--eval_every", "8", "--keep", "9", "--max_steps", "8"]
 BASE = ["--lr", "0.001"]
 RATES = [0.0005, 0.001, 0.001, 0.001, 0.001, 0.001, 0.001, 0.001]
@@ -302,12 +425,15 @@ RATES = [0.0005, 0.001, 0.001, 0.001, 0.001, 0.001, 0.001, 0.001]
 
 @pytest.mark.parametrize("name", ["muon", *SLOW])
 def test_runs_on_one_two_and_three_processes_agree_and_a_resumed_one_ends_with_the_same_bits(name):
-    # Muon rounds to bfloat16, which enlarges differences in rounding: without them, the bits must be the same.
+    # Muon rounds to bfloat16, which enlarges differences in rounding: without them, the bits must
+    # be the same.
     flags = [*RUN, *BASE, "--optimizer", name, *(("--microbatches", "4") if name == "muon" else ())]
     for processes in (1, 2) if name == "muon" else (1, 2, 3):
         train_run(processes, str(processes), *flags)
         assert [record["lr"] for record in records(str(processes), "train")] == pytest.approx(RATES)
-        losses = [[record["loss"] for record in records(run, "train")] for run in ("1", str(processes))]
+        losses = [
+            [record["loss"] for record in records(run, "train")] for run in ("1", str(processes))
+        ]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert name != "muon" or same_tensors(weights("1"), weights("2"))
     checkpoint = "runs/2/checkpoints/step-00000003"
@@ -317,7 +443,9 @@ def test_runs_on_one_two_and_three_processes_agree_and_a_resumed_one_ends_with_t
 
 
 def train_frozen_and_unused(flags):
-    """Train mnist_cnn with a parameter that is not used; returns the bits of weights and state before training."""
+    """Train mnist_cnn with a parameter that is not used; returns the bits of weights and state
+    before training.
+    """
     build, train_all, bits = train.build_model, train.train, {}
 
     def with_unused(*arguments):
@@ -330,7 +458,9 @@ def train_frozen_and_unused(flags):
         tensors = run.module.state_dict() | {
             f"{name}/{key}": value for name, state in states.items() for key, value in state.items()
         }
-        bits.update({name: tensor.clone().flatten().view(torch.uint8) for name, tensor in tensors.items()})
+        bits.update(
+            {name: tensor.clone().flatten().view(torch.uint8) for name, tensor in tensors.items()}
+        )
         return train_all(run, profiler)
 
     train.build_model, train.train = with_unused, keep
@@ -339,7 +469,11 @@ def train_frozen_and_unused(flags):
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in ("sgd", "adamw", "muon") else pytest.param(n, marks=pytest.mark.full) for n in OPTIMIZERS]
+    "name",
+    [
+        n if n in ("sgd", "adamw", "muon") else pytest.param(n, marks=pytest.mark.full)
+        for n in OPTIMIZERS
+    ],
 )
 def test_a_resume_in_other_groups_changes_no_bit_of_the_weights_and_the_state(name):
     flags = [*RUN, *BASE, "--freeze", "conv1", "--find_unused_parameters", "--weight_decay", "0.1"]
@@ -352,17 +486,24 @@ def test_a_resume_in_other_groups_changes_no_bit_of_the_weights_and_the_state(na
     save_file(saved, folder / "model.safetensors")
     rewrite_manifest(folder)
     expected = saved | optimizer_tensors(folder)
-    assert not any(key.startswith(("conv1", "fc1.unused/exp", "fc1.unused/square")) for key in expected.keys() - saved)
+    assert not any(
+        key.startswith(("conv1", "fc1.unused/exp", "fc1.unused/square"))
+        for key in expected.keys() - saved
+    )
     for processes in (1, 2):
         resumed = [*flags, "--resume", "auto", "--layer_decay", "null"]  # other groups
         for bits in returned(processes, train_frozen_and_unused, resumed):
             assert bits.keys() == expected.keys()
-            assert [k for k, v in expected.items() if not bits[k].equal(v.flatten().view(torch.uint8))] == []
+            assert [
+                k for k, v in expected.items() if not bits[k].equal(v.flatten().view(torch.uint8))
+            ] == []
 
 
 def test_a_resumed_run_keeps_its_learning_rate():
     train_run(1, "run", *RUN, *BASE, "--max_steps", "3")
-    (outcome,) = run_ranks(1, train.main, ["--run_name", "run", *RUN, "--max_steps", "5", "--resume", "auto"])
+    (outcome,) = run_ranks(
+        1, train.main, ["--run_name", "run", *RUN, "--max_steps", "5", "--resume", "auto"]
+    )
     assert re.search(r"^optimizer +sgd, lr 0.001, weight ", outcome.out, re.M)
     assert [record["lr"] for record in records("run", "train")] == pytest.approx(RATES[:5])
 

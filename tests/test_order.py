@@ -10,13 +10,22 @@ from helpers.ranks import returned
 import train
 from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
-from utils.data.order import BlockSampler, Plan, UpdateSampler, evaluation_blocks, fold_in, permutation
+from utils.data.order import (
+    BlockSampler,
+    Plan,
+    UpdateSampler,
+    evaluation_blocks,
+    fold_in,
+    permutation,
+)
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import Stopping
 
 
 def drawn_indices(*flags):
-    """(update, number, indices) of each batch that this rank's prepared training loader gives, over the whole run."""
+    """(update, number, indices) of each batch that this rank's prepared training loader gives, over
+    the whole run.
+    """
     config = parse_args(TrainConfig, "train.py", ["--model", "mlp", *flags])
     with distributed_session("train.py", config) as ranks:
         ranks.join()
@@ -25,12 +34,16 @@ def drawn_indices(*flags):
 
 
 def updates_drawn(processes, accum, *flags):
-    """The samples of each update, a list of its microbatches, which must be those that each rank is to compute."""
+    """The samples of each update, a list of its microbatches, which must be those that each rank is
+    to compute.
+    """
     by_rank = returned(processes, drawn_indices, "--grad_accum", str(accum), *flags)
     updates = len(by_rank[0]) // accum
     drawn = [[None] * processes * accum for _ in range(updates)]
     for rank, batches in enumerate(by_rank):
-        places = [(update, rank * accum + step) for update in range(updates) for step in range(accum)]
+        places = [
+            (update, rank * accum + step) for update in range(updates) for step in range(accum)
+        ]
         assert [(update, number) for update, number, _ in batches] == places
         for update, number, indices in batches:
             drawn[update][number] = indices
@@ -38,7 +51,8 @@ def updates_drawn(processes, accum, *flags):
 
 
 @pytest.mark.parametrize(
-    "samples", [pytest.param(103, marks=pytest.mark.full), 97, pytest.param(96, marks=pytest.mark.full)]
+    "samples",
+    [pytest.param(103, marks=pytest.mark.full), 97, pytest.param(96, marks=pytest.mark.full)],
 )  # tails of 7, of 1 (ranks with nothing to do), and none
 def test_every_topology_draws_the_same_updates_and_each_sample_once(samples):
     flags = ("--data", f"synthetic/3x8x{samples}", "--global_batch_size", "24", "--epochs", "2")
@@ -51,14 +65,26 @@ def test_every_topology_draws_the_same_updates_and_each_sample_once(samples):
     assert epochs[0] != epochs[1]
     for processes, accum in ((2, 1), (3, 1), (1, 2), (2, 2), (3, 4)):
         updates = updates_drawn(processes, accum, *flags)
-        # Microbatches are consecutive parts of an update, in the order of their numbers, whichever rank computes them.
+        # Microbatches are consecutive parts of an update, in the order of their numbers, whichever
+        # rank computes them.
         expected = [np.array_split(update, processes * accum) for update in alone]
-        assert updates == [[part.tolist() for part in update] for update in expected], (processes, accum)
+        assert updates == [[part.tolist() for part in update] for update in expected], (
+            processes,
+            accum,
+        )
 
 
 @pytest.mark.parametrize(("processes", "accum"), [(1, 1), (2, 1), (2, 3)])
 def test_drop_last_leaves_out_only_the_tail(processes, accum):
-    flags = ("--data", "synthetic/3x8x103", "--global_batch_size", "24", "--epochs", "2", "--drop_last")
+    flags = (
+        "--data",
+        "synthetic/3x8x103",
+        "--global_batch_size",
+        "24",
+        "--epochs",
+        "2",
+        "--drop_last",
+    )
     updates = [sum(update, []) for update in updates_drawn(processes, accum, *flags)]
     assert [len(update) for update in updates] == [24] * 8
     assert len(set(sum(updates[:4], []))) == len(set(sum(updates[4:], []))) == 96
@@ -78,7 +104,8 @@ def test_the_order_is_pinned_so_that_no_upgrade_changes_a_run():
 
 def test_every_first_place_is_equally_likely():
     firsts = np.bincount([permutation(8, seed, 0)[0] for seed in range(4000)], minlength=8)
-    assert ((firsts - 500) ** 2 / 500).sum() < 24.3  # chi-square with 7 degrees of freedom, p = 0.001
+    # chi-square with 7 degrees of freedom, p = 0.001
+    assert ((firsts - 500) ** 2 / 500).sum() < 24.3
 
 
 @pytest.mark.parametrize("position", [0, 24, 72, 96])
@@ -101,16 +128,27 @@ def test_pieces_of_an_update_differ_by_at_most_one_sample():
     for samples in range(1, 60):
         plan = Plan(samples, 60, 7, seed=0)
         sizes = plan.microbatch_sizes(0)
-        assert sum(sizes) == samples and max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+        assert (
+            sum(sizes) == samples
+            and max(sizes) - min(sizes) <= 1
+            and sizes == sorted(sizes, reverse=True)
+        )
 
 
 def test_blocks_are_consecutive_and_of_fixed_size():
     blocks = [(block.number, block.indices.tolist()) for block in BlockSampler(10, 4)]
-    assert blocks == [(0, [0, 1, 2, 3]), (1, [4, 5, 6, 7]), (2, [8, 9])] and len(BlockSampler(10, 4)) == 3
+    assert (
+        blocks == [(0, [0, 1, 2, 3]), (1, [4, 5, 6, 7]), (2, [8, 9])]
+        and len(BlockSampler(10, 4)) == 3
+    )
 
 
-@pytest.mark.parametrize(("samples", "sizes"), [(10, [10]), (153, [16] * 9 + [9]), (4097, [256] * 16 + [1])])
-def test_few_evaluation_samples_are_cut_into_up_to_sixteen_blocks_and_many_by_the_batch_size(samples, sizes):
+@pytest.mark.parametrize(
+    ("samples", "sizes"), [(10, [10]), (153, [16] * 9 + [9]), (4097, [256] * 16 + [1])]
+)
+def test_few_evaluation_samples_are_cut_into_up_to_sixteen_blocks_and_many_by_the_batch_size(
+    samples, sizes
+):
     blocks = [block.indices.tolist() for block in evaluation_blocks(samples, 256)]
     assert list(map(len, blocks)) == sizes and sum(blocks, []) == list(range(samples))
 

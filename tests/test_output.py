@@ -1,4 +1,6 @@
-"""Output that cannot be printed (closed, full, gone, another encoding) neither ends a run nor loses results."""
+"""Output that cannot be printed (closed, full, gone, another encoding) neither ends a run nor loses
+results.
+"""
 
 import io
 import json
@@ -22,15 +24,34 @@ from utils.output import guard_output
 from utils.runs.manifest import find_checkpoint, verify
 from utils.runs.metadata import read_classes
 
-FLAGS = ["--model", "mlp", "--max_steps", "3", "--threads", "1", "--model_args", "{hidden: 4}", "--log_every", "1"]
+FLAGS = [
+    "--model",
+    "mlp",
+    "--max_steps",
+    "3",
+    "--threads",
+    "1",
+    "--model_args",
+    "{hidden: 4}",
+    "--log_every",
+    "1",
+]
 CLASSES = ["café", "кот", "犬"]
 
 
 def shell(command: str, **variables: str) -> subprocess.CompletedProcess:
     """Run a line of bash in which $python and $root are set; its output is returned as bytes."""
-    environment = {**os.environ, "python": sys.executable, "root": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **variables}
+    environment = {
+        **os.environ,
+        "python": sys.executable,
+        "root": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        **variables,
+    }
     command = f"set -o pipefail; {command}"
-    return subprocess.run(["bash", "-c", command], env=environment, input=b"", capture_output=True, timeout=120)
+    return subprocess.run(
+        ["bash", "-c", command], env=environment, input=b"", capture_output=True, timeout=120
+    )
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +65,9 @@ def trained(tmp_path_factory):
 
 def test_characters_that_the_output_lacks_are_replaced():
     image_folder("photos", dict.fromkeys(CLASSES, 12))
-    (outcome,) = run_ranks(1, _train_in, "ascii", ["--data", "photos", "--run_name", "rün 1", *FLAGS])
+    (outcome,) = run_ranks(
+        1, _train_in, "ascii", ["--data", "photos", "--run_name", "rün 1", *FLAGS]
+    )
     out = Path("out").read_text("ascii")
     assert outcome.code == 0, outcome.err
     assert "Lockstep  runs/r\\xfcn 1\n" in out and "\nDone\n" in out
@@ -57,7 +80,9 @@ def test_a_run_in_the_c_locale_writes_files_that_any_locale_reads():
     paths = image_folder("photos", dict.fromkeys("abc", 12))
     rows = [f"{path},{CLASSES[number % 3]}" for number, path in enumerate(paths)]
     Path("names.csv").write_text("\n".join(["path,label", *rows]), encoding="utf-8")
-    command = '"$python" "$root/train.py" --data names.csv --run_name run ' + " ".join(f"'{flag}'" for flag in FLAGS)
+    command = '"$python" "$root/train.py" --data names.csv --run_name run ' + " ".join(
+        f"'{flag}'" for flag in FLAGS
+    )
     done = shell(command, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", PYTHONIOENCODING="")
     assert done.returncode == 0, done.stderr.decode()
     assert b"Lockstep  runs/run\n" in done.stdout and done.stdout.isascii()
@@ -71,7 +96,9 @@ def _train_in(encoding, flags):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("redirection", ["| head -c 1 >/dev/null", ">/dev/full 2>/dev/full", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "redirection", ["| head -c 1 >/dev/null", ">/dev/full 2>/dev/full", "<&- >&- 2>&-"]
+)
 def test_an_evaluation_that_nobody_reads_writes_its_numbers(redirection, trained):
     unbuffered = "-u" * (redirection[0] == ">")
     command = f'"$python" {unbuffered} "$root/eval.py" --ckpt "{trained}" --json numbers.json {redirection}'
@@ -107,8 +134,12 @@ def test_a_run_with_closed_descriptors_trains_and_its_files_hold_nothing_that_wa
 
 
 def test_each_closed_descriptor_becomes_dev_null_and_no_other_changes():
-    look = "import utils.output, os, sys; r = [os.readlink(f'/proc/self/fd/{n}') for n in range(3)]; "
-    look += "print('to', 'stdout'); print('x', file=sys.stderr); open('found', 'w').write(' '.join(r))"
+    look = (
+        "import utils.output, os, sys; r = [os.readlink(f'/proc/self/fd/{n}') for n in range(3)]; "
+    )
+    look += (
+        "print('to', 'stdout'); print('x', file=sys.stderr); open('found', 'w').write(' '.join(r))"
+    )
     for closed in (">&-", "<&- >&- 2>&-"):
         assert shell(f'PYTHONPATH="$root" "$python" -c "{look}" {closed}').returncode == 0
         found = Path("found").read_text().split()
@@ -141,12 +172,20 @@ def test_escape_codes_in_a_checkpoint_do_not_reach_the_terminal(tmp_path):
     rewrite_manifest(checkpoint)
     command = f'"$python" "$root/train.py" --resume {checkpoint} --cpu --threads 1 --max_steps 4'
     done = shell(f"{command} --data digits")
-    assert done.returncode == 0 and b"?[31m" in done.stdout and not {*done.stdout.decode()} & {*"\x1b\x9b"}, done.stderr
+    assert (
+        done.returncode == 0
+        and b"?[31m" in done.stdout
+        and not {*done.stdout.decode()} & {*"\x1b\x9b"}
+    ), done.stderr
     state = checkpoint / "state.json"
-    state.write_text(json.dumps(json.loads(state.read_text()) | {"format": 9, "versions": {"lockstep": red}}))
+    state.write_text(
+        json.dumps(json.loads(state.read_text()) | {"format": 9, "versions": {"lockstep": red}})
+    )
     rewrite_manifest(checkpoint)
     done = shell(command)
-    assert done.returncode == 2 and b"format 9, of Lockstep <U+001B>[31m<U+009B>31mred;" in done.stderr, done.stderr
+    assert (
+        done.returncode == 2 and b"format 9, of Lockstep <U+001B>[31m<U+009B>31mred;" in done.stderr
+    ), done.stderr
 
 
 def test_streams_of_notebooks_and_tests_stay_as_they_are(monkeypatch):

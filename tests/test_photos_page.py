@@ -19,7 +19,12 @@ import train
 from utils.report import __main__ as report
 
 PAGE = (ROOT / "docs/photos.md").read_text()
-MAINS = {"train.py": train.main, "eval.py": evaluation.main, "predict.py": predict.main, "export.py": export.main}
+MAINS = {
+    "train.py": train.main,
+    "eval.py": evaluation.main,
+    "predict.py": predict.main,
+    "export.py": export.main,
+}
 COMMANDS = [
     line
     for block in re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S)
@@ -34,7 +39,8 @@ def test_the_commands_of_the_page_lead_to_a_model_in_use():
         image_folder(f"photos/{split}", {"ant": count, "bee": count}, (50, 40), "jpeg")
     new = image_folder("new_photos", {"ant": 1, "bee": 2}, (60, 60), "jpeg")
     torch.manual_seed(0)
-    torch.save(timm.create_model("test_resnet").state_dict(), "published.pth")  # published weights need a network
+    # published weights need a network
+    torch.save(timm.create_model("test_resnet").state_dict(), "published.pth")
     Path("recipes").symlink_to(ROOT / "recipes")
     for command in COMMANDS:
         words = shlex.split(command)
@@ -45,11 +51,18 @@ def test_the_commands_of_the_page_lead_to_a_model_in_use():
         flags = words[place + 1 :]
         if words[place] == "train.py":
             flags += ["--epochs", "2", "--threads", "1"]
-            flags += [] if "photos.yaml" in command else ["--model", "timm/test_resnet", "--init_from", "published.pth"]
+            flags += (
+                []
+                if "photos.yaml" in command
+                else ["--model", "timm/test_resnet", "--init_from", "published.pth"]
+            )
         returned(2 if "2cpu.yaml" in command else 1, MAINS[words[place]], flags)
     head, everything = (records(name, "eval") for name in ("head", "all"))
     assert (len(head), len(everything)) == (1, 2) and head[-1]["count"] == 8
     with open("predictions.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == len(new) and {row["predicted"] for row in rows} <= {"ant", "bee"}
-    assert all(Path(path).exists() for path in ("compare.html", "predictions.html", "models/head/config.json"))
+    assert all(
+        Path(path).exists()
+        for path in ("compare.html", "predictions.html", "models/head/config.json")
+    )

@@ -1,4 +1,6 @@
-"""Machines: one whose cores others use, systems without parts of Linux, and the commands that are printed for them."""
+"""Machines: one whose cores others use, systems without parts of Linux, and the commands that are
+printed for them.
+"""
 
 import os
 import signal
@@ -13,14 +15,20 @@ from utils.launch import command
 
 
 @pytest.mark.parametrize("given", [None, "active"])
-def test_every_script_sets_the_policy_before_pytorch_is_imported_unless_the_user_has(given, tmp_path):
-    (tmp_path / "torch.py").write_text("import os\nos.write(1, os.environ['OMP_WAIT_POLICY'].encode())\nos._exit(0)\n")
+def test_every_script_sets_the_policy_before_pytorch_is_imported_unless_the_user_has(
+    given, tmp_path
+):
+    (tmp_path / "torch.py").write_text(
+        "import os\nos.write(1, os.environ['OMP_WAIT_POLICY'].encode())\nos._exit(0)\n"
+    )
     env = {"PYTHONPATH": str(tmp_path)} | ({"OMP_WAIT_POLICY": given} if given else {})
     for script in ("train.py", "eval.py", "doctor.py"):
         assert start("python", ROOT / script, **env)[1] == (given or "passive")
 
 
-@pytest.mark.skipif(not (Path(torch.__file__).parent / "lib/libgomp.so.1").exists(), reason="another OpenMP")
+@pytest.mark.skipif(
+    not (Path(torch.__file__).parent / "lib/libgomp.so.1").exists(), reason="another OpenMP"
+)
 def test_the_openmp_of_pytorch_then_does_not_spin_unless_the_user_wants_it():
     library = Path(torch.__file__).parent / "lib/libgomp.so.1"
     for imports, given, is_passive in (
@@ -56,7 +64,9 @@ def test_a_printed_command_names_programs_that_the_shell_finds(tmp_path, monkeyp
         assert command.typed_command()[:2] == [python, "scripts/train.py"]
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
         for typed in ([str(own / "python3"), str(own / "torchrun")], [str(own / "torchrun")]):
-            monkeypatch.setattr(command, "_command_of", lambda pid, typed=typed: [*typed, "scripts/train.py"])
+            monkeypatch.setattr(
+                command, "_command_of", lambda pid, typed=typed: [*typed, "scripts/train.py"]
+            )
             assert command.typed_command() == [launcher, "scripts/train.py"]
         monkeypatch.delenv("TORCHELASTIC_RUN_ID")
 
@@ -74,11 +84,15 @@ sys.meta_path.insert(0, PressCtrlC())
 """
 
 
-def run_script(script: str, flags: list[str], changes: str, **variables: str) -> tuple[int, str, str]:
+def run_script(
+    script: str, flags: list[str], changes: str, **variables: str
+) -> tuple[int, str, str]:
     """Run a script whose interpreter first executes `changes`, as its sitecustomize module."""
     Path("site").mkdir(exist_ok=True)
     Path("site/sitecustomize.py").write_text(changes)
-    return start("python", ROOT / script, *flags, PYTHONPATH=str(Path("site").resolve()), **variables)
+    return start(
+        "python", ROOT / script, *flags, PYTHONPATH=str(Path("site").resolve()), **variables
+    )
 
 
 @pytest.mark.parametrize("script", ["train.py", "eval.py", "doctor.py"])
@@ -90,7 +104,9 @@ def test_windows_is_refused_with_one_line_of_a_machine(script):
 
 @pytest.mark.full
 def test_a_system_without_core_masks_and_signal_senders_trains_on_the_cpu():
-    code, out, err = run_script("train.py", ["--model", "mlp", "--max_steps", "2", "--threads", "1"], MACOS)
+    code, out, err = run_script(
+        "train.py", ["--model", "mlp", "--max_steps", "2", "--threads", "1"], MACOS
+    )
     assert code == 0 and "Done" in out, err
 
 

@@ -1,6 +1,8 @@
-"""Whole runs on a pretended GPU: the numbers of the CPU, no wait of the host in an update, no missing wait of a stream.
+"""Whole runs on a pretended GPU: the numbers of the CPU, no wait of the host in an update, no
+missing wait of a stream.
 
-The pretended GPU is in helpers/pretended_gpu.py, which says what it finds. Each run is in a process of its own.
+The pretended GPU is in helpers/pretended_gpu.py, which says what it finds. Each run is in a process
+of its own.
 """
 
 import os
@@ -25,14 +27,26 @@ from utils.tasks.classification import Classification
 
 pytestmark = pytest.mark.full
 
-FLAGS = ["--data", "digits", "--model", "mnist_cnn", "--global_batch_size", "64", "--max_steps", "5"]
+FLAGS = [
+    "--data",
+    "digits",
+    "--model",
+    "mnist_cnn",
+    "--global_batch_size",
+    "64",
+    "--max_steps",
+    "5",
+]
 FLAGS += ["--log_every", "1", "--report", "false", "--threads", "1", "--mixed_precision", "no"]
 RUN = ["--run_name", "gpu"]
-TOLERANCE = 2e-6  # of a loss: a GPU has fused optimizers and norms of lists of tensors, which round differently
+# of a loss: a GPU has fused optimizers and norms of lists of tensors, which round differently
+TOLERANCE = 2e-6
 
 
 def on_gpu(commands, plant=None):
-    """Run the commands of train.py and eval.py one after another; returns the faults, and the operations by update."""
+    """Run the commands of train.py and eval.py one after another; returns the faults, and the
+    operations by update.
+    """
     gpu = PretendedGpu()
     gpu.install()
     if plant:
@@ -53,7 +67,10 @@ def losses(name):
 
 CASES = {
     "float32": ([], 60),
-    "images on the host": (["--data_on_device", "no", "--crop_padding", "2", "--flip", "alternate"], 90),
+    "images on the host": (
+        ["--data_on_device", "no", "--crop_padding", "2", "--flip", "alternate"],
+        90,
+    ),
     "EMA, clipping": (["--ema_decay", "0.9", "--clip_norm", "1"], 90),
     "mixing": (["--mixup", "0.2", "--cutmix", "1"], 90),
     "accumulation": (["--grad_accum", "2"], 120),
@@ -68,7 +85,8 @@ LOWER = {
 
 @pytest.mark.parametrize("case", CASES | LOWER)
 def test_no_update_waits_for_the_gpu(case):
-    flags, most = (CASES | LOWER)[case]  # `most`: operations of an update, a quarter more than today
+    # `most`: operations of an update, a quarter more than today
+    flags, most = (CASES | LOWER)[case]
     faults, operations = trained_on_gpu(*flags)
     assert faults == [] and len(operations) == 5
     assert max(operations[2:]) < most
@@ -80,7 +98,16 @@ def test_no_update_waits_for_the_gpu(case):
 
 def test_a_head_on_cached_features_has_no_fault(tmp_path):
     image_folder(tmp_path / "photos", {"cats": 24, "dogs": 24}, size=(150, 120), kind="jpg")
-    flags = ["--data", str(tmp_path / "photos"), "--model", "resnet18", "--freeze", "backbone", "--image_size", "64"]
+    flags = [
+        "--data",
+        str(tmp_path / "photos"),
+        "--model",
+        "resnet18",
+        "--freeze",
+        "backbone",
+        "--image_size",
+        "64",
+    ]
     flags += ["--global_batch_size", "8"]
     faults, operations = trained_on_gpu(*flags)
     assert faults == [] and max(operations[2:]) < 40
@@ -99,9 +126,16 @@ def test_a_resumed_run_and_its_evaluation_have_no_fault():
 
 
 def accelerator_of_a_compiled_run():
-    """Whether TF32 is on, the precision of products, the compiler, and the backend that `gather` uses."""
+    """Whether TF32 is on, the precision of products, the compiler, and the backend that `gather`
+    uses.
+    """
     PretendedGpu().install()
-    os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}
+    os.environ |= {
+        "WORLD_SIZE": "1",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
+    }
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with distributed_session("train.py", TrainConfig()) as ranks:
         ranks.backend = "gloo"
@@ -116,7 +150,9 @@ def accelerator_of_a_compiled_run():
 
 
 def test_a_compiled_deterministic_run_has_no_tf32_and_gathers_over_its_own_backend():
-    assert returned(1, accelerator_of_a_compiled_run) == [(False, "highest", DynamoBackend.INDUCTOR, "gloo")]
+    assert returned(1, accelerator_of_a_compiled_run) == [
+        (False, "highest", DynamoBackend.INDUCTOR, "gloo")
+    ]
 
 
 def plant_a_wait():
@@ -143,7 +179,10 @@ def plant_a_missing_wait():
 
 PLANTED = {
     plant_a_wait: ("_local_scalar_dense makes the host wait", "waiting_loss"),
-    plant_a_host_tensor: ("aten::eq.Tensor has tensors on the host and on the GPU", "sums_on_the_host"),
+    plant_a_host_tensor: (
+        "aten::eq.Tensor has tensors on the host and on the GPU",
+        "sums_on_the_host",
+    ),
     plant_a_missing_wait: ("uses what another stream writes", "utils/data/batches.py"),
 }
 

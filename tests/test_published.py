@@ -36,11 +36,15 @@ def caches(monkeypatch):
 
 
 def publish(name: str) -> torch.nn.Module:
-    """Put random weights where torchvision or timm looks for the published ones; returns a model with them."""
+    """Put random weights where torchvision or timm looks for the published ones; returns a model
+    with them.
+    """
     torch.manual_seed(1)
     if name.startswith("timm/"):
         model, commit = timm.create_model(name[5:]), "0" * 40
-        folder = Path(f"hub/models--timm--{timm.get_pretrained_cfg(name[5:]).hf_hub_id.split('/')[1]}")
+        folder = Path(
+            f"hub/models--timm--{timm.get_pretrained_cfg(name[5:]).hf_hub_id.split('/')[1]}"
+        )
         (folder / "refs").mkdir(parents=True)
         (folder / "refs/main").write_text(commit)
         (folder / "snapshots" / commit).mkdir(parents=True)
@@ -55,9 +59,15 @@ def publish(name: str) -> torch.nn.Module:
 
 
 def pictures_of(classes, size) -> tuple[list[Path], torch.Tensor]:
-    """Write a folder `val` of 4, 5 and 3 images; returns their paths and their places among ImageNet's classes."""
+    """Write a folder `val` of 4, 5 and 3 images; returns their paths and their places among
+    ImageNet's classes.
+    """
     counts = dict(zip(classes, (4, 5, 3), strict=True))
-    labels = [place for name, place in sorted(zip(classes, PLACES, strict=True)) for _ in range(counts[name])]
+    labels = [
+        place
+        for name, place in sorted(zip(classes, PLACES, strict=True))
+        for _ in range(counts[name])
+    ]
     return image_folder("data/val", counts, size=size), torch.tensor(labels)
 
 
@@ -85,7 +95,8 @@ def check(found: list[dict], logits: torch.Tensor, labels: torch.Tensor) -> None
 @pytest.mark.full
 def test_weights_of_torchvision_are_evaluated_on_folders_named_by_synset_as_by_torchvision_alone():
     published = publish("resnet18")
-    paths, labels = pictures_of(SYNSETS, size=(256, 256))  # the size that the weights' own transform resizes to
+    # the size that the weights' own transform resizes to
+    paths, labels = pictures_of(SYNSETS, size=(256, 256))
     transform = torchvision.models.ResNet18_Weights.DEFAULT.transforms()
     with torch.no_grad():
         logits = published(torch.stack([transform(Image.open(path)) for path in paths]))
@@ -135,7 +146,8 @@ def test_synsets_are_known_without_timm_if_all_are_there(monkeypatch):
     assert names_as_in(synsets[::-1]) == synsets
     with pytest.raises(UserError, match="which lists all, is not installed; pip install timm"):
         names_as_in(["n01440764", "n02123045"])
-    words = [f"{name}, with more words" for name in CLASSES]  # their order cannot be checked without timm
+    # their order cannot be checked without timm
+    words = [f"{name}, with more words" for name in CLASSES]
     assert names_as_in(words) == words
     with pytest.raises(UserError, match="is not a class of ImageNet"):
         names_as_in(words[::-1])
@@ -165,7 +177,10 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line():
         ),
         (["--model", "resnet18", "--pretrained"], "--model needs --data"),
         (["--model", "resnet18", *data], "the class 'cat' of --data is not a class of ImageNet"),
-        (["--model", wide, *data], "the weights have 21,843 classes, and --data has 3; use data with the classes"),
+        (
+            ["--model", wide, *data],
+            "the weights have 21,843 classes, and --data has 3; use data with the classes",
+        ),
     ):
         assert refused(eval.main, *flags).startswith(f"eval.py: error: {text}")
 
@@ -174,4 +189,7 @@ def test_weights_that_are_not_there_are_one_line_with_the_fix():
     pictures_of(SYNSETS, size=(120, 120))
     flags = ("--model", "resnet18", "--pretrained", "--data", "data", "--num_workers", "0")
     line = refused(eval.main, *flags, processes=2)
-    assert "--pretrained: the weights of resnet18 cannot be loaded (" in line and "; without a network, save " in line
+    assert (
+        "--pretrained: the weights of resnet18 cannot be loaded (" in line
+        and "; without a network, save " in line
+    )

@@ -1,4 +1,6 @@
-"""The modern recipe, everything at once: the same losses on one, two and three processes, and after a kill."""
+"""The modern recipe, everything at once: the same losses on one, two and three processes, and after
+a kill.
+"""
 
 import re
 from pathlib import Path
@@ -29,8 +31,28 @@ ALL_ON = {
     "loss": ["--loss", "focal"],
 }
 # Six updates an epoch, the last one of nine samples
-RUN = ["--data", "digits", "--max_train_samples", "129", "--max_eval_samples", "30", "--global_batch_size", "24"]
-RUN += ["--model", "mlp", "--model_args", "{hidden: 16}", "--lr", "0.05", "--threads", "1", "--max_steps", "20"]
+RUN = [
+    "--data",
+    "digits",
+    "--max_train_samples",
+    "129",
+    "--max_eval_samples",
+    "30",
+    "--global_batch_size",
+    "24",
+]
+RUN += [
+    "--model",
+    "mlp",
+    "--model_args",
+    "{hidden: 16}",
+    "--lr",
+    "0.05",
+    "--threads",
+    "1",
+    "--max_steps",
+    "20",
+]
 RUN += ["--log_every", "1", "--save_every", "7", "--eval_every", "20", "--lr_schedule", "constant"]
 EVERYTHING = [*RUN, *(word for flags in ALL_ON.values() for word in flags)]
 
@@ -51,9 +73,15 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("processes", "accum"),
-    [(2, 1), pytest.param(3, 1, marks=pytest.mark.full), pytest.param(1, 4, marks=pytest.mark.full)],
+    [
+        (2, 1),
+        pytest.param(3, 1, marks=pytest.mark.full),
+        pytest.param(1, 4, marks=pytest.mark.full),
+    ],
 )
-def test_every_topology_has_the_losses_of_one_process_with_everything_on(processes, accum, folder, monkeypatch):
+def test_every_topology_has_the_losses_of_one_process_with_everything_on(
+    processes, accum, folder, monkeypatch
+):
     monkeypatch.chdir(folder)
     name = "2" if (processes, accum) == (2, 1) else f"{processes}x{accum}"
     if name != "2":
@@ -73,7 +101,9 @@ def test_a_killed_run_ends_with_the_same_weights_with_everything_on(folder, monk
     started.kill()
     started.finish()
     assert not Path("runs/run/checkpoints/step-00000014").exists()
-    resumed = start_ranks(2, train.main, ["--run_name", "run", *EVERYTHING, "--resume", "auto"]).finish()
+    resumed = start_ranks(
+        2, train.main, ["--run_name", "run", *EVERYTHING, "--resume", "auto"]
+    ).finish()
     assert [outcome.code for outcome in resumed] == [0, 0], resumed[0].err
     assert records("run", "start")[-1]["step"] == 7
     assert losses("run") == losses("2") and same_tensors(weights("run"), weights("2"))
@@ -89,9 +119,15 @@ def test_each_flag_alone_changes_the_loss_of_the_first_update():
 
 
 def test_the_start_of_a_run_says_what_its_training_metrics_are_measured_against():
-    (outcome,) = run_ranks(1, train.main, ["--run_name", "words", *RUN, "--mixup", "0.2", "--max_steps", "1"])
-    assert re.search(r"recipe +mixup 0.2\nmixing +training accuracy is against the dominant label", outcome.out)
+    (outcome,) = run_ranks(
+        1, train.main, ["--run_name", "words", *RUN, "--mixup", "0.2", "--max_steps", "1"]
+    )
+    assert re.search(
+        r"recipe +mixup 0.2\nmixing +training accuracy is against the dominant label", outcome.out
+    )
     image_folder("two", {"a": 20, "b": 20})
     flags = ["--data", "two", "--task", "binary", "--mixup", "0.2", "--max_steps", "1"]
     (outcome,) = run_ranks(1, train.main, ["--run_name", "binary", *RUN, *flags])
-    assert re.search(r"mixing +training metrics count a label if its share is above 0.5", outcome.out), outcome.out
+    assert re.search(
+        r"mixing +training metrics count a label if its share is above 0.5", outcome.out
+    ), outcome.out

@@ -37,12 +37,34 @@ def test_the_swin_recipe_has_the_learning_rates_of_its_authors_and_trains_at_64_
     updates, warmup = 300 * (1_281_167 // 1024), 20 * (1_281_167 // 1024)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 5e-4 * 1024 / 512)
     ends = {"lr_min": 5e-6 * 1024 / 512, "warmup_lr_init": 5e-7 * 1024 / 512, "warmup_t": warmup}
-    theirs = CosineLRScheduler(optimizer, updates - warmup, **ends, t_in_epochs=False, warmup_prefix=True)
+    theirs = CosineLRScheduler(
+        optimizer, updates - warmup, **ends, t_in_epochs=False, warmup_prefix=True
+    )
     for update in range(0, updates, 997):
         (lr,) = theirs._get_lr(update)
-        assert learning_rate(config, update, updates) == pytest.approx(lr, rel=1e-9, abs=(update < warmup) * 1e-6)
-    small = ["--data", "synthetic/4x64x32", "--image_size", "64", "--global_batch_size", "8", "--report", "false"]
-    small += ["--model_args", "{mlp_ratio: 0.5}", "--max_steps", "3", "--warmup_steps", "1", "--log_every", "1"]
+        assert learning_rate(config, update, updates) == pytest.approx(
+            lr, rel=1e-9, abs=(update < warmup) * 1e-6
+        )
+    small = [
+        "--data",
+        "synthetic/4x64x32",
+        "--image_size",
+        "64",
+        "--global_batch_size",
+        "8",
+        "--report",
+        "false",
+    ]
+    small += [
+        "--model_args",
+        "{mlp_ratio: 0.5}",
+        "--max_steps",
+        "3",
+        "--warmup_steps",
+        "1",
+        "--log_every",
+        "1",
+    ]
     log = train_run(1, "run", "--config", recipe, *small)
     trained = [record for record in log if record["kind"] == "train"]
     assert [record["lr"] for record in trained] == pytest.approx([0.001, 0.001, 0.000505])
@@ -52,7 +74,9 @@ def test_the_swin_recipe_has_the_learning_rates_of_its_authors_and_trains_at_64_
 @pytest.mark.full
 def test_the_digits_recipe_learns_in_two_processes_and_evaluates_the_same_in_one():
     recipe = str(RECIPES / "digits.yaml")
-    log = train_run(2, "run", "--config", recipe, "--epochs", "8", "--log_every", "46", "--eval_every", "92")
+    log = train_run(
+        2, "run", "--config", recipe, "--epochs", "8", "--log_every", "46", "--eval_every", "92"
+    )
     losses = [record["loss"] for record in log if record["kind"] == "train"]
     assert losses[-1] < losses[0] / 4
     best = max(record["accuracy"] for record in records("run", "eval"))
@@ -72,7 +96,8 @@ def test_the_digits_recipe_reaches_98_percent_over_five_hold_outs():
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    "LOCKSTEP_MNIST" not in os.environ, reason="set LOCKSTEP_MNIST to a folder with MNIST's parquet files"
+    "LOCKSTEP_MNIST" not in os.environ,
+    reason="set LOCKSTEP_MNIST to a folder with MNIST's parquet files",
 )
 def test_the_mnist_recipe_reaches_99_5_percent():
     flags = ("--config", str(RECIPES / "mnist.yaml"), "--data", os.environ["LOCKSTEP_MNIST"])

@@ -1,4 +1,6 @@
-"""A run keeps a record of its samples: its hold-out stays the same, and changes are reported in words."""
+"""A run keeps a record of its samples: its hold-out stays the same, and changes are reported in
+words.
+"""
 
 import gzip
 import json
@@ -13,7 +15,15 @@ import pytest
 from datasets import ClassLabel
 from helpers.make_data import image_folder, parquet, pictures, table
 from helpers.ranks import run_ranks
-from helpers.training_runs import kept_in, records, refused, restore, same_tensors, train_run, weights
+from helpers.training_runs import (
+    kept_in,
+    records,
+    refused,
+    restore,
+    same_tensors,
+    train_run,
+    weights,
+)
 from PIL import Image
 
 import eval
@@ -24,8 +34,29 @@ from utils.data.record import FILE, make_record, match_files, read_record
 from utils.data.splits import Files, whole_split
 from utils.runs.manifest import write_manifest
 
-FLAGS = ("--data", "data", "--model", "mlp", "--model_args", "{hidden: 8}", "--threads", "1", "--global_batch_size")
-FLAGS += ("12", "--lr", "0.01", "--lr_schedule", "constant", "--log_every", "1", "--eval_every", "9", "--save_every")
+FLAGS = (
+    "--data",
+    "data",
+    "--model",
+    "mlp",
+    "--model_args",
+    "{hidden: 8}",
+    "--threads",
+    "1",
+    "--global_batch_size",
+)
+FLAGS += (
+    "12",
+    "--lr",
+    "0.01",
+    "--lr_schedule",
+    "constant",
+    "--log_every",
+    "1",
+    "--eval_every",
+    "9",
+    "--save_every",
+)
 FLAGS += ("3", "--max_steps", "6")
 MORE = (*FLAGS[:-1], "9", "--run_name", "run", "--resume", "auto")
 
@@ -43,7 +74,9 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def trained(own_folders, finished, monkeypatch):
-    """The run `run`, which may go on for three updates, the run `whole`, which has them, and their data."""
+    """The run `run`, which may go on for three updates, the run `whole`, which has them, and their
+    data.
+    """
     folder, paths = finished
     monkeypatch.chdir(restore(folder))
     return paths
@@ -75,7 +108,8 @@ def numbers(record: dict) -> dict:
 
 
 def test_files_and_classes_renamed_to_another_unicode_form_are_the_same():
-    image_folder("data", {"Café": 30, "Cafz": 30})  # the other form is in another place in the order of text
+    # the other form is in another place in the order of text
+    image_folder("data", {"Café": 30, "Cafz": 30})
     Path("data/Cafz/001.png").rename("data/Cafz/é.png")
     train_run(1, "run", *FLAGS)
     train_run(1, "whole", *FLAGS[:-1], "9")
@@ -84,7 +118,9 @@ def test_files_and_classes_renamed_to_another_unicode_form_are_the_same():
     Path("data/Café").rename(unicodedata.normalize("NFD", "data/Café"))
     Path("data/Cafz/é.png").rename(unicodedata.normalize("NFD", "data/Cafz/é.png"))
     after, out = evaluated()
-    assert numbers(after) == numbers(before) and numbers(evaluated("--split", "train")[0]) == numbers(known)
+    assert numbers(after) == numbers(before) and numbers(
+        evaluated("--split", "train")[0]
+    ) == numbers(known)
     assert "matched although in another Unicode form: Café" in unicodedata.normalize("NFC", out)
     assert not any(line in out for line in ("changed", "no longer in", "new files"))
     Path("data").rename("moved")  # elsewhere, it still counts as the data of the run
@@ -115,15 +151,26 @@ def test_a_resume_goes_on_with_the_samples_it_began_with_when_files_are_new(trai
 
 
 def assert_whole():
-    assert [r["loss"] for r in records("run", "train")] == [r["loss"] for r in records("whole", "train")]
+    assert [r["loss"] for r in records("run", "train")] == [
+        r["loss"] for r in records("whole", "train")
+    ]
     assert same_tensors(weights("run"), weights("whole"))
 
 
 CHANGES = {
     "one changed": (lambda paths: keep_time(paths[7], invert), ("1 of ", "changed: cat/007.bmp")),
-    "deleted": (lambda paths: paths[40].unlink(), ("dog/010.bmp (no longer in the data set)", "--bad_images skip")),
-    "a class more": (lambda paths: image_folder("data", {"emu": 3}), ("the classes changed", "new: emu")),
-    "a class less": (lambda paths: shutil.rmtree("data/cat"), ("the classes changed", "removed: cat")),
+    "deleted": (
+        lambda paths: paths[40].unlink(),
+        ("dog/010.bmp (no longer in the data set)", "--bad_images skip"),
+    ),
+    "a class more": (
+        lambda paths: image_folder("data", {"emu": 3}),
+        ("the classes changed", "new: emu"),
+    ),
+    "a class less": (
+        lambda paths: shutil.rmtree("data/cat"),
+        ("the classes changed", "removed: cat"),
+    ),
 }
 
 
@@ -134,7 +181,9 @@ def test_a_resume_reports_in_words_what_changed_in_the_data(trained, change):
     line = refused(train.main, *MORE)
     assert all(text in line for text in texts), line
     record = read_record(checkpoint() / FILE)
-    assert not any(part.labels in line or (part.content and part.content in line) for part in record.parts)
+    assert not any(
+        part.labels in line or (part.content and part.content in line) for part in record.parts
+    )
 
 
 def test_an_evaluation_reports_changed_images_and_goes_on(trained):
@@ -167,7 +216,9 @@ def test_images_to_evaluate_on_that_the_run_trained_on_are_counted(trained):
     held = read_record(checkpoint() / FILE).evaluation.names
     Path("elsewhere", held[0]).unlink()
     record, out = evaluated("--data", "elsewhere")
-    assert record["count"] == 59 and "the run trained on 54 of the 59 images of split 'train'" in out
+    assert (
+        record["count"] == 59 and "the run trained on 54 of the 59 images of split 'train'" in out
+    )
 
 
 def test_other_settings_for_the_splits_are_refused_with_the_changes(trained):
@@ -180,18 +231,32 @@ NAMED = ClassLabel(names=["cat", "dog"])
 
 def write_table(images, labels=None):
     shutil.rmtree("data", ignore_errors=True)
-    parquet("data", train=table([i % 2 for i in range(len(images))] if labels is None else labels, NAMED, list(images)))
+    parquet(
+        "data",
+        train=table(
+            [i % 2 for i in range(len(images))] if labels is None else labels, NAMED, list(images)
+        ),
+    )
 
 
 @pytest.mark.parametrize(
     ("images", "labels", "text"),
     [
-        pytest.param(lambda p: p[:-3], None, "split 'train' had 60 samples and now has 57", marks=pytest.mark.full),
+        pytest.param(
+            lambda p: p[:-3],
+            None,
+            "split 'train' had 60 samples and now has 57",
+            marks=pytest.mark.full,
+        ),
         (lambda p: 255 - p, None, "the images of split 'train' changed"),
-        pytest.param(lambda p: p, [1, 0] * 30, "the labels of split 'train' changed", marks=pytest.mark.full),
+        pytest.param(
+            lambda p: p, [1, 0] * 30, "the labels of split 'train' changed", marks=pytest.mark.full
+        ),
     ],
 )
-def test_a_table_that_changed_is_refused_by_resume_and_by_evaluation_of_its_hold_out(images, labels, text):
+def test_a_table_that_changed_is_refused_by_resume_and_by_evaluation_of_its_hold_out(
+    images, labels, text
+):
     pixels = pictures(60)
     write_table(pixels)
     train_run(1, "run", *FLAGS)
@@ -214,7 +279,9 @@ def test_a_table_to_evaluate_on_that_changed_is_refused_by_a_resume():
 def test_arrays_in_memory_are_known_by_their_content():
     """A data set of torchvision may hold its images as one array."""
     train_run(1, "run", "--data", "digits", *FLAGS[2:])
-    assert "the images of split 'train' changed" in refused(_train_on_dimmed_digits, "--data", "digits", *MORE[2:])
+    assert "the images of split 'train' changed" in refused(
+        _train_on_dimmed_digits, "--data", "digits", *MORE[2:]
+    )
 
 
 def _train_on_dimmed_digits(flags):
@@ -233,7 +300,9 @@ def test_ranks_that_see_different_images_are_refused():
     for name in ("one", "two"):
         image_folder(f"{name}/data", {"cat": 30, "dog": 30}, seed=len(name), kind="bmp")
     Path("two/data/dog/000.bmp").write_bytes(Path("two/data/dog/001.bmp").read_bytes())
-    line = refused(_train_in_a_folder_of_its_own, *FLAGS, "--output_dir", os.path.abspath("runs"), processes=2)
+    line = refused(
+        _train_in_a_folder_of_its_own, *FLAGS, "--output_dir", os.path.abspath("runs"), processes=2
+    )
     assert "rank 1 has different images in --data data than rank 0" in line
 
 
@@ -263,7 +332,11 @@ def change_record(change):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] * name.endswith(("bomb", "short"))) for name in HOSTILE]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full] * name.endswith(("bomb", "short")))
+        for name in HOSTILE
+    ],
 )
 def test_a_stranger_s_record_is_refused_in_one_line(trained, name):
     change_record(HOSTILE[name])

@@ -22,7 +22,13 @@ from helpers.training_runs import MLP, ROOT, records, returned, train_run, worki
 from PIL import Image
 from scipy.special import expit
 from scipy.stats import binomtest
-from sklearn.metrics import average_precision_score, confusion_matrix, f1_score, recall_score, roc_auc_score
+from sklearn.metrics import (
+    average_precision_score,
+    confusion_matrix,
+    f1_score,
+    recall_score,
+    roc_auc_score,
+)
 
 import eval
 import train
@@ -51,24 +57,33 @@ def predictions(classes: int, samples: int = 500, seed: int = 0) -> Predictions:
     probabilities = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
     top = np.argsort(-probabilities, axis=1)[:, :5]
     hits = top == labels[:, None]
-    values = np.stack([-np.log(probabilities[np.arange(samples), labels]), hits[:, 0], hits.any(1)], 1)
+    values = np.stack(
+        [-np.log(probabilities[np.arange(samples), labels]), hits[:, 0], hits.any(1)], 1
+    )
     indices = np.arange(samples) * 3  # some samples could not be read
-    return Predictions(indices, labels, top, np.take_along_axis(probabilities, top, 1).astype(np.float32), values)
+    return Predictions(
+        indices, labels, top, np.take_along_axis(probabilities, top, 1).astype(np.float32), values
+    )
 
 
 def task_of(classes: int, names: list[str] = NAMES) -> Classification:
     return Classification(TrainConfig(), names[:classes])
 
 
-def outputs_of(kind: type[MultiLabel], names: list[str], labels: np.ndarray, logits: np.ndarray, **settings):
+def outputs_of(
+    kind: type[MultiLabel], names: list[str], labels: np.ndarray, logits: np.ndarray, **settings
+):
     """The predictions of a task with these logits, and the task."""
     task = kind(TrainConfig(**settings), names)
     values = task.evaluate(torch.tensor(logits), torch.tensor(labels))[0].numpy()
-    found = Predictions(np.arange(len(labels)), labels, np.zeros((len(labels), 0), int), logits, values)
+    found = Predictions(
+        np.arange(len(labels)), labels, np.zeros((len(labels), 0), int), logits, values
+    )
     return found, task
 
 
-# -- the numbers ------------------------------------------------------------------------------------------------------
+# -- the numbers
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("classes", [12, MATRIX + 1])
@@ -76,8 +91,13 @@ def test_confusions_and_classes_are_those_of_scikit_learn(classes):
     found = predictions(classes, 3000)
     analysis = analyse(found, task_of(classes), 0)
     expected = confusion_matrix(found.labels, found.top[:, 0], labels=range(classes))
-    assert analysis["matrix"] == (expected.tolist() if classes == 12 else None) and analysis["count"] == 3000
-    recalls = dict(zip(NAMES, recall_score(found.labels, found.top[:, 0], average=None), strict=False))
+    assert (
+        analysis["matrix"] == (expected.tolist() if classes == 12 else None)
+        and analysis["count"] == 3000
+    )
+    recalls = dict(
+        zip(NAMES, recall_score(found.labels, found.top[:, 0], average=None), strict=False)
+    )
     assert {row["name"]: row["score"] for row in analysis["classes"]} == pytest.approx(recalls)
     totals = dict(zip(NAMES, expected.sum(1), strict=False))
     np.fill_diagonal(expected, 0)
@@ -94,7 +114,9 @@ def test_the_calibration_error_is_that_of_a_loop_over_bins():
     confidence = np.append(random.random(700), [0.0, 1.0])
     correct = random.random(702) < confidence**2
     places = np.minimum(confidence * BINS, BINS - 1).astype(int)
-    error = sum(abs((correct[places == n] - confidence[places == n]).sum()) for n in range(BINS)) / 702
+    error = (
+        sum(abs((correct[places == n] - confidence[places == n]).sum()) for n in range(BINS)) / 702
+    )
     found = calibration([(confidence[:300], correct[:300]), (confidence[300:], correct[300:])])
     assert found["error"] == pytest.approx(error, rel=1e-9) and error > 0.1
 
@@ -112,7 +134,9 @@ def test_a_bootstrap_interval_contains_the_true_value_as_often_as_it_says():
     random, truth, covered = np.random.default_rng(1), 0.7, 0
     for seed in range(100):
         values = random.random(80) < truth
-        low, high = intervals(lambda rows, v=values: {"mean": float(v[rows].mean())}, 80, 1000, seed)["mean"]
+        low, high = intervals(
+            lambda rows, v=values: {"mean": float(v[rows].mean())}, 80, 1000, seed
+        )["mean"]
         covered += low <= truth <= high
     assert 0.88 < covered / 100 < 0.99  # 0.93 to 0.95 is usual for 80 samples; the seeds are fixed
 
@@ -138,7 +162,10 @@ def test_the_interval_of_a_share_is_that_of_wilson_even_if_all_images_are_right(
     bounds = analyse(found, task_of(10), 0)["intervals"]
     for name, count in (("accuracy", right), ("top5", samples)):
         expected = binomtest(count, samples).proportion_ci(method="wilson")
-        assert bounds[name] == pytest.approx((expected.low, expected.high), abs=1e-4) and bounds[name][0] < 1
+        assert (
+            bounds[name] == pytest.approx((expected.low, expected.high), abs=1e-4)
+            and bounds[name][0] < 1
+        )
 
 
 def test_classes_without_an_evaluation_image_are_counted():
@@ -154,7 +181,10 @@ def test_multilabel_has_the_precision_of_each_class_and_the_calibration_of_all_p
     found, task = outputs_of(MultiLabel, NAMES[:4], truth, scores, threshold=0.05)
     analysis = analyse(found, task, 0)
     assert {row["name"]: (row["score"], row["count"]) for row in analysis["classes"]} == {
-        NAMES[c]: (pytest.approx(average_precision_score(truth[:, c], scores[:, c])), truth[:, c].sum())
+        NAMES[c]: (
+            pytest.approx(average_precision_score(truth[:, c], scores[:, c])),
+            truth[:, c].sum(),
+        )
         for c in range(4)
     }
     assert analysis["intervals"].keys() == {"mAP", "macro_f1", "micro_f1", "exact_match", "loss"}
@@ -173,7 +203,9 @@ def test_multilabel_has_the_precision_of_each_class_and_the_calibration_of_all_p
     errors = analysis["errors"]
     assert [error["index"] for error in errors] == np.argsort(-found.values[:, 0])[:24].tolist()
     largest = (np.abs(probabilities - truth) * (predicted != truth)).argmax(1)
-    assert [error["text"].rpartition(" ")[0] for error in errors] == [NAMES[largest[e["index"]]] for e in errors]
+    assert [error["text"].rpartition(" ")[0] for error in errors] == [
+        NAMES[largest[e["index"]]] for e in errors
+    ]
 
 
 def test_binary_is_shown_as_a_classification_of_two_classes_with_an_interval_of_its_auc():
@@ -232,12 +264,15 @@ def test_a_chart_has_each_point_at_its_place_and_leaves_infinite_ones_out():
         assert chart_of(title, (0, 0.8), (1, 0.9))["rows"][0][1] == lowest
 
 
-# -- the page of a run ----------------------------------------------------------------------------------------------
+# -- the page of a run
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A folder with a run that was continued, evaluations of it on one and on two processes, and one without a page."""
+    """A folder with a run that was continued, evaluations of it on one and on two processes, and
+    one without a page.
+    """
     folder = tmp_path_factory.mktemp("report") / "secret-place"
     with working_in(folder):
         flags = [*MLP, "--report", "true", "--eval_batch_size", "50"]
@@ -246,7 +281,9 @@ def runs(tmp_path_factory):
         train_run(1, "run", *flags, "--max_steps", "12", "--resume", "auto")
         Path("last.json").write_bytes(Path("runs/run/report.json").read_bytes())
         for processes in (1, 2):
-            returned(processes, eval.main, ["--ckpt", "runs/run", "--json", f"eval{processes}.json"])
+            returned(
+                processes, eval.main, ["--ckpt", "runs/run", "--json", f"eval{processes}.json"]
+            )
             Path(f"report{processes}.json").write_bytes(Path("runs/run/report.json").read_bytes())
         train_run(1, "none", *MLP, "--max_steps", "2")
         returned(1, eval.main, ["--ckpt", "runs/none"])
@@ -277,8 +314,13 @@ def test_an_evaluation_writes_the_page_again_with_the_same_numbers_on_two_proces
     result, page = json.loads(Path("eval1.json").read_text()), (inside / "report.html").read_text()
     assert one["matrix"] == two["matrix"] and one["record"]["accuracy"] == result["accuracy"]
     scores = {row["name"]: row["score"] for row in one["classes"]}
-    assert [scores[str(number)] for number in range(10)] == pytest.approx(result["per_class_accuracy"])
-    assert all(two["intervals"][name] == pytest.approx(bounds, rel=1e-5) for name, bounds in one["intervals"].items())
+    assert [scores[str(number)] for number in range(10)] == pytest.approx(
+        result["per_class_accuracy"]
+    )
+    assert all(
+        two["intervals"][name] == pytest.approx(bounds, rel=1e-5)
+        for name, bounds in one["intervals"].items()
+    )
     assert f"{result['accuracy']:.4f}" in page and f"{result['macro_f1']:.4f}" in page
 
 
@@ -294,7 +336,10 @@ def test_each_error_in_the_gallery_is_an_image_of_the_split_that_the_weights_get
 
 
 def _train_to_a_constant_answer(flags: list[str], die_at: int | None = None) -> None:
-    """Train; from update 5 on, the weights are 0. Before update `die_at`, counted from 0, the process is killed."""
+    """Train; from update 5 on, the weights are 0.
+
+    Before update `die_at`, counted from 0, the process is killed.
+    """
     update = train.train_update
 
     def damaged(run, batches):
@@ -309,19 +354,43 @@ def _train_to_a_constant_answer(flags: list[str], die_at: int | None = None) -> 
 
 
 def test_the_page_shows_the_best_checkpoint_after_a_kill_and_before_and_after_eval_py(inside):
-    flags = [*MLP, "--report", "true", "--max_steps", "12", "--lr", "0.05", "--eval_every", "4", "--save_every", "4"]
+    flags = [
+        *MLP,
+        "--report",
+        "true",
+        "--max_steps",
+        "12",
+        "--lr",
+        "0.05",
+        "--eval_every",
+        "4",
+        "--save_every",
+        "4",
+    ]
     (killed,) = run_ranks(1, _train_to_a_constant_answer, flags, 9)
     assert killed.code == -signal.SIGKILL
     (outcome,) = run_ranks(1, _train_to_a_constant_answer, [*flags, "--resume", "auto"])
     folder = Path("runs/worse")
-    trained, page = json.loads((folder / "report.json").read_text()), (folder / "report.html").read_text()
+    trained, page = (
+        json.loads((folder / "report.json").read_text()),
+        (folder / "report.html").read_text(),
+    )
     returned(1, eval.main, ["--ckpt", "runs/worse"])
-    evaluated, again = json.loads((folder / "report.json").read_text()), (folder / "report.html").read_text()
+    evaluated, again = (
+        json.loads((folder / "report.json").read_text()),
+        (folder / "report.html").read_text(),
+    )
     best, *_, last = records("worse", "eval")
     assert (best["step"], last["step"]) == (4, 12) and best["accuracy"] > last["accuracy"]
     for analysis in (trained, evaluated):
-        assert analysis["record"]["step"] == 4 and analysis["record"]["loss"] == pytest.approx(best["loss"])
-        assert np.trace(analysis["matrix"]) / 180 == pytest.approx(best["accuracy"]) == analysis["record"]["accuracy"]
+        assert analysis["record"]["step"] == 4 and analysis["record"]["loss"] == pytest.approx(
+            best["loss"]
+        )
+        assert (
+            np.trace(analysis["matrix"]) / 180
+            == pytest.approx(best["accuracy"])
+            == analysis["record"]["accuracy"]
+        )
     for name in ("matrix", "classes", "always", "errors", "confusions"):
         assert trained[name] == evaluated[name], name
     place = "<td>update 4, the best by accuracy</td>"
@@ -344,13 +413,18 @@ def test_the_best_evaluation_is_that_of_the_checkpoint_which_eval_py_takes():
     rows = [(1, 0.5), (2, None), (3, 0.7), (4, 0.7), (5, 0.1)]
     assert found("accuracy", *rows)["step"] == 3 and found("loss", *rows)["step"] == 5
     assert found("f1", *rows)["step"] == 5 and found("accuracy", (1, None), (2, None))["step"] == 2
-    assert found("accuracy", (1, 0.9), (1, 0.2), (2, 0.8), (2, 0.3))["accuracy"] == 0.3  # raw, then averaged weights
+    # raw, then averaged weights
+    assert found("accuracy", (1, 0.9), (1, 0.2), (2, 0.8), (2, 0.3))["accuracy"] == 0.3
     assert found("accuracy") == {}
 
 
 def test_the_page_shows_settings_starts_versions_and_marks_the_resume(inside):
     page, run = (inside / "report.html").read_text(), read_run(inside)
-    assert run["settings"]["flip"] == "true" and not run["settings"].keys() & {"seed", "output_dir", "cache_dir"}
+    assert run["settings"]["flip"] == "true" and not run["settings"].keys() & {
+        "seed",
+        "output_dir",
+        "cache_dir",
+    }
     assert [start["step"] for start in run["start"]] == [0, 8]
     assert page.count("<title>resumed from update 8</title>") == page.count('<svg viewBox="0 0 480')
     assert f"torch {torch.__version__}" in page
@@ -363,7 +437,8 @@ def test_the_page_names_no_host_and_no_absolute_path(inside):
         text = file.read_text()
         assert socket.gethostname() not in re.sub(r"base64,[\w+/=]+", "", text)
         assert "secret-place" not in text and "/tmp" not in text and str(Path.home()) not in text
-    assert not list(Path("runs/none").glob("report.*"))  # --report false, in training and evaluation
+    # --report false, in training and evaluation
+    assert not list(Path("runs/none").glob("report.*"))
 
 
 def test_an_error_of_the_page_is_a_warning_and_the_run_ends_well(inside, monkeypatch):
@@ -372,35 +447,75 @@ def test_an_error_of_the_page_is_a_warning_and_the_run_ends_well(inside, monkeyp
 
     monkeypatch.setattr("utils.report.writing.write_page", fail)
     returned(1, train.main, ["--run_name", "unlucky", *MLP, "--report", "true", "--max_steps", "2"])
-    assert not Path("runs/unlucky/report.html").exists() and Path("runs/unlucky/checkpoints/latest").exists()
+    assert (
+        not Path("runs/unlucky/report.html").exists()
+        and Path("runs/unlucky/checkpoints/latest").exists()
+    )
 
 
-# -- pages of made-up runs ------------------------------------------------------------------------------------------
+# -- pages of made-up runs
+# ------------------------------------------------------------------------------------------
 
 
-PIXEL = "data:image/png;base64," + base64.b64encode(encoded(np.zeros((12, 20, 3), np.uint8), "PNG")).decode()
+PIXEL = (
+    "data:image/png;base64,"
+    + base64.b64encode(encoded(np.zeros((12, 20, 3), np.uint8), "PNG")).decode()
+)
 
 
-def made_up(folder: Path, classes: int = 10, names: list[str] | None = None, samples: int = 500, **settings) -> Path:
+def made_up(
+    folder: Path, classes: int = 10, names: list[str] | None = None, samples: int = 500, **settings
+) -> Path:
     """A run folder with a log, an analysis and a first batch."""
     folder.mkdir(parents=True)
-    config = TrainConfig(**{"data": "/home/someone/flowers", "lr": 0.1, "task": "classification"} | settings)
+    config = TrainConfig(
+        **{"data": "/home/someone/flowers", "lr": 0.1, "task": "classification"} | settings
+    )
     (folder / "config.yaml").write_text(to_yaml(config))
-    start = {"kind": "start", "step": 0, "processes": 2, "batch_size": 64, "grad_accum": 1, "global_batch_size": 128}
+    start = {
+        "kind": "start",
+        "step": 0,
+        "processes": 2,
+        "batch_size": 64,
+        "grad_accum": 1,
+        "global_batch_size": 128,
+    }
     start |= {"threads": 1, "precision": "no", "device": "cpu", "input": "mean 0.5", "time": 0}
     start |= {"versions": {"torch": "2.0", "commit": "abcdef" * 7}}
     log = [start, start | {"step": 40}]
     for step in range(10, 110, 10):
         own = {"step": step, "epoch": 1, "loss": 100 / step**2, "seconds": step}
-        log.append(own | {"kind": "train", "accuracy": 0.6, "lr": 0.1, "images_per_second": 9.0, "data_wait": 0.01})
+        log.append(
+            own
+            | {
+                "kind": "train",
+                "accuracy": 0.6,
+                "lr": 0.1,
+                "images_per_second": 9.0,
+                "data_wait": 0.01,
+            }
+        )
         log[-1] |= {"gpu_memory": 8 * 10**9, "skipped": 0.0}
         for weights, accuracy in (("raw", 0.5), ("ema", 0.75)):
-            log.append(own | {"kind": "eval", "weights": weights, "accuracy": accuracy, "split": "test", "count": 5})
-    (folder / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in log) + '{"kind": "tra')
+            log.append(
+                own
+                | {
+                    "kind": "eval",
+                    "weights": weights,
+                    "accuracy": accuracy,
+                    "split": "test",
+                    "count": 5,
+                }
+            )
+    (folder / "log.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in log) + '{"kind": "tra'
+    )
     analysis = analyse(predictions(classes, samples), task_of(classes, names or NAMES), 0)
     for error in analysis["errors"]:
         error |= {"image": PIXEL, "small": True, "file": "a/b.png"}
-    (folder / "report.json").write_text(json.dumps({"record": {"accuracy": 0.5, "loss": 1.0, "step": 100}, **analysis}))
+    (folder / "report.json").write_text(
+        json.dumps({"record": {"accuracy": 0.5, "loss": 1.0, "step": 100}, **analysis})
+    )
     Image.new("RGB", (1500, 400), "blue").save(folder / "first_batch.png")
     return folder
 
@@ -422,19 +537,29 @@ def test_the_analysis_of_a_training_that_went_on_is_not_shown_and_that_of_eval_p
     for record, shown in (({"step": 40}, False), ({"step": 40, "checkpoint": "step-40"}, True)):
         (folder / "report.json").write_text(json.dumps({**analysis, "record": record}))
         run = read_run(folder)
-        assert bool(run["analysis"]) == shown and run["evaluation"]["step"] == (40 if shown else 100)
+        assert bool(run["analysis"]) == shown and run["evaluation"]["step"] == (
+            40 if shown else 100
+        )
 
 
-def test_the_page_says_which_weights_and_views_were_evaluated_and_shows_a_dash_for_an_infinite_loss(tmp_path):
+def test_the_page_says_which_weights_and_views_were_evaluated_and_shows_a_dash_for_an_infinite_loss(
+    tmp_path,
+):
     folder = made_up(tmp_path / "run")
     record = {"step": 100, "accuracy": 0.5, "loss": math.inf, "tta": "flip"}
     images = Files([str(tmp_path / f"{n}.png") for n in range(507)], str(tmp_path))  # they are gone
     split = Split("val", images, predictions(10).labels, np.arange(500) + 7, "")
     found = predictions(10)._replace(indices=np.arange(500))
-    write_report(folder, Evaluated(Classification(TrainConfig(), NAMES[:10]), split, found, record, 0))
-    page, analysis = (folder / "report.html").read_text(), json.loads((folder / "report.json").read_text())
+    write_report(
+        folder, Evaluated(Classification(TrainConfig(), NAMES[:10]), split, found, record, 0)
+    )
+    page, analysis = (
+        (folder / "report.html").read_text(),
+        json.loads((folder / "report.json").read_text()),
+    )
     assert "update 100, the last evaluated, views flip</td>" in page
-    assert '<th>loss</th><td class="number">–</td>' in page and page.count("<img") == 1  # of the first batch
+    # of the first batch
+    assert '<th>loss</th><td class="number">–</td>' in page and page.count("<img") == 1
     assert all(error["file"] == f"{error['index'] + 7}.png" for error in analysis["errors"])
 
 
@@ -448,10 +573,13 @@ def test_report_true_says_so_if_the_checkpoint_is_in_no_run_folder(tmp_path):
 def test_raw_and_averaged_weights_have_lines_of_their_own(tmp_path):
     write_page([made_up(tmp_path / "run")], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert page.count("</i>evaluation raw <b>") == page.count("</i>evaluation ema <b>") == 2  # loss and accuracy
+    # loss and accuracy
+    assert page.count("</i>evaluation raw <b>") == page.count("</i>evaluation ema <b>") == 2
     line = r'<i class="(c\d \w+)"></i>evaluation (\w+) <b>([\d.]+)'
     (raw, *first), (ema, *second) = re.findall(line, page[page.index("accuracy over") :])
-    assert (first, second) == (["raw", "0.5"], ["ema", "0.75"]) and raw != ema and raw.endswith(" raw")
+    assert (
+        (first, second) == (["raw", "0.5"], ["ema", "0.75"]) and raw != ema and raw.endswith(" raw")
+    )
     assert "flowers" in page and "someone" not in page
 
 
@@ -472,14 +600,23 @@ def test_runs_are_sorted_by_their_best_values_and_their_inputs_compared(tmp_path
     folders = []
     for name, accuracy in (("low", 0.6), ("high", 0.8), ("none", None)):
         folders.append(made_up(tmp_path / name, best_metric="accuracy"))
-        log = (folders[-1] / "log.jsonl").read_text().replace('"accuracy": 0.75', f'"accuracy": {json.dumps(accuracy)}')
+        log = (
+            (folders[-1] / "log.jsonl")
+            .read_text()
+            .replace('"accuracy": 0.75', f'"accuracy": {json.dumps(accuracy)}')
+        )
         (folders[-1] / "log.jsonl").write_text(log.replace("mean 0.5", f"mean of {name}"))
     write_page(folders, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "<th></th><th>high</th><th>low</th><th>none</th>" in page
-    assert "<td>accuracy 0.8000, update 10</td><td>accuracy 0.6000, update 10</td><td>–</td>" in page
+    assert (
+        "<td>accuracy 0.8000, update 10</td><td>accuracy 0.6000, update 10</td><td>–</td>" in page
+    )
     assert "<th>input</th><td>mean of high</td><td>mean of low</td><td>mean of none</td>" in page
-    runs = [{"metric": "mae", "highest_is_best": False, "best": {"mae": value}} for value in (0.4, 0.2, 0.3)]
+    runs = [
+        {"metric": "mae", "highest_is_best": False, "best": {"mae": value}}
+        for value in (0.4, 0.2, 0.3)
+    ]
     assert [run["best"]["mae"] for run in best_first(runs)] == [0.2, 0.3, 0.4]
     assert best_first([runs[0], {"metric": "accuracy", "best": {"accuracy": 0.9}}])[0] == runs[0]
 
@@ -510,7 +647,9 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
         words = shlex.split(line, comments=True)
         assert words[:3] == ["python", "-m", "utils.report"]
         main(words[3:])
-    assert all(Path(name).exists() for name in ("runs/NAME/report.html", "compare.html", "share.html"))
+    assert all(
+        Path(name).exists() for name in ("runs/NAME/report.html", "compare.html", "share.html")
+    )
 
 
 def test_a_run_without_an_analysis_has_a_page_with_curves(tmp_path):
@@ -548,12 +687,16 @@ def test_mistakes_in_the_command_are_one_line(words, error, tmp_path, monkeypatc
     (made_up(Path("list")) / "report.json").write_text("[]")
     with pytest.raises(SystemExit, match="2"):
         main(words)
-    assert re.search(f"^python -m utils.report: error: .*{error}", capsys.readouterr().err.splitlines()[-1])
+    assert re.search(
+        f"^python -m utils.report: error: .*{error}", capsys.readouterr().err.splitlines()[-1]
+    )
 
 
 @pytest.mark.browser
 def test_pages_work_in_a_browser_on_a_phone_and_on_a_screen_in_light_and_dark(inside, tmp_path):
-    made = made_up(tmp_path / "made", classes=25, names=[f"a long name of class {n}" for n in range(25)])
+    made = made_up(
+        tmp_path / "made", classes=25, names=[f"a long name of class {n}" for n in range(25)]
+    )
     many, both = made_up(tmp_path / "many", classes=1000, samples=5000), tmp_path / "both.html"
     pages = [inside / "report.html", made / "report.html", many / "report.html", both]
     write_page([made], pages[1])
@@ -564,16 +707,24 @@ def test_pages_work_in_a_browser_on_a_phone_and_on_a_screen_in_light_and_dark(in
         for page, width, scheme in itertools.product(pages, (390, 1400), ("light", "dark")):
             window.open(page, width, scheme)
             assert window.value("document.querySelectorAll('svg').length") >= 5
-            assert window.value("document.scrollingElement.scrollWidth <= innerWidth"), (page, width)
+            assert window.value("document.scrollingElement.scrollWidth <= innerWidth"), (
+                page,
+                width,
+            )
             assert window.value("innerWidth") == width
             loaded = "[...document.images].every(image => image.complete && image.naturalWidth > 0)"
             assert window.value("document.images.length") and window.value(loaded)
-            requests = [event["request"]["url"] for event in window.named("Network.requestWillBeSent")]
-            assert [url for url in requests if not url.startswith("data:")] == [page.absolute().as_uri()]
+            requests = [
+                event["request"]["url"] for event in window.named("Network.requestWillBeSent")
+            ]
+            assert [url for url in requests if not url.startswith("data:")] == [
+                page.absolute().as_uri()
+            ]
             reported = "Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown"
             assert not [event for name in reported for event in window.named(name)]
             backgrounds.add(window.value("getComputedStyle(document.body).backgroundColor"))
         assert len(backgrounds) == 2
         window.open(inside / "report.html", 1400)
         style = "getComputedStyle(document.querySelector('.legend i.mark'))"
-        assert window.value(f"{style}.borderTopStyle + {style}.borderTopWidth") == "dashed2px"  # of the resume
+        # of the resume
+        assert window.value(f"{style}.borderTopStyle + {style}.borderTopWidth") == "dashed2px"

@@ -1,4 +1,6 @@
-"""Small images on the device: batches are bit for bit those of the loader, and runs end with the same weights."""
+"""Small images on the device: batches are bit for bit those of the loader, and runs end with the
+same weights.
+"""
 
 import numpy as np
 import pytest
@@ -14,7 +16,13 @@ from utils.config.settings import TrainConfig
 from utils.data.augment import make_augmentation
 from utils.data.batches import Batches
 from utils.data.cache import make_dataset
-from utils.data.datasets import DecodedImages, EncodedImages, ResidentImages, describe_place, keep_on_device
+from utils.data.datasets import (
+    DecodedImages,
+    EncodedImages,
+    ResidentImages,
+    describe_place,
+    keep_on_device,
+)
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
 from utils.data.splits import whole_split
@@ -26,8 +34,14 @@ CHANGES = {"crop_padding": 2, "flip": "alternate", "random_erasing": 0.5, "cutou
 ORDER = np.random.default_rng(1).permutation(60)
 # Two epochs of unequal microbatches, one without samples, and the second with repeated samples
 MICROBATCHES = [
-    *(Microbatch(0, 3, number, part) for number, part in enumerate(np.split(ORDER, [7, 7, 30, 57]))),
-    *(Microbatch(1, 4, number, part % 20, part // 20) for number, part in enumerate(np.split(ORDER[::-1], [41]))),
+    *(
+        Microbatch(0, 3, number, part)
+        for number, part in enumerate(np.split(ORDER, [7, 7, 30, 57]))
+    ),
+    *(
+        Microbatch(1, 4, number, part % 20, part // 20)
+        for number, part in enumerate(np.split(ORDER[::-1], [41]))
+    ),
     Microbatch(2, 4, 0, ORDER[:9], ORDER[:9] * 0),
 ]
 
@@ -67,18 +81,26 @@ def test_rows_of_several_labels_and_planes_are_drawn_on_the_device_too():
         assert np.array_equal(batch.labels.numpy(), rows[batch.indices.numpy()])
 
 
-@pytest.mark.parametrize("most", [0, 1, 30, 10**6], ids=["one by one", "small groups", "groups", "whole epochs"])
+@pytest.mark.parametrize(
+    "most", [0, 1, 30, 10**6], ids=["one by one", "small groups", "groups", "whole epochs"]
+)
 @pytest.mark.parametrize("training", [True, False])
 def test_microbatches_are_the_same_in_groups_of_any_size(training, most, images, monkeypatch):
     monkeypatch.setattr(resident, "_GROUP", most * 10 * 12 * 3)
     batches = assert_same(images, training=training)
-    assert [batch.labels.tolist() for batch in batches] == [(each.indices % 7).tolist() for each in MICROBATCHES]
+    assert [batch.labels.tolist() for batch in batches] == [
+        (each.indices % 7).tolist() for each in MICROBATCHES
+    ]
     first = read(images, MICROBATCHES[:1], training=False)[0][0].images
     assert torch.equal(batches[0].images, first) == (not training)
 
 
-@pytest.mark.parametrize(("most", "expected"), [(10**6, [60, 69]), (31 * 10 * 12 * 3 - 1, [30, 30, 41, 28])])
-def test_microbatches_of_one_epoch_are_drawn_together_up_to_so_many_bytes(most, expected, images, monkeypatch):
+@pytest.mark.parametrize(
+    ("most", "expected"), [(10**6, [60, 69]), (31 * 10 * 12 * 3 - 1, [30, 30, 41, 28])]
+)
+def test_microbatches_of_one_epoch_are_drawn_together_up_to_so_many_bytes(
+    most, expected, images, monkeypatch
+):
     counts, draw = [], ResidentImages.draw
     count = lambda self, indices: counts.append(len(indices)) or draw(self, indices)  # noqa: E731
     monkeypatch.setattr(ResidentImages, "draw", count)
@@ -93,14 +115,20 @@ def test_images_that_loader_processes_augment_stay_with_them(images):
     sets = [make_dataset(split, SPEC, config, training, iter) for training in (True, False)]
     kept, drawn = keep_on_device(sets, config, CPU.device)
     assert kept is sets[0] and isinstance(drawn, ResidentImages)
-    assert describe_place([kept, drawn]).endswith(" in host memory and on cpu, augmented by loader processes")
+    assert describe_place([kept, drawn]).endswith(
+        " in host memory and on cpu, augmented by loader processes"
+    )
 
 
 def test_no_value_is_read_from_the_device(images):
-    """A tensor on the device `meta` has no values, so an operation that needs one on the host fails."""
+    """A tensor on the device `meta` has no values, so an operation that needs one on the host
+    fails.
+    """
     meta = torch.device("meta")
     batches, _ = read(ResidentImages(images, meta), device=meta)
-    assert [tuple(batch.images.shape) for batch in batches] == [(len(each.indices), 3, 10, 12) for each in MICROBATCHES]
+    assert [tuple(batch.images.shape) for batch in batches] == [
+        (len(each.indices), 3, 10, 12) for each in MICROBATCHES
+    ]
     assert all(batch.images.device == batch.labels.device == meta for batch in batches)
 
 
@@ -113,16 +141,22 @@ def test_no_value_is_read_from_the_device(images):
         ("no", 10**9, False),
     ],
 )
-def test_images_go_to_a_gpu_if_they_take_a_quarter_of_its_free_memory(setting, free, kept, images, monkeypatch):
+def test_images_go_to_a_gpu_if_they_take_a_quarter_of_its_free_memory(
+    setting, free, kept, images, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10**9))
-    monkeypatch.setattr(resident, "ResidentImages", lambda decoded, device: ("on", device))  # there is no GPU here
+    # there is no GPU here
+    monkeypatch.setattr(resident, "ResidentImages", lambda decoded, device: ("on", device))
     made = keep_on_device([images], TrainConfig(data_on_device=setting), torch.device("cuda", 1))
     assert made == ([("on", torch.device("cuda", 1))] if kept else [images])
 
 
 def test_images_that_do_not_fit_on_the_gpu_are_refused_in_one_line(images, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10000, 10**9))
-    with pytest.raises(UserError, match=r"^--data_on_device yes: 0\.0 MB of images, but cuda:0 has 0\.0 MB free; use"):
+    with pytest.raises(
+        UserError,
+        match=r"^--data_on_device yes: 0\.0 MB of images, but cuda:0 has 0\.0 MB free; use",
+    ):
         keep_on_device([images], TrainConfig(data_on_device="yes"), torch.device("cuda", 0))
 
 
@@ -146,8 +180,29 @@ def test_photographs_stay_with_their_loader_and_the_setting_is_said_to_have_no_e
 
 
 # 241 images in updates of 120: the third of each epoch has one image, so rank 1 has none.
-FLAGS = ["--model", "mlp", "--global_batch_size", "120", "--max_train_samples", "241", "--max_steps", "9"]
-FLAGS += ["--lr", "0.01", "--threads", "1", "--log_every", "3", "--save_every", "4", "--eval_every", "4", "--flip"]
+FLAGS = [
+    "--model",
+    "mlp",
+    "--global_batch_size",
+    "120",
+    "--max_train_samples",
+    "241",
+    "--max_steps",
+    "9",
+]
+FLAGS += [
+    "--lr",
+    "0.01",
+    "--threads",
+    "1",
+    "--log_every",
+    "3",
+    "--save_every",
+    "4",
+    "--eval_every",
+    "4",
+    "--flip",
+]
 FLAGS += ["--crop_padding", "1", "--eval_batch_size", "10", "--keep", "9"]
 
 
@@ -161,7 +216,13 @@ def test_a_run_ends_with_the_same_weights_and_metrics_and_is_resumed_either_way(
         logs.append([{k: v for k, v in record.items() if k not in timed} for record in own])
     assert logs[0] == logs[1] and same_tensors(weights("yes"), weights("no"))
     for before, after in (("yes", "no"), ("no", "yes")):
-        flags = [*FLAGS, "--resume", f"runs/{before}/checkpoints/step-00000004", "--data_on_device", after]
+        flags = [
+            *FLAGS,
+            "--resume",
+            f"runs/{before}/checkpoints/step-00000004",
+            "--data_on_device",
+            after,
+        ]
         train_run(processes, f"{before}-{after}", *flags)
         assert same_tensors(weights(f"{before}-{after}"), weights("no"))
     result = returned(processes, eval.main, ["--ckpt", "runs/yes/checkpoints/step-00000009"])[0]

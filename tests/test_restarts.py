@@ -20,7 +20,9 @@ MOMENTS = ("importing", "starting", "training", "saving", "late")
 
 
 def wait_for(moment, processes, chance):
-    """Come back with the rank to kill when that moment is reached, hundreds of updates before the end."""
+    """Come back with the rank to kill when that moment is reached, hundreds of updates before the
+    end.
+    """
     until(lambda: len(processes()) == 2)
     if moment in ("importing", "starting"):  # from PyTorch's import to the first updates
         seconds = chance.uniform(0, 3) if moment == "importing" else chance.uniform(3, 9)
@@ -29,14 +31,20 @@ def wait_for(moment, processes, chance):
     elif moment == "saving":
         until(lambda: any(Path("runs/run/checkpoints").glob(".step-*.partial")), every=0.001)
     else:
-        until(has_logged(chance.randrange(5, 100) if moment == "training" else chance.randrange(300, 600)))
+        until(
+            has_logged(
+                chance.randrange(5, 100) if moment == "training" else chance.randrange(300, 600)
+            )
+        )
     return chance.choice(processes())
 
 
 def check(trial, began, moment, victim):
     """All ended well, with the weights of a run that nothing disturbed."""
     starts = [record["step"] for record in records("run", "start")]
-    print(f"\n| {trial} | {moment} | {victim} | from updates {starts} | {time.monotonic() - began:.0f} s |")
+    print(
+        f"\n| {trial} | {moment} | {victim} | from updates {starts} | {time.monotonic() - began:.0f} s |"
+    )
     assert [record["step"] for record in records("run", "train")] == list(range(1, UPDATES + 1))
     assert all(torch.equal(weights("run")[name], tensor) for name, tensor in whole().items())
 
@@ -56,7 +64,9 @@ def test_a_launcher_with_max_restarts_goes_on_after_a_kill_at_any_moment(trial):
     launcher = ("accelerate launch, 2 processes", "torchrun, 2 processes")[trial % 2]
     chance, moment = random.Random(trial), MOMENTS[trial // 2]
     process, began = begin(launcher, *FLAGS, restarts=3), time.monotonic()
-    victim = wait_for(moment, lambda: [p for p in ranks_of(process) if p.pid != process.pid], chance)
+    victim = wait_for(
+        moment, lambda: [p for p in ranks_of(process) if p.pid != process.pid], chance
+    )
     victim.kill()
     assert process.wait(timeout=2 * PATIENCE) == 0, Path("out.txt").read_text()[-3000:]
     check(launcher, began, moment, "one rank")
@@ -76,7 +86,10 @@ RENDEZVOUS = {
 def test_launchers_on_two_machines_go_on_after_a_kill_at_any_moment(tmp_path, rendezvous, trial):
     chance, moment = random.Random(f"{rendezvous} {trial}"), MOMENTS[trial]
     with network(tmp_path) as machines:
-        began, victims = time.monotonic(), lambda: [p for machine in machines for p in machine.processes()]
+        began, victims = (
+            time.monotonic(),
+            lambda: [p for machine in machines for p in machine.processes()],
+        )
         jobs = [
             machine.start(*RENDEZVOUS[rendezvous], "--machine_rank", rank, "--main_process_ip", machines[0].address,
                           "--max_restarts", "3", ROOT / "train.py", *FLAGS, "--threads", "1")

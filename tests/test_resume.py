@@ -21,12 +21,25 @@ from utils.data.datasets import DecodedImages
 from utils.runs.state import TrainState
 from utils.training.schedule import due_after
 
-FLAGS = ["--model", "mlp", "--max_train_samples", "480", "--threads", "1", "--lr", "0.01", "--run_name", "run"]
+FLAGS = [
+    "--model",
+    "mlp",
+    "--max_train_samples",
+    "480",
+    "--threads",
+    "1",
+    "--lr",
+    "0.01",
+    "--run_name",
+    "run",
+]
 FLAGS += ["--lr_schedule", "constant"]
 
 
 def batch_of(record):
-    return tuple(record[name] for name in ("processes", "batch_size", "grad_accum", "global_batch_size"))
+    return tuple(
+        record[name] for name in ("processes", "batch_size", "grad_accum", "global_batch_size")
+    )
 
 
 @pytest.mark.parametrize(
@@ -34,7 +47,10 @@ def batch_of(record):
     [
         # as many samples at once as before, or fewer; the same global batch
         pytest.param((), [(2, 32, 1, 64), (1, 32, 2, 64), (2, 32, 1, 64)], marks=pytest.mark.full),
-        (("--batch_size", "60"), [(2, 60, 1, 120), (1, 60, 2, 120), (3, 40, 1, 120), (2, 60, 1, 120)]),
+        (
+            ("--batch_size", "60"),
+            [(2, 60, 1, 120), (1, 60, 2, 120), (3, 40, 1, 120), (2, 60, 1, 120)],
+        ),
         pytest.param(
             ("--batch_size", "30", "--grad_accum", "2"),
             [(2, 30, 2, 120), (1, 30, 4, 120), (4, 30, 1, 120)],
@@ -59,19 +75,26 @@ def test_the_same_command_on_another_number_of_processes_keeps_the_global_batch(
     assert [batch_of(record) for record in records("run", "start")] == starts
 
 
-def test_a_number_of_processes_that_cannot_keep_it_is_refused_before_the_data_is_loaded(monkeypatch):
+def test_a_number_of_processes_that_cannot_keep_it_is_refused_before_the_data_is_loaded(
+    monkeypatch,
+):
     train_run(2, "run", *FLAGS, "--max_steps", "1")
     monkeypatch.setattr(train, "find_data", None)  # a call of it would be another error
     outcomes = run_ranks(3, train.main, [*FLAGS, "--resume", "auto", "--max_steps", "2"])
     assert [outcome.code for outcome in outcomes] == [2, 2, 2]
-    assert "the global batch of 64 is not divisible by 3 processes; resume with 1, 2 or 4 processes" in outcomes[0].err
+    assert (
+        "the global batch of 64 is not divisible by 3 processes; resume with 1, 2 or 4 processes"
+        in outcomes[0].err
+    )
     assert outcomes[0].err.count("\n") == 1
 
 
 @pytest.mark.full
 def test_another_global_batch_is_refused():
     train_run(2, "run", *FLAGS, "--max_steps", "2")
-    (outcome,) = run_ranks(1, train.main, [*FLAGS, "--resume", "auto", "--max_steps", "3", "--global_batch_size", "60"])
+    (outcome,) = run_ranks(
+        1, train.main, [*FLAGS, "--resume", "auto", "--max_steps", "3", "--global_batch_size", "60"]
+    )
     assert outcome.code == 2 and "was trained with a global batch size of 64, not 60" in outcome.err
 
 
@@ -79,7 +102,10 @@ def test_a_smaller_batch_size_accumulates_to_the_same_global_batch():
     """What one does when memory was short."""
     train_run(1, "run", *FLAGS, "--max_steps", "2")
     train_run(1, "run", *FLAGS, "--max_steps", "3", "--resume", "auto", "--batch_size", "32")
-    assert [batch_of(record) for record in records("run", "start")] == [(1, 64, 1, 64), (1, 32, 2, 64)]
+    assert [batch_of(record) for record in records("run", "start")] == [
+        (1, 64, 1, 64),
+        (1, 32, 2, 64),
+    ]
 
 
 def test_what_is_due_after_an_update():
@@ -104,7 +130,8 @@ def test_save_seconds_saves_by_wall_time(processes):
     assert [outcome.code for outcome in outcomes] == [0] * processes
     steps = sorted(int(path.name[5:]) for path in Path("runs/run/checkpoints").glob("step-*"))
     assert steps[-1] == 50 and len(steps) >= 3  # in five seconds, the last at the end
-    # not before 1.5 seconds, and about a second later at most, as the ranks look at the clock once a second
+    # not before 1.5 seconds, and about a second later at most, as the ranks look at the clock once
+    # a second
     assert all(15 <= later - earlier <= 27 for earlier, later in pairwise([0, *steps[:-1]]))
 
 
@@ -124,7 +151,9 @@ def _train_at_ten_updates_a_second(flags):
 def test_a_resume_reads_no_sample_to_skip_it():
     train_run(1, "run", *FLAGS, "--global_batch_size", "10", "--max_steps", "40")
     assert returned(
-        1, _samples_read, [*FLAGS, "--global_batch_size", "10", "--resume", "auto", "--max_steps", "41"]
+        1,
+        _samples_read,
+        [*FLAGS, "--global_batch_size", "10", "--resume", "auto", "--max_steps", "41"],
     ) == [10]
 
 
@@ -143,38 +172,89 @@ def _samples_read(flags):
 
 def test_the_run_folder_and_its_checkpoints_can_be_named_to_go_on_in_place():
     train_run(1, "run", *FLAGS, "--max_steps", "2", "--save_every", "1")
-    for number, path in enumerate(("runs/run", "runs/run/checkpoints", "runs/run/checkpoints/step-00000004"), 3):
+    for number, path in enumerate(
+        ("runs/run", "runs/run/checkpoints", "runs/run/checkpoints/step-00000004"), 3
+    ):
         train_run(1, "run", *FLAGS, "--max_steps", str(number), "--resume", path)
     assert [record["step"] for record in records("run", "start")] == [0, 2, 3, 4]
 
 
-def test_a_resumed_run_has_the_data_and_settings_of_its_checkpoint_unless_others_are_given(monkeypatch):
+def test_a_resumed_run_has_the_data_and_settings_of_its_checkpoint_unless_others_are_given(
+    monkeypatch,
+):
     data = ["--data", "synthetic/3x28x480", "--eval_fraction", "0.2", "--mixed_precision", "bf16"]
-    train_run(1, "run", *data, *FLAGS, "--label_smoothing", "0.1", "--max_steps", "2", "--report_to", "tensorboard")
+    train_run(
+        1,
+        "run",
+        *data,
+        *FLAGS,
+        "--label_smoothing",
+        "0.1",
+        "--max_steps",
+        "2",
+        "--report_to",
+        "tensorboard",
+    )
     old = read_config(Path("runs/run/config.yaml"))
-    Path("runs/run/config.yaml").write_text("")  # no manifest has its checksum, so nothing is read from it
+    # no manifest has its checksum, so nothing is read from it
+    Path("runs/run/config.yaml").write_text("")
     monkeypatch.setenv("SCRATCH", str(Path.cwd()))
-    train_run(1, "new", "--resume", "$SCRATCH/runs/run", "--label_smoothing", "0", "--max_steps", "3")
+    train_run(
+        1, "new", "--resume", "$SCRATCH/runs/run", "--label_smoothing", "0", "--max_steps", "3"
+    )
     train_run(1, "new", "--resume", "auto", "--epochs", "1")  # which --max_steps would override
     new = read_config(Path("runs/new/config.yaml"))
-    assert new == replace(old, label_smoothing=0.0, epochs=1, max_steps=None, grad_accum=1, report_to=None)
+    assert new == replace(
+        old, label_smoothing=0.0, epochs=1, max_steps=None, grad_accum=1, report_to=None
+    )
     assert [record["step"] for record in records("new", "start")] == [2, 3]
     assert records("new", "train")[-1]["step"] == 12
 
 
 def test_a_run_killed_before_its_first_checkpoint_continues_with_its_own_settings():
-    flags = ["--model", "mlp", "--max_train_samples", "480", "--threads", "1", "--lr", "0.01", "--momentum", "0.5"]
-    flags += ["--batch_size", "30", "--grad_accum", "2", "--max_steps", "5", "--seed", "3", "--report", "false"]
+    flags = [
+        "--model",
+        "mlp",
+        "--max_train_samples",
+        "480",
+        "--threads",
+        "1",
+        "--lr",
+        "0.01",
+        "--momentum",
+        "0.5",
+    ]
+    flags += [
+        "--batch_size",
+        "30",
+        "--grad_accum",
+        "2",
+        "--max_steps",
+        "5",
+        "--seed",
+        "3",
+        "--report",
+        "false",
+    ]
     train_run(2, "whole", *flags)
     outcomes = run_ranks(2, _train_until_killed, ["--run_name", "run", *flags])
     assert {outcome.code for outcome in outcomes} == {-signal.SIGKILL}
     assert not list(Path("runs/run/checkpoints").iterdir())
-    (main, _) = run_ranks(2, train.main, ["--run_name", "run", "--resume", "auto", "--threads", "1"])
-    assert main.code == 0 and "no checkpoint; starting from the beginning, with the settings of its config" in main.out
+    (main, _) = run_ranks(
+        2, train.main, ["--run_name", "run", "--resume", "auto", "--threads", "1"]
+    )
+    assert (
+        main.code == 0
+        and "no checkpoint; starting from the beginning, with the settings of its config"
+        in main.out
+    )
     assert read_config(Path("runs/run/config.yaml")) == read_config(Path("runs/whole/config.yaml"))
-    assert batch_of(records("run", "start")[-1]) == (2, 30, 2, 120) and same_tensors(weights("run"), weights("whole"))
+    assert batch_of(records("run", "start")[-1]) == (2, 30, 2, 120) and same_tensors(
+        weights("run"), weights("whole")
+    )
     shutil.rmtree("runs/run/checkpoints")
-    train_run(1, "run", "--batch_size", "60", "--seed", "4", "--max_steps", "2", "--resume", "auto")  # given: used
+    # given: used
+    train_run(1, "run", "--batch_size", "60", "--seed", "4", "--max_steps", "2", "--resume", "auto")
     assert batch_of(records("run", "start")[-1]) == (1, 60, 2, 120)
     assert read_config(Path("runs/run/config.yaml")).seed == 4
 
@@ -182,13 +262,28 @@ def test_a_run_killed_before_its_first_checkpoint_continues_with_its_own_setting
 def test_a_run_killed_before_its_first_checkpoint_starts_again_from_the_checkpoint_of_another_run():
     train_run(1, "other", *FLAGS[:-4], "--max_steps", "2")
     flags = ["--threads", "1", "--run_name", "run"]
-    train_run(1, "whole", "--threads", "1", "--resume", "runs/other", "--max_steps", "4", "--momentum", "0.5")
+    train_run(
+        1,
+        "whole",
+        "--threads",
+        "1",
+        "--resume",
+        "runs/other",
+        "--max_steps",
+        "4",
+        "--momentum",
+        "0.5",
+    )
     first = ["--resume", "runs/other", "--max_steps", "4", "--momentum", "0.5", "--save_every", "9"]
     (outcome,) = run_ranks(1, _train_until_killed, [*flags, *first], 3)
     assert outcome.code == -signal.SIGKILL and not list(Path("runs/run/checkpoints").iterdir())
-    train_run(1, "other", "--resume", "auto", "--max_steps", "3", "--keep", "9")  # a newer one, which is not used
+    # a newer one, which is not used
+    train_run(1, "other", "--resume", "auto", "--max_steps", "3", "--keep", "9")
     (outcome,) = run_ranks(1, train.main, [*flags, "--resume", "auto"])
-    assert outcome.code == 0 and "checkpoints/step-00000002, with the settings of its config.yaml" in outcome.out
+    assert (
+        outcome.code == 0
+        and "checkpoints/step-00000002, with the settings of its config.yaml" in outcome.out
+    )
     assert [record["step"] for record in records("run", "start")] == [2, 2]
     assert same_tensors(weights("run"), weights("whole"))
 
@@ -222,8 +317,14 @@ def _train_until_killed(flags, step=2):
 def test_given_settings_are_checked_with_those_of_the_checkpoint():
     train_run(1, "run", *FLAGS, "--eval_fraction", "0.2", "--max_steps", "2")
     for flags, text in (
-        (("--lr_schedule_args", "{end: 1}"), "--lr_schedule_args for constant: unknown argument end"),
-        (("--eval_split", "test"), "step-00000002: --eval_split and --eval_fraction cannot be used together"),
+        (
+            ("--lr_schedule_args", "{end: 1}"),
+            "--lr_schedule_args for constant: unknown argument end",
+        ),
+        (
+            ("--eval_split", "test"),
+            "step-00000002: --eval_split and --eval_fraction cannot be used together",
+        ),
     ):
         assert text in refused(train.main, "--resume", "runs/run", *flags)
 
@@ -243,7 +344,9 @@ def test_batch_flags_that_cannot_be_kept_are_said_aloud():
         (("--batch_size", "100"), (1, 80, 3, 240), True),
         (("--batch_size", "60", "--grad_accum", "1"), (1, 60, 4, 240), True),
     ], 2):  # fmt: skip
-        (outcome,) = run_ranks(1, train.main, [*FLAGS, *flags, "--resume", "auto", "--max_steps", str(step)])
+        (outcome,) = run_ranks(
+            1, train.main, [*FLAGS, *flags, "--resume", "auto", "--max_steps", str(step)]
+        )
         assert outcome.code == 0, outcome.err
         assert batch_of(records("run", "start")[-1]) == batch
         assert ("does not give the run's global batch of 240" in outcome.out) == said
@@ -254,7 +357,11 @@ def test_the_saved_settings_of_a_run_with_such_flags_start_a_run():
     unfit = ("--batch_size", "50", "--grad_accum", "7")
     train_run(1, "run", *FLAGS, *unfit, "--resume", "auto", "--max_steps", "2")
     train_run(1, "other", "--config", "runs/run/config.yaml", "--threads", "1", "--max_steps", "1")
-    assert batch_of(records("other", "start")[0]) == batch_of(records("run", "start")[-1]) == (1, 48, 5, 240)
+    assert (
+        batch_of(records("other", "start")[0])
+        == batch_of(records("run", "start")[-1])
+        == (1, 48, 5, 240)
+    )
 
 
 def test_machines_that_do_not_share_the_run_folder_are_refused():

@@ -1,4 +1,6 @@
-"""Repeats, sampling with replacement, pairs and class weights, against counts and formulas written anew here."""
+"""Repeats, sampling with replacement, pairs and class weights, against counts and formulas written
+anew here.
+"""
 
 from collections import Counter
 
@@ -15,13 +17,26 @@ from utils.models.checking import check_batch_norm
 from utils.tasks.classification import Classification, balanced_weights
 from utils.tasks.table import make_task
 
-MLP = ["--model", "mlp", "--model_args", "{hidden: 8}", "--threads", "1", "--max_steps", "2", "--lr", "0.01"]
+MLP = [
+    "--model",
+    "mlp",
+    "--model_args",
+    "{hidden: 8}",
+    "--threads",
+    "1",
+    "--max_steps",
+    "2",
+    "--lr",
+    "0.01",
+]
 
 
 def split_of(labels, weights=None):
     labels = np.asarray(labels)
     made = whole_split("train", np.zeros((len(labels), 2, 2), np.uint8), labels, "")
-    object.__setattr__(made, "weights", None if weights is None else np.asarray(weights, np.float64))
+    object.__setattr__(
+        made, "weights", None if weights is None else np.asarray(weights, np.float64)
+    )
     return made
 
 
@@ -38,7 +53,9 @@ def drawn_by(plan, epoch=0):
     return np.concatenate([m.indices for m in found]), np.concatenate(occurrences)
 
 
-@pytest.mark.parametrize(("samples", "batch", "repeats"), [(103, 24, 3), (40, 8, 2), (7, 12, 4), (25, 6, 6), (9, 4, 2)])
+@pytest.mark.parametrize(
+    ("samples", "batch", "repeats"), [(103, 24, 3), (40, 8, 2), (7, 12, 4), (25, 6, 6), (9, 4, 2)]
+)
 def test_an_update_has_every_one_of_its_samples_so_many_times(samples, batch, repeats):
     drawn, occurrences = drawn_by(Plan(samples, batch, 2, seed=4, repeats=repeats), epoch=1)
     order, expected = permutation(samples, 4, 1).tolist(), []
@@ -106,13 +123,16 @@ def test_balanced_draws_every_class_equally_often():
     labels = np.repeat([0, 1, 2], [900, 90, 10])
     plan = make_plan(TrainConfig(sampler="balanced"), split_of(labels), 100, 4)
     counts = sum(np.bincount(labels[drawn_by(plan, epoch)[0]], minlength=3) for epoch in range(30))
-    assert ((counts - 10000) ** 2 / 10000).sum() < 13.8  # chi-square with 2 degrees of freedom, p = 0.001
+    # chi-square with 2 degrees of freedom, p = 0.001
+    assert ((counts - 10000) ** 2 / 10000).sum() < 13.8
     # within a class, each sample
     rare = sum(np.bincount(drawn_by(plan, epoch)[0], minlength=1000)[990:] for epoch in range(30))
     assert ((rare - 1000) ** 2 / 1000).sum() < 30
 
 
-@pytest.mark.parametrize("settings", [{"sampler": "balanced"}, {"repeats": 2}, {"sampler": "balanced", "repeats": 3}])
+@pytest.mark.parametrize(
+    "settings", [{"sampler": "balanced"}, {"repeats": 2}, {"sampler": "balanced", "repeats": 3}]
+)
 def test_every_topology_and_every_start_draws_the_same(settings):
     labels = np.arange(103) % 5
     config = TrainConfig(**settings, mixup=0.2, seed=3)
@@ -122,9 +142,14 @@ def test_every_topology_and_every_start_draws_the_same(settings):
         for first in (0, 2, 4, 7):
             emitted = list(UpdateSampler(plan, processes, 10 - first, first))
             for whole in alone[first:]:
-                parts = sorted((m for m in emitted if m.update == whole.update), key=lambda m: m.number)
+                parts = sorted(
+                    (m for m in emitted if m.update == whole.update), key=lambda m: m.number
+                )
                 assert np.concatenate([m.indices for m in parts]).tolist() == whole.indices.tolist()
-                assert np.concatenate([m.occurrences for m in parts]).tolist() == whole.occurrences.tolist()
+                assert (
+                    np.concatenate([m.occurrences for m in parts]).tolist()
+                    == whole.occurrences.tolist()
+                )
 
 
 @pytest.mark.parametrize("microbatches", range(1, 9))
@@ -139,7 +164,9 @@ def test_pairs_are_dealt_whole_and_an_odd_last_sample_goes_to_the_last_microbatc
             dealt[-1] += size % 2
             assert sizes == dealt
         update = epoch_of(plan)[:microbatches]
-        assert np.concatenate([m.indices for m in update]).tolist() == plan.draws(0)[0][:20].tolist()
+        assert (
+            np.concatenate([m.indices for m in update]).tolist() == plan.draws(0)[0][:20].tolist()
+        )
         assert UpdateSampler(plan, 1, 1).largest >= max(len(m.indices) for m in epoch_of(plan))
 
 
@@ -159,9 +186,14 @@ def test_batch_statistics_of_one_sample_are_refused_with_the_sizes_of_pairs():
 
 def test_settings_that_do_not_fit_are_one_line():
     labels = split_of(np.arange(50) % 5)
-    with pytest.raises(ValueError, match=r"^--repeats 3 does not divide the global batch of 32; set --global_batch_s"):
+    with pytest.raises(
+        ValueError,
+        match=r"^--repeats 3 does not divide the global batch of 32; set --global_batch_s",
+    ):
         make_plan(TrainConfig(repeats=3), labels, 32, 2)
-    with pytest.raises(ValueError, match=r"^a global batch of 6 has fewer pairs than its 4 microbatches; "):
+    with pytest.raises(
+        ValueError, match=r"^a global batch of 6 has fewer pairs than its 4 microbatches; "
+    ):
         make_plan(TrainConfig(cutmix=1.0), labels, 6, 4)
     make_plan(TrainConfig(cutmix=1.0), labels, 8, 4)
     for flag, value in (("repeats", 0), ("mixup", -1.0), ("mix_prob", 1.5), ("mix_off_epoch", -1)):
@@ -172,7 +204,8 @@ def test_settings_that_do_not_fit_are_one_line():
 def test_class_weights_have_the_mean_one_over_the_training_samples():
     labels = np.repeat(np.arange(3), [6, 3, 1])
     found = balanced_weights(labels, 3)
-    assert found.tolist() == pytest.approx([10 / 18, 10 / 9, 10 / 3])  # as compute_class_weight of scikit-learn
+    # as compute_class_weight of scikit-learn
+    assert found.tolist() == pytest.approx([10 / 18, 10 / 9, 10 / 3])
     assert found[labels].mean().item() == pytest.approx(1)
     assert balanced_weights(labels[labels != 1], 3).tolist()[1] == 1
     config = TrainConfig(class_weights="balanced")
@@ -204,9 +237,16 @@ def test_the_weighted_loss_is_pytorchs_and_evaluation_stays_unweighted(smoothing
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_one_against_the_rest_weights_each_sample_by_its_class(smoothing):
     logits, weight = torch.randn(6, 3, generator=torch.Generator().manual_seed(1)), [0.5, 1.25, 3.0]
-    task = Classification(TrainConfig(loss="binary_cross_entropy", label_smoothing=smoothing), ["a", "b", "c"])
+    task = Classification(
+        TrainConfig(loss="binary_cross_entropy", label_smoothing=smoothing), ["a", "b", "c"]
+    )
     task.weight = torch.tensor(weight)
-    plain = Classification(TrainConfig(loss="binary_cross_entropy", label_smoothing=smoothing), ["a", "b", "c"])
+    plain = Classification(
+        TrainConfig(loss="binary_cross_entropy", label_smoothing=smoothing), ["a", "b", "c"]
+    )
     hard = torch.tensor([0, 1, 2, 2, 1, 0])
-    one_by_one = [weight[k] * plain.loss(logits[i : i + 1], hard[i : i + 1]).item() for i, k in enumerate(hard)]
+    one_by_one = [
+        weight[k] * plain.loss(logits[i : i + 1], hard[i : i + 1]).item()
+        for i, k in enumerate(hard)
+    ]
     assert task.loss(logits, hard).item() == pytest.approx(sum(one_by_one), rel=1e-5)

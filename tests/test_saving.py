@@ -16,7 +16,19 @@ import train
 from utils.runs import checkpoint, writing
 from utils.runs.manifest import newest_good, verify
 
-FLAGS = [*MLP, "--lr_schedule", "constant", "--max_steps", "9", "--keep", "9", "--save_every", "3", "--log_every", "1"]
+FLAGS = [
+    *MLP,
+    "--lr_schedule",
+    "constant",
+    "--max_steps",
+    "9",
+    "--keep",
+    "9",
+    "--save_every",
+    "3",
+    "--log_every",
+    "1",
+]
 RUN = ["--run_name", "run", *FLAGS]
 CHECKPOINTS = Path("runs/run/checkpoints")
 
@@ -26,7 +38,9 @@ def names():
 
 
 def train_with(publish=None, before=None, always_synchronise=False, flags=RUN):
-    """Train; `publish(step, real)` takes the place of the thread's first action, `before(run)` precedes updates."""
+    """Train; `publish(step, real)` takes the place of the thread's first action, `before(run)`
+    precedes updates.
+    """
     real, update = checkpoint.publish, train.train_update
 
     def eventful(run, batches):
@@ -35,7 +49,9 @@ def train_with(publish=None, before=None, always_synchronise=False, flags=RUN):
         update(run, batches)
 
     if publish is not None:
-        checkpoint.publish = lambda folder, step, tied: publish(step, partial(real, folder, step, tied))
+        checkpoint.publish = lambda folder, step, tied: publish(
+            step, partial(real, folder, step, tied)
+        )
     if always_synchronise:
         train.SyncInterval.due = lambda interval, step: True
     train.train_update = eventful
@@ -105,8 +121,11 @@ def test_an_error_of_the_thread_ends_all_ranks_when_they_next_synchronise():
     outcomes = run_ranks(2, train_with, publish_on_a_full_disk, await_save, True)
     assert [outcome.code for outcome in outcomes] == [2, 2]
     error = f"{CHECKPOINTS}/.step-00000003.partial: No space left on device"
-    assert outcomes[0].err == f"train.py: error: {error}\n" and not any(outcome.err for outcome in outcomes[1:])
-    assert [record["step"] for record in records("run", "train")] == [1, 2, 3]  # update 4 was the last, not logged
+    assert outcomes[0].err == f"train.py: error: {error}\n" and not any(
+        outcome.err for outcome in outcomes[1:]
+    )
+    # update 4 was the last, not logged
+    assert [record["step"] for record in records("run", "train")] == [1, 2, 3]
     assert names() == []
 
 

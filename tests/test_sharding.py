@@ -1,4 +1,6 @@
-"""Runs with FSDP2 equal runs with DDP and on one process: losses, evaluations and checkpoints, over gloo."""
+"""Runs with FSDP2 equal runs with DDP and on one process: losses, evaluations and checkpoints, over
+gloo.
+"""
 
 import os
 import re
@@ -29,13 +31,45 @@ from utils.ranks.ranks import Ranks
 from utils.runs.manifest import sha256_of
 from utils.training.optim import OPTIMIZERS, state_per_value
 
-BOTH = ["--data", "digits", "--image_size", "32", "--threads", "1", "--max_train_samples", "100", "--log_every", "1"]
-BOTH += ["--max_eval_samples", "30", "--eval_batch_size", "8", "--report", "false", "--eval_every", "7", "--keep", "9"]
-VIT = [*BOTH, "--model", "timm/test_vit", "--model_args", "{img_size: 32}", "--optimizer", "adamw", "--lr", "0.002"]
+BOTH = [
+    "--data",
+    "digits",
+    "--image_size",
+    "32",
+    "--threads",
+    "1",
+    "--max_train_samples",
+    "100",
+    "--log_every",
+    "1",
+]
+BOTH += [
+    "--max_eval_samples",
+    "30",
+    "--eval_batch_size",
+    "8",
+    "--report",
+    "false",
+    "--eval_every",
+    "7",
+    "--keep",
+    "9",
+]
+VIT = [
+    *BOTH,
+    "--model",
+    "timm/test_vit",
+    "--model_args",
+    "{img_size: 32}",
+    "--optimizer",
+    "adamw",
+    "--lr",
+    "0.002",
+]
 VIT += ["--global_batch_size", "24"]  # per epoch: four updates of 24 samples and one of 4
-# 42, 42 and 16 samples. With FSDP2, convolution weights cannot be channels_last. Contiguous weights use other kernels,
-# which round differently, so DDP does not use channels_last here either.
-# With --lr 0.02, rounding errors of 1e-7 would become 0.05 within 20 updates.
+# 42, 42 and 16 samples. With FSDP2, convolution weights cannot be channels_last. Contiguous weights
+# use other kernels, which round differently, so DDP does not use channels_last here either. With
+# --lr 0.02, rounding errors of 1e-7 would become 0.05 within 20 updates.
 STATISTICS = [*BOTH, "--model", "timm/test_resnet", "--lr", "0.002", "--global_batch_size", "42"]
 STATISTICS += ["--channels_last", "false"]
 LENGTH = ["--max_steps", "20"]
@@ -49,7 +83,9 @@ def sharded(flags: list[str]) -> dict | None:
 
 def losses(name: str) -> torch.Tensor:
     """The losses of all updates and evaluations of a run."""
-    return torch.tensor([record["loss"] for record in records(name) if record["kind"] in ("train", "eval")])
+    return torch.tensor(
+        [record["loss"] for record in records(name) if record["kind"] in ("train", "eval")]
+    )
 
 
 def run_both(processes: int, flags: list[str]) -> None:
@@ -61,30 +97,53 @@ def run_both(processes: int, flags: list[str]) -> None:
 # Settings with which FSDP must give the losses of DDP: name -> flags
 CASES = {
     "transformer": [*VIT, "--grad_accum", "2", "--clip_norm", "0.5", "--ema_decay", "0.9"],
-    "batch statistics": [*STATISTICS, "--global_batch_size", "36", "--grad_accum", "2", "--clip_norm", "0.5"],
+    "batch statistics": [
+        *STATISTICS,
+        "--global_batch_size",
+        "36",
+        "--grad_accum",
+        "2",
+        "--clip_norm",
+        "0.5",
+    ],
     "mixing": [*VIT, "--mixup", "0.2", "--label_smoothing", "0.1", "--layer_decay", "0.8"],
-    "frozen layers": [*VIT, "--freeze", "blocks.0", "--weight_decay", "0.1", "--clip_value", "0.01"],
+    "frozen layers": [
+        *VIT,
+        "--freeze",
+        "blocks.0",
+        "--weight_decay",
+        "0.1",
+        "--clip_value",
+        "0.01",
+    ],
     "checkpointed blocks": [*VIT, "--grad_checkpointing", "--drop_path", "0.2"],
     "bfloat16": [*VIT, "--mixed_precision", "bf16", "--ema_decay", "0.9"],
     "shared statistics": [*STATISTICS, "--sync_batchnorm", "--ema_decay", "0.9"],
     "channels last": [*STATISTICS, "--channels_last", "true", "--lr", "0.0002"],
 }
-ON_ONE = ("transformer", "mixing", "frozen layers", "shared statistics")  # whose losses are also those of one process
+# whose losses are also those of one process
+ON_ONE = ("transformer", "mixing", "frozen layers", "shared statistics")
 
 
-@pytest.mark.parametrize("case", [*list(CASES)[:2], *(pytest.param(c, marks=pytest.mark.full) for c in [*CASES][2:])])
+@pytest.mark.parametrize(
+    "case", [*list(CASES)[:2], *(pytest.param(c, marks=pytest.mark.full) for c in [*CASES][2:])]
+)
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_losses_are_those_of_ddp_and_of_one_process(case, processes):
     flags = [*CASES[case], *LENGTH]
     run_both(processes, flags)
-    rounding = 5e-3 if case == "bfloat16" else 1e-5  # a sum in another order changes how weights are rounded
+    # a sum in another order changes how weights are rounded
+    rounding = 5e-3 if case == "bfloat16" else 1e-5
     torch.testing.assert_close(losses("fsdp"), losses("ddp"), rtol=0, atol=rounding)
     if case in ON_ONE:
         train_run(1, "one", *flags)
         torch.testing.assert_close(losses("fsdp"), losses("one"), rtol=0, atol=1e-5)
-    if case == "batch statistics":  # with the same microbatches; evaluations use running statistics of one process
+    # with the same microbatches; evaluations use running statistics of one process
+    if case == "batch statistics":
         train_run(1, "one", *flags, "--grad_accum", str(2 * processes))
-        found, expected = (torch.tensor([r["loss"] for r in records(name, "train")]) for name in ("fsdp", "one"))
+        found, expected = (
+            torch.tensor([r["loss"] for r in records(name, "train")]) for name in ("fsdp", "one")
+        )
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
@@ -98,7 +157,9 @@ OPTIMIZER = {"nadam": OPTIMIZERS["nadam"], "adamw": unfused(torch.optim.AdamW)}
 OPTIMIZER["sgd"] = unfused(torch.optim.SGD, momentum=0.9, nesterov=True)
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("nadam", marks=pytest.mark.full), "adamw", "sgd"])
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param("nadam", marks=pytest.mark.full), "adamw", "sgd"]
+)
 @pytest.mark.parametrize("flags", [VIT, STATISTICS], ids=["transformer", "statistics"])
 def test_two_processes_are_bit_for_bit_those_of_ddp(flags, optimizer, monkeypatch):
     monkeypatch.setitem(OPTIMIZERS, optimizer, OPTIMIZER[optimizer])
@@ -109,7 +170,9 @@ def test_two_processes_are_bit_for_bit_those_of_ddp(flags, optimizer, monkeypatc
 
 
 def die_after(step: int, flags: list[str], with_fsdp: bool = True) -> None:
-    """Train, and kill this process at the start of the update after `step`, when the last save is complete."""
+    """Train, and kill this process at the start of the update after `step`, when the last save is
+    complete.
+    """
     update = train.train_update
 
     def dying(run, batches):
@@ -124,11 +187,20 @@ def die_after(step: int, flags: list[str], with_fsdp: bool = True) -> None:
 
 def check_evaluation(name: str) -> None:
     """eval.py gives the numbers that the run logged for its newest checkpoint, on one process."""
-    step = int((Path("runs") / name / "checkpoints/latest").read_text().strip().removeprefix("step-"))
+    step = int(
+        (Path("runs") / name / "checkpoints/latest").read_text().strip().removeprefix("step-")
+    )
     (found,) = returned(
         1,
         eval.main,
-        ["--ckpt", f"runs/{name}/checkpoints/step-{step:08}", "--weights", "raw", "--max_eval_samples", "30"],
+        [
+            "--ckpt",
+            f"runs/{name}/checkpoints/step-{step:08}",
+            "--weights",
+            "raw",
+            "--max_eval_samples",
+            "30",
+        ],
     )
     logged = next(r for r in records(name, "eval") if r["step"] == step and r["weights"] == "raw")
     assert found["count"] == logged["count"]
@@ -142,7 +214,11 @@ MOVED = [*VIT, "--ema_decay", "0.9", "--eval_every", "3", "--save_every", "3", *
 def test_a_run_moves_between_fsdp_ddp_and_one_process():
     train_run(1, "whole", *MOVED)
     flags, resumed = ["--run_name", "run", *MOVED], ["--resume", "auto"]
-    for processes, step, with_fsdp, more in ((3, 4, True, []), (2, 8, False, resumed), (1, 13, False, resumed)):
+    for processes, step, with_fsdp, more in (
+        (3, 4, True, []),
+        (2, 8, False, resumed),
+        (1, 13, False, resumed),
+    ):
         outcomes = run_ranks(processes, die_after, step, [*flags, *more], with_fsdp)
         assert all(outcome.code == -signal.SIGKILL for outcome in outcomes)
         assert records("run")[-1]["step"] >= step // 3 * 3
@@ -169,14 +245,29 @@ WITH_FSDP = [name for name in OPTIMIZERS if name not in ("muon", "adafactor")]
 
 
 @pytest.mark.parametrize(
-    "name", ["adagrad", *(pytest.param(n, marks=pytest.mark.full) for n in WITH_FSDP if n != "adagrad")]
+    "name",
+    ["adagrad", *(pytest.param(n, marks=pytest.mark.full) for n in WITH_FSDP if n != "adagrad")],
 )
 def test_each_optimizer_resumes_with_the_bits_of_the_checkpoint_and_of_a_whole_run(name):
     """Also Adagrad, whose state exists before FSDP2 replaces the parameters."""
-    flags = [*VIT, "--optimizer", name, "--lr", "0.001", "--lr_schedule", "constant", "--save_every", "2"]
+    flags = [
+        *VIT,
+        "--optimizer",
+        name,
+        "--lr",
+        "0.001",
+        "--lr_schedule",
+        "constant",
+        "--save_every",
+        "2",
+    ]
     returned(2, sharded, ["--run_name", "whole", *flags, "--max_steps", "4"])
     returned(2, sharded, ["--run_name", "run", *flags, "--max_steps", "2"])
-    returned(2, sharded_and_compared, ["--run_name", "run", *flags, "--max_steps", "4", "--resume", "auto"])
+    returned(
+        2,
+        sharded_and_compared,
+        ["--run_name", "run", *flags, "--max_steps", "4", "--resume", "auto"],
+    )
     for file in ("model.safetensors", "optimizer.bin"):
         assert same_tensors(weights("run", file=file), weights("whole", file=file)), file
 
@@ -195,13 +286,35 @@ def sharded_and_compared(flags: list[str]) -> None:
     sharded(flags)
 
 
-LARGE = ["--data", "digits", "--image_size", "32", "--model", "vit_b_16", "--optimizer", "adamw", "--lr", "1e-4"]
-LARGE += ["--global_batch_size", "6", "--max_steps", "2", "--max_train_samples", "12", "--max_eval_samples", "6"]
+LARGE = [
+    "--data",
+    "digits",
+    "--image_size",
+    "32",
+    "--model",
+    "vit_b_16",
+    "--optimizer",
+    "adamw",
+    "--lr",
+    "1e-4",
+]
+LARGE += [
+    "--global_batch_size",
+    "6",
+    "--max_steps",
+    "2",
+    "--max_train_samples",
+    "12",
+    "--max_eval_samples",
+    "6",
+]
 LARGE += ["--report", "false", "--threads", "1", "--run_name", "run"]
 
 
 def measured(flags: list[str]) -> dict[str, float]:
-    """Train with FSDP; returns this rank's bytes after the second update, and the memory that a save takes."""
+    """Train with FSDP; returns this rank's bytes after the second update, and the memory that a
+    save takes.
+    """
     clip, save, found = train.clip_gradients, train.save, {}
 
     def size(tensors) -> int:
@@ -234,7 +347,8 @@ def test_sharded_bytes_are_those_of_the_arithmetic(processes):
         assert found["state"] == pytest.approx(2 * share, rel=0.02)  # AdamW
         assert found["all parameters"] > 340e6
         print({name: f"{value / 1e6:.0f} MB" for name, value in found.items() if name != "is main"})
-        if processes > 1:  # the main process holds all weights, then the whole optimizer state; others send rows
+        # the main process holds all weights, then the whole optimizer state; others send rows
+        if processes > 1:
             limit = 2 * found["all parameters"] if found["is main"] else 2 * found["largest"]
             assert found["save"] < limit + 200e6
 
@@ -338,7 +452,9 @@ def test_different_weights_at_the_start_are_refused():
         sharded(flags)
 
     flags = ["--run_name", "run", *VIT, "--max_steps", "4"]
-    assert "rank 1 has different weights at the start than rank 0" in refused(differing, *flags, processes=2)
+    assert "rank 1 has different weights at the start than rank 0" in refused(
+        differing, *flags, processes=2
+    )
     returned(2, sharded, [*flags[:-1], "2"])
     returned(2, differing, [*flags, "--resume", "auto"])  # the checkpoint replaces them
 
@@ -350,17 +466,26 @@ def test_microbatches_of_a_sharded_model_are_added_up_at_once(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "more", "count"),
-    [("sgd", {}, 1), ("sgd", {"momentum": 0.0}, 0), ("adamw", {}, 2), ("adamw", {"amsgrad": True}, 3)],
+    [
+        ("sgd", {}, 1),
+        ("sgd", {"momentum": 0.0}, 0),
+        ("adamw", {}, 2),
+        ("adamw", {"amsgrad": True}, 3),
+    ],
 )
 def test_the_size_of_the_optimizer_state_is_known_before_it_exists(name, more, count):
     of_config = {key: value for key, value in more.items() if key == "momentum"}
     arguments = {key: value for key, value in more.items() if key != "momentum"}
-    assert state_per_value(TrainConfig(optimizer=name, optimizer_args=arguments, **of_config)) == count
+    assert (
+        state_per_value(TrainConfig(optimizer=name, optimizer_args=arguments, **of_config)) == count
+    )
 
 
 def test_one_process_has_the_whole_model():
     outcome = run_ranks(1, sharded, ["--run_name", "one", *VIT, "--max_steps", "2"])[0]
-    assert outcome.code == 0 and "FSDP has no effect: one process has the whole model" in outcome.out
+    assert (
+        outcome.code == 0 and "FSDP has no effect: one process has the whole model" in outcome.out
+    )
     assert "sharding " not in outcome.out
 
 
@@ -394,7 +519,10 @@ def test_a_dry_run_computes_an_update_and_saves_nothing():
     assert "nothing was saved" in run_ranks(2, sharded, [*VIT, "--dry_run"])[0].out
 
 
-BY_CLASS = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "Mlp,Attention"}
+BY_CLASS = {
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Mlp,Attention",
+}
 
 
 @pytest.mark.parametrize("variables", [{}, BY_CLASS], ids=["blocks", "classes of another model"])
@@ -408,7 +536,9 @@ def test_the_doctor_checks_a_sharded_step(variables):
 
 
 def fail(flags: list[str], step: int, on_rank: int, how: str, where: str = "train_update") -> None:
-    """Train with FSDP; rank `on_rank` fails as `how` says, in the function `where` of train.py, after update `step`."""
+    """Train with FSDP; rank `on_rank` fails as `how` says, in the function `where` of train.py,
+    after update `step`.
+    """
     function = getattr(train, where)
 
     def failing(run, *more):
@@ -478,11 +608,16 @@ def test_every_other_optimizer_is_that_of_ddp(optimizer):
 
 # It is about checkpoints of Accelerate, so no line says that it is ignored.
 ANY = {"FSDP_STATE_DICT_TYPE": "LOCAL_STATE_DICT"}
-# Variables of the accelerate config -> the number of units, and whether blocks are sharded again after the forward pass
+# Variables of the accelerate config -> the number of units, and whether blocks are sharded again
+# after the forward pass
 SETTINGS = {
     "none": ({}, 8, True),
     "not resharded": ({"FSDP_RESHARD_AFTER_FORWARD": "false"}, 8, False),
-    "by size": ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "20000"}, 15, True),
+    "by size": (
+        {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "20000"},
+        15,
+        True,
+    ),
     "by class": (BY_CLASS, 14, True),
     "ignored": ({"FSDP_AUTO_WRAP_POLICY": "NO_WRAP", "FSDP_OFFLOAD_PARAMS": "true"} | ANY, 8, True),
 }
@@ -509,7 +644,12 @@ def test_settings_of_the_accelerate_config_are_taken_or_ignored_aloud():
         assert f"FSDP2, {units} units" in row, name
         assert {*outcomes[0].value} == {resharded}, name
         assert losses(name).equal(losses("none")), name
-        lines = [line for outcome in outcomes for line in outcome.out.splitlines() if " is ignored" in line]
+        lines = [
+            line
+            for outcome in outcomes
+            for line in outcome.out.splitlines()
+            if " is ignored" in line
+        ]
         assert len(lines) == 2 * (name == "ignored")
 
 
@@ -518,7 +658,11 @@ def test_settings_of_the_accelerate_config_are_taken_or_ignored_aloud():
     [
         ("FSDP_RESHARD_AFTER_FORWARD", "FULL_SHARD", "invalid truth value full_shard"),
         ("FSDP_AUTO_WRAP_POLICY", "LAYERS", "Invalid auto wrap policy: LAYERS"),
-        ("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "true", "requires `activation_checkpointing=True`"),
+        (
+            "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+            "true",
+            "requires `activation_checkpointing=True`",
+        ),
     ],
 )
 def test_what_accelerate_refuses_is_one_line(variable, value, text, monkeypatch):

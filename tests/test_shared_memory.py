@@ -1,4 +1,6 @@
-"""/dev/shm that is small or gets full: loaders use what there is, or the run ends with one line; nothing hangs."""
+"""/dev/shm that is small or gets full: loaders use what there is, or the run ends with one line;
+nothing hangs.
+"""
 
 import ctypes
 import os
@@ -21,11 +23,31 @@ from utils.data import workers
 from utils.data.workers import bytes_needed, choose_workers
 
 MB = 2**20
-FLAGS = ["--data", "photos", "--model", "mlp", "--model_args", "{hidden: 2}", "--image_size", "112", "--threads", "1"]
+FLAGS = [
+    "--data",
+    "photos",
+    "--model",
+    "mlp",
+    "--model_args",
+    "{hidden: 2}",
+    "--image_size",
+    "112",
+    "--threads",
+    "1",
+]
 FLAGS += ["--global_batch_size", "64", "--log_every", "1", "--max_steps", "4", "--min_scale", "1"]
 
 
-ENDLESS = ["--max_steps", "100000", "--eval_every", "100000", "--save_every", "100000", "--num_workers", "1"]
+ENDLESS = [
+    "--max_steps",
+    "100000",
+    "--eval_every",
+    "100000",
+    "--save_every",
+    "100000",
+    "--num_workers",
+    "1",
+]
 
 
 @pytest.fixture
@@ -48,7 +70,9 @@ def photos():
         ([], 0, (8, 4)),
     ],
 )
-def test_first_one_batch_in_advance_then_fewer_workers_then_none(sizes, free, expected, monkeypatch):
+def test_first_one_batch_in_advance_then_fewer_workers_then_none(
+    sizes, free, expected, monkeypatch
+):
     monkeypatch.setattr(workers, "_USABLE", 1)
     monkeypatch.setattr(workers, "shm_space", lambda: (free * MB, 200 * MB))
     assert choose_workers(sizes, 8) == expected and choose_workers(sizes, 0)[0] == 0
@@ -67,7 +91,9 @@ def test_all_ranks_of_a_machine_share_its_room(monkeypatch):
 
 
 def in_small_shm(megabytes: int, action, *arguments):
-    """Run `action` in a process whose /dev/shm has that size; skips the test where that is not permitted."""
+    """Run `action` in a process whose /dev/shm has that size; skips the test where that is not
+    permitted.
+    """
     (outcome,) = run_ranks(1, _mount_and_do, megabytes, action, arguments, seconds=150)
     if isinstance(outcome.value, str):
         pytest.skip(f"needs the right to mount: {outcome.value}")
@@ -76,9 +102,13 @@ def in_small_shm(megabytes: int, action, *arguments):
 
 
 def _mount_and_do(megabytes, action, arguments):
-    if ctypes.CDLL(None, use_errno=True).unshare(0x20000):  # CLONE_NEWNS: mounts of this process's own
+    # CLONE_NEWNS: mounts of this process's own
+    if ctypes.CDLL(None, use_errno=True).unshare(0x20000):
         return os.strerror(ctypes.get_errno())
-    for command in (["--make-rprivate", "/"], ["-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", "/dev/shm"]):
+    for command in (
+        ["--make-rprivate", "/"],
+        ["-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", "/dev/shm"],
+    ):
         done = subprocess.run(["mount", *command], capture_output=True, text=True)
         if done.returncode:
             return done.stderr
@@ -98,8 +128,12 @@ def losses(name):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_small_shared_memory_trains_on_the_same_samples_with_fewer_workers(photos, processes):
     outcomes = in_small_shm(16, _train, processes, "--run_name", "small", "--num_workers", "2")
-    assert [outcome.code for outcome in outcomes] == [0] * processes, [outcome.err for outcome in outcomes]
-    (said,) = [line for outcome in outcomes for line in outcome.out.splitlines() if "/dev/shm" in line]
+    assert [outcome.code for outcome in outcomes] == [0] * processes, [
+        outcome.err for outcome in outcomes
+    ]
+    (said,) = [
+        line for outcome in outcomes for line in outcome.out.splitlines() if "/dev/shm" in line
+    ]
     assert said in outcomes[0].out and said.startswith("/dev/shm: 17 of 17 MB free, ")
     assert "needed for --num_workers 2; using " in said and "--shm-size=8g or --ipc=host" in said
     assert not any("shared memory" in outcome.err for outcome in outcomes)
@@ -111,13 +145,18 @@ def test_a_small_shared_memory_trains_on_the_same_samples_with_fewer_workers(pho
 def test_evaluation_alone_may_use_all_of_it(photos):
     (trained,) = _train(1, "--run_name", "run", "--num_workers", "0", "--eval_batch_size", "35")
     assert trained.code == 0, trained.err
-    (outcome,) = in_small_shm(16, run_ranks, 1, eval.main, ["--ckpt", "runs/run", "--num_workers", "2"])
+    (outcome,) = in_small_shm(
+        16, run_ranks, 1, eval.main, ["--ckpt", "runs/run", "--num_workers", "2"]
+    )
     assert outcome.code == 0 and outcome.value["count"] == 140, outcome.err
     assert "using " not in outcome.out
 
 
 def _fill(launch_flags, processes, name):
-    """Train until something is logged; then a file takes the rest of /dev/shm. Returns the outcomes and the seconds."""
+    """Train until something is logged; then a file takes the rest of /dev/shm.
+
+    Returns the outcomes and the seconds.
+    """
     launch = start_ranks(processes, train.main, [*FLAGS, "--run_name", name, *launch_flags])
     until(has_logged(2, name))
     started = time.monotonic()
@@ -126,18 +165,31 @@ def _fill(launch_flags, processes, name):
             try:
                 file.write(b"x" * 2**16)
             except OSError:
-                # The loaders may already hold their largest number of batches. They could then go on with the memory
-                # that they free themselves, so the file takes this memory too.
+                # The loaders may already hold their largest number of batches. They could then go
+                # on with the memory that they free themselves, so the file takes this memory too.
                 time.sleep(0.001)
     return launch.finish(), time.monotonic() - started
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_shared_memory_that_fills_up_later_ends_the_run_within_a_minute_with_one_line(photos, processes):
-    outcomes, seconds = in_small_shm(24, _fill, [*ENDLESS, "--eval_batch_size", "16"], processes, "run")
-    assert [outcome.code for outcome in outcomes] == [2] * processes, [outcome.err for outcome in outcomes]
-    (error,) = [line for outcome in outcomes for line in outcome.err.splitlines() if "train.py: error: " in line]
-    assert error in outcomes[0].err and "/dev/shm: a loader process could not write a batch" in error
+def test_shared_memory_that_fills_up_later_ends_the_run_within_a_minute_with_one_line(
+    photos, processes
+):
+    outcomes, seconds = in_small_shm(
+        24, _fill, [*ENDLESS, "--eval_batch_size", "16"], processes, "run"
+    )
+    assert [outcome.code for outcome in outcomes] == [2] * processes, [
+        outcome.err for outcome in outcomes
+    ]
+    (error,) = [
+        line
+        for outcome in outcomes
+        for line in outcome.err.splitlines()
+        if "train.py: error: " in line
+    ]
+    assert (
+        error in outcomes[0].err and "/dev/shm: a loader process could not write a batch" in error
+    )
     assert "of 25 MB free" in error and "--shm-size=8g" in error and "--num_workers 0" in error
     assert "Traceback" not in outcomes[0].err and seconds < 60
 
@@ -163,7 +215,11 @@ def test_a_bus_error_of_a_worker_is_explained_by_shared_memory(photos):
     until(has_logged(1))
     Path("now").touch()
     (outcome,) = launch.finish()
-    assert outcome.code == 2 and "found no space in /dev/shm (" in outcome.err and "--shm-size" in outcome.err
+    assert (
+        outcome.code == 2
+        and "found no space in /dev/shm (" in outcome.err
+        and "--shm-size" in outcome.err
+    )
     assert outcome.err.count("train.py: error: ") == 1
 
 
@@ -180,5 +236,9 @@ def _kill_a_worker(flags):
 
 def test_another_death_of_a_worker_is_one_line_and_not_blamed_on_shared_memory(photos):
     (outcome,) = run_ranks(1, _kill_a_worker, ["--run_name", "run", *ENDLESS])
-    assert outcome.code == 2 and "a loader process was killed" in outcome.err and outcome.err.count("\n") == 1
+    assert (
+        outcome.code == 2
+        and "a loader process was killed" in outcome.err
+        and outcome.err.count("\n") == 1
+    )
     assert "/dev/shm" not in outcome.err

@@ -28,12 +28,25 @@ from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import read_checkpoint
 from utils.training.building import resolve_input
 
-FLAGS = ("--data", "pictures", "--eval_fraction", "0.5", "--model", "resnet18", "--stem", "standard", "--threads", "1")
+FLAGS = (
+    "--data",
+    "pictures",
+    "--eval_fraction",
+    "0.5",
+    "--model",
+    "resnet18",
+    "--stem",
+    "standard",
+    "--threads",
+    "1",
+)
 FLAGS += ("--max_steps", "1", "--global_batch_size", "4", "--num_workers", "0", "--min_scale", "1")
 
 
 def plain_loss(name: str, height: int, width: int) -> float:
-    """The loss of a run's weights in torchvision's own network, on evaluation images that are that large already."""
+    """The loss of a run's weights in torchvision's own network, on evaluation images that are that
+    large already.
+    """
     config = TrainConfig(data="pictures", eval_fraction=0.5)
     split = load_data(config).evaluation
     images = [np.asarray(Image.open(split.describe(position))) for position in range(len(split))]
@@ -57,26 +70,42 @@ def test_runs_and_eval_py_evaluate_images_of_the_evaluation_size():
     assert abs(records("usual", "eval")[-1]["loss"] - records("run", "eval")[-1]["loss"]) > 1e-3
     assert same_tensors(weights("usual"), weights("run"))
     for name, more in (("run", []), ("usual", ["--eval_size", "64", "80"])):
-        assert [result["loss"] for result in returned(2, eval.main, ["--ckpt", f"runs/{name}", *more])] == [
-            expected
-        ] * 2
+        assert [
+            result["loss"] for result in returned(2, eval.main, ["--ckpt", f"runs/{name}", *more])
+        ] == [expected] * 2
 
 
 @pytest.mark.full
 def test_a_run_of_small_images_can_be_evaluated_on_photographs_and_resumed():
     image_folder("pictures", {"cat": 6, "dog": 6}, size=(128, 160))
     # The stem follows from the size of training, in eval.py too.
-    flags = (*FLAGS, "--stem", "auto", "--image_size", "32", "--eval_size", "112", "140", "--eval_crop", "0.875")
+    flags = (
+        *FLAGS,
+        "--stem",
+        "auto",
+        "--image_size",
+        "32",
+        "--eval_size",
+        "112",
+        "140",
+        "--eval_crop",
+        "0.875",
+    )
     (outcome,) = run_ranks(1, train.main, ["--run_name", "run", *flags])
     assert "the larger images of the other split are decoded for each batch" in outcome.out
     assert "no effect" not in outcome.out
     saved = read_checkpoint(find_checkpoint(Path("runs/run")))
     assert saved.spec.small and not saved.spec.for_evaluation().small
-    assert (saved.spec.for_evaluation().size, saved.spec.for_evaluation().resize) == ((112, 140), 128)
+    assert (saved.spec.for_evaluation().size, saved.spec.for_evaluation().resize) == (
+        (112, 140),
+        128,
+    )
     train_run(1, "run", *flags, "--resume", "auto", "--max_steps", "2")
     (result,) = returned(1, eval.main, ["--ckpt", "runs/run/checkpoints/step-00000002"])
     assert result["loss"] == pytest.approx(records("run", "eval")[-1]["loss"], rel=1e-6)
-    changed = resolve_input(replace(saved.settings, eval_size=64), saved, load_data(saved.settings).train)[-1]
+    changed = resolve_input(
+        replace(saved.settings, eval_size=64), saved, load_data(saved.settings).train
+    )[-1]
     assert (changed.size, changed.for_evaluation().size) == ((32, 32), (64, 64))
 
 
@@ -88,7 +117,10 @@ def test_the_centre_of_a_photograph_fills_a_rectangle(size, whole, squash):
     spec = InputSpec(*size, 3, [0.5] * 3, [0.5] * 3, squash=squash).cropped(0.875)
     assert spec.resize == 128
     same_shape = [side * 128 // 112 for side in size]
-    for shape, sides in ((whole, same_shape), ((300, 300), same_shape if squash else [max(same_shape)] * 2)):
+    for shape, sides in (
+        (whole, same_shape),
+        ((300, 300), same_shape if squash else [max(same_shape)] * 2),
+    ):
         pixels = torch.from_numpy(smooth(*shape))
         resized = v2.functional.resize(pixels.permute(2, 0, 1), sides, antialias=True)
         expected = v2.functional.center_crop(resized, list(size))
@@ -98,11 +130,18 @@ def test_the_centre_of_a_photograph_fills_a_rectangle(size, whole, squash):
 
 
 def test_the_resizing_of_evaluation_is_that_of_its_own_size():
-    config = TrainConfig(model="timm/vit_tiny_patch16_224", pretrained=True, image_size=64, eval_size=[160, 224])
+    config = TrainConfig(
+        model="timm/vit_tiny_patch16_224", pretrained=True, image_size=64, eval_size=[160, 224]
+    )
     spec = input_spec(config, 3, None)
     assert (spec.size, spec.resize, spec.interpolation) == ((64, 64), None, "bilinear")
     other = spec.for_evaluation()
-    assert (other.size, other.resize, other.interpolation, other.mean) == ((160, 224), 177, "bicubic", spec.mean)
+    assert (other.size, other.resize, other.interpolation, other.mean) == (
+        (160, 224),
+        177,
+        "bicubic",
+        spec.mean,
+    )
     for size in (None, 64, [64, 64]):
         assert input_spec(replace(config, eval_size=size), 3, None).evaluation is None
 
@@ -130,7 +169,18 @@ def test_a_model_that_does_not_take_the_size_is_refused_with_the_fix(model, sett
 
 
 def test_eval_py_refuses_a_size_that_the_model_does_not_take_in_one_line():
-    train_run(1, "run", "--data", "synthetic/3x8x24", "--model", "mlp", "--max_steps", "1", "--threads", "1")
+    train_run(
+        1,
+        "run",
+        "--data",
+        "synthetic/3x8x24",
+        "--model",
+        "mlp",
+        "--max_steps",
+        "1",
+        "--threads",
+        "1",
+    )
     line = refused(eval.main, "--ckpt", "runs/run", "--eval_size", "16")
     assert "--eval_size: mlp only takes images of the training size; leave out --eval_size" in line
 
@@ -165,7 +215,9 @@ def test_bad_images_are_found_before_training_at_any_size(sizes):
     data = path.read_bytes()
     half = len(data) // 2  # a check of both ends does not find it
     path.write_bytes(data[:half] + bytes(400) + data[half + 400 :])
-    config = TrainConfig(data="pictures", image_size=sizes[0], eval_size=sizes[1], bad_images="skip")
+    config = TrainConfig(
+        data="pictures", image_size=sizes[0], eval_size=sizes[1], bad_images="skip"
+    )
     assert len(load_data(config).bad_images) == 1
 
 

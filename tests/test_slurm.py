@@ -1,4 +1,6 @@
-"""The job scripts in slurm/ on a real SLURM of two nodes:  python -m pytest -m slurm -s tests/test_slurm.py"""
+"""The job scripts in slurm/ on a real SLURM of two nodes:  python -m pytest -m slurm -s
+tests/test_slurm.py
+"""
 
 import os
 import signal
@@ -14,8 +16,28 @@ from helpers.waiting import records_so_far, until
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(why_not() != "", reason=why_not() or "-")]
-FLAGS = ["--model", "mlp", "--global_batch_size", "128", "--threads", "1", "--timeout", "20", "--log_every", "10"]
-FLAGS += ["--lr", "0.01", "--lr_schedule", "constant", "--save_every", "500", "--eval_every", "100000"]
+FLAGS = [
+    "--model",
+    "mlp",
+    "--global_batch_size",
+    "128",
+    "--threads",
+    "1",
+    "--timeout",
+    "20",
+    "--log_every",
+    "10",
+]
+FLAGS += [
+    "--lr",
+    "0.01",
+    "--lr_schedule",
+    "constant",
+    "--save_every",
+    "500",
+    "--eval_every",
+    "100000",
+]
 UPDATES = 2000  # 10 seconds
 SCRIPTS = {"tasks": "slurm/train.sbatch", "launchers": "slurm/launcher.sbatch"}
 NODES = {"nodes": "slurm/elastic.sbatch"}
@@ -55,8 +77,12 @@ class Job:
         """Wait for it; the job's output tells why it does not come."""
         deadline = time.monotonic() + seconds
         while not condition():
-            if time.monotonic() > deadline or self.state in {"FAILED", "TIMEOUT", "NODE_FAIL"} - {what}:
-                pytest.fail(f"job {self.number} is {self.state}, not {what}:\n{self.output[-4000:]}")
+            if time.monotonic() > deadline or self.state in {"FAILED", "TIMEOUT", "NODE_FAIL"} - {
+                what
+            }:
+                pytest.fail(
+                    f"job {self.number} is {self.state}, not {what}:\n{self.output[-4000:]}"
+                )
             time.sleep(0.2)
 
     def ranks(self) -> list[int]:
@@ -64,7 +90,9 @@ class Job:
         return self.slurm.processes(rf"^\S*python -u train.py --run_name job-{self.number} ")
 
     def gone_after(self, told: float) -> float:
-        """Wait until nothing of the turn that was `told` to stop is left; returns the seconds since then."""
+        """Wait until nothing of the turn that was `told` to stop is left; returns the seconds since
+        then.
+        """
         self.until(lambda: not self.slurm.processes(f"--run_name job-{self.number} "), "gone")
         return time.monotonic() - told
 
@@ -107,11 +135,15 @@ def whole(slurm, tmp_path_factory) -> Job:
 
 
 def weights(job: Job, updates: int = UPDATES) -> dict:
-    return load_file(job.folder / f"runs/job-{job.number}/checkpoints/step-{updates:08}/model.safetensors")
+    return load_file(
+        job.folder / f"runs/job-{job.number}/checkpoints/step-{updates:08}/model.safetensors"
+    )
 
 
 def check_finished(job: Job, whole: Job, seconds: float = 200) -> list[int]:
-    """The job trains to its end, to the weights of the undisturbed run; returns where each of its turns started."""
+    """The job trains to its end, to the weights of the undisturbed run; returns where each of its
+    turns started.
+    """
     job.until_state("COMPLETED", seconds=seconds)
     expected = weights(whole)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(job).items())
@@ -120,11 +152,20 @@ def check_finished(job: Job, whole: Job, seconds: float = 200) -> list[int]:
 
 
 def more_urgent(slurm):
-    slurm("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
+    slurm(
+        "sbatch",
+        "--partition=high",
+        "--nodes=2",
+        "--exclusive",
+        "--output=/dev/null",
+        "--wrap=sleep 2",
+    )
 
 
 def gone_for_a_while(job, take, give_back, node):
-    """A node is away until SLURM has noticed that, after SlurmdTimeout: 15 seconds here, 300 by default."""
+    """A node is away until SLURM has noticed that, after SlurmdTimeout: 15 seconds here, 300 by
+    default.
+    """
     take(node)
     job.until_state("PENDING")
     give_back(node)
@@ -136,9 +177,15 @@ EVENTS = {
     "preempted, with a grace period": lambda slurm, job: more_urgent(slurm),
     "preempted at once": lambda slurm, job: more_urgent(slurm),
     "scontrol requeue": lambda slurm, job: slurm("scontrol", "requeue", job.number),
-    "network of a node gone": lambda slurm, job: gone_for_a_while(job, slurm.cut, slurm.heal, "slm2"),
-    "power of a node gone": lambda slurm, job: gone_for_a_while(job, slurm.power_off, slurm.power_on, "slm2"),
-    "power of the first node gone": lambda slurm, job: gone_for_a_while(job, slurm.power_off, slurm.power_on, "slm1"),
+    "network of a node gone": lambda slurm, job: gone_for_a_while(
+        job, slurm.cut, slurm.heal, "slm2"
+    ),
+    "power of a node gone": lambda slurm, job: gone_for_a_while(
+        job, slurm.power_off, slurm.power_on, "slm2"
+    ),
+    "power of the first node gone": lambda slurm, job: gone_for_a_while(
+        job, slurm.power_off, slurm.power_on, "slm1"
+    ),
 }
 LOSING = [event for event in EVENTS if "gone" in event]
 CASES = [("tasks", event) for event in EVENTS]
@@ -146,7 +193,9 @@ CASES += [("launchers", event) for event in list(EVENTS)[:4:2] + LOSING[:1]]
 
 
 @pytest.mark.parametrize(("script", "event"), CASES)
-def test_a_job_that_has_to_go_comes_back_by_itself_and_finishes(slurm, submit, whole, script, event):
+def test_a_job_that_has_to_go_comes_back_by_itself_and_finishes(
+    slurm, submit, whole, script, event
+):
     job = submit(script, options=("--partition=abrupt",) if event == "preempted at once" else ())
     job.until(lambda: job.step >= 300, "training")
     reached, told = job.step, time.monotonic()
@@ -158,7 +207,9 @@ def test_a_job_that_has_to_go_comes_back_by_itself_and_finishes(slurm, submit, w
     print(f"\n| {script} | {event} | {gone:.1f} s | {again:.0f} s | {reached} | {starts[1]} |")
     if (
         event in LOSING
-    ):  # the word of SLURM's to end the first turn may come late, to the second, which then has a third
+        # the word of SLURM's to end the first turn may come late, to the second, which then has a
+        # third
+    ):
         assert starts[1] >= reached - 500
     else:
         assert len(starts) == 2 and starts[1] >= reached
@@ -173,7 +224,10 @@ def test_nodes_of_an_array_come_and_go_and_the_run_keeps_its_bits(slurm, submit)
     try:
         run.until(lambda: run.step >= 100, "training on one node")
         slurm("scontrol", "update", "NodeName=slm2", "State=RESUME")
-        run.until(lambda: [r["processes"] for r in run.records("start")] == [1, 2], "training on two nodes")
+        run.until(
+            lambda: [r["processes"] for r in run.records("start")] == [1, 2],
+            "training on two nodes",
+        )
         slurm("scontrol", "requeue", f"{run.number}_0")
         run.until(lambda: len(run.records("start")) > 2, "training again")
         run.until(lambda: run.step == 20000, "complete", seconds=300)
@@ -182,13 +236,17 @@ def test_nodes_of_an_array_come_and_go_and_the_run_keeps_its_bits(slurm, submit)
     print([(record["processes"], record["step"]) for record in run.records("start")])
     assert [record["step"] for record in run.records("train")] == list(range(10, 20001, 10))
     expected = weights(alone, 20000)
-    run.until(lambda: (run.folder / f"runs/job-{run.number}/checkpoints/step-00020000").exists(), "saved")
+    run.until(
+        lambda: (run.folder / f"runs/job-{run.number}/checkpoints/step-00020000").exists(), "saved"
+    )
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(run, 20000).items())
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_run_longer_than_its_time_limit_takes_several_turns(slurm, submit, whole, script):
-    """Over a slow network it takes more than a minute; the signal comes 30 to 60 seconds after the start of a turn."""
+    """Over a slow network it takes more than a minute; the signal comes 30 to 60 seconds after the
+    start of a turn.
+    """
     slurm.slow_down("slm2")
     job = submit(script, options=("--time=1", "--signal=USR1@1"))
     try:
@@ -204,7 +262,9 @@ def test_a_run_longer_than_its_time_limit_takes_several_turns(slurm, submit, who
 def test_a_signal_in_the_first_seconds_costs_no_more_than_the_turn(submit, whole, script):
     job = submit(script)
     job.until_state("RUNNING")
-    job.until(lambda: "StepId" in job.slurm("scontrol", "show", "steps", check=False), "running a step")
+    job.until(
+        lambda: "StepId" in job.slurm("scontrol", "show", "steps", check=False), "running a step"
+    )
     time.sleep(1)
     job.slurm("scancel", "--signal=TERM", job.number)
     job.until_state("PENDING")
@@ -226,7 +286,9 @@ def test_scancel_saves_ends_and_is_final(submit, script):
 
 def test_each_task_of_an_array_is_a_run_that_comes_back_alone(slurm, submit):
     """The last task has the number of the whole array, and must not put all of it back."""
-    array = submit("tasks", options=("--array=0-1", "--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2"))
+    array = submit(
+        "tasks", options=("--array=0-1", "--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2")
+    )
     tasks = [Job(slurm, f"{array.number}_{index}", array.folder) for index in (0, 1)]
     for task in tasks:
         task.until(lambda task=task: task.step >= 300, "training")
@@ -244,7 +306,9 @@ def test_a_killed_rank_ends_the_job_under_tasks(slurm, submit):
     told = time.monotonic()
     os.kill(job.ranks()[-1], signal.SIGKILL)
     job.until_state("FAILED")
-    print(f"\n| tasks | kill -9 of a rank | {job.gone_after(told):.1f} s | fails with {job.exit_code} |")
+    print(
+        f"\n| tasks | kill -9 of a rank | {job.gone_after(told):.1f} s | fails with {job.exit_code} |"
+    )
     assert job.exit_code == "137:0" and slurm.job(job.number)["Restarts"] == "0"
 
 
@@ -264,13 +328,22 @@ def test_a_killed_rank_is_started_again_by_launchers_within_the_job(submit, whol
 def test_an_error_is_the_job_s_exit_code_and_no_turn_follows(submit, script):
     job = submit(script, "--model", "no_such_model")
     job.until_state("FAILED")
-    assert job.exit_code == {"tasks": "2:0", "launchers": "1:0"}[script] and "no_such_model" in job.output
+    assert (
+        job.exit_code == {"tasks": "2:0", "launchers": "1:0"}[script]
+        and "no_such_model" in job.output
+    )
 
 
 def test_srun_on_two_nodes_gives_the_losses_of_one_process(whole, tmp_path):
     one = [*FLAGS, "--max_steps", "200", "--output_dir", str(tmp_path), "--run_name", "one"]
     code, _, error = start("python", ROOT / "train.py", *one)
     assert code == 0, error
-    losses = [line["loss"] for line in records_so_far(tmp_path / "one/log.jsonl") if line["kind"] == "train"]
-    assert losses == pytest.approx([record["loss"] for record in whole.records("train")][:20], rel=1e-5)
+    losses = [
+        line["loss"]
+        for line in records_so_far(tmp_path / "one/log.jsonl")
+        if line["kind"] == "train"
+    ]
+    assert losses == pytest.approx(
+        [record["loss"] for record in whole.records("train")][:20], rel=1e-5
+    )
     assert "rank 0     slm1" in whole.output and "rank 1     slm2" in whole.output

@@ -1,6 +1,8 @@
-"""Properties of data over many small generated sets: each label matches its image, or one line says why not.
+"""Properties of data over many small generated sets: each label matches its image, or one line says
+why not.
 
-Each image shows its class as a brightness, so the truth is read from the pixels that a split decodes to.
+Each image shows its class as a brightness, so the truth is read from the pixels that a split
+decodes to.
 """
 
 import random
@@ -42,7 +44,9 @@ def write_set(form: str, samples: dict[str, list[tuple[int, str]]], draw: random
     rows = []
     for split, own in samples.items():
         for place, (number, name) in enumerate(own):
-            path = Path(f"set/{split}/{name}/{place}.png" if form == "folder" else f"set/{split}{place}.png")
+            path = Path(
+                f"set/{split}/{name}/{place}.png" if form == "folder" else f"set/{split}{place}.png"
+            )
             path.parent.mkdir(parents=True, exist_ok=True)
             if form in ("folder", "csv"):
                 path.write_bytes(encoded(picture_of(number), "PNG"))
@@ -50,7 +54,9 @@ def write_set(form: str, samples: dict[str, list[tuple[int, str]]], draw: random
     if form == "folder":
         return "set"
     if form == "csv":
-        Path("set/list.csv").write_text("\n".join(["path,label,split", *draw.sample(rows, len(rows))]) + "\n")
+        Path("set/list.csv").write_text(
+            "\n".join(["path,label,split", *draw.sample(rows, len(rows))]) + "\n"
+        )
         return "set/list.csv"
     tables = {}
     for split, own in samples.items():
@@ -69,7 +75,9 @@ def write_set(form: str, samples: dict[str, list[tuple[int, str]]], draw: random
 
 @pytest.mark.parametrize("form", ["folder", "csv", "parquet", "saved"])
 @pytest.mark.parametrize("seed", range(6))
-def test_names_decide_in_any_order_and_unicode_form_or_one_line_names_the_classes_of_both_splits(form, seed):
+def test_names_decide_in_any_order_and_unicode_form_or_one_line_names_the_classes_of_both_splits(
+    form, seed
+):
     draw = random.Random(f"{form} {seed}")
     classes = draw.sample(WORDS, draw.randint(2, 5))
     in_train = draw.sample(classes, len(classes) if draw.random() < 0.7 else len(classes) - 1)
@@ -79,7 +87,10 @@ def test_names_decide_in_any_order_and_unicode_form_or_one_line_names_the_classe
         forms = draw.choice((["NFC"], ["NFD"], ["NFC", "NFD"]))
         chosen = [name for name in names for _ in range(3)]
         draw.shuffle(chosen)
-        return [(classes.index(name), unicodedata.normalize(draw.choice(forms), name)) for name in chosen]
+        return [
+            (classes.index(name), unicodedata.normalize(draw.choice(forms), name))
+            for name in chosen
+        ]
 
     samples = {"train": samples_of(in_train), "test": samples_of(in_test)}
     data = write_set(form, samples, draw)
@@ -94,14 +105,18 @@ def test_names_decide_in_any_order_and_unicode_form_or_one_line_names_the_classe
             assert all(name in text.partition("(split 'test': ")[2] for name in in_test)
         return
     found = load_data(config(data))
-    assert sorted(unicodedata.normalize("NFC", name) for name in found.class_names) == sorted(in_train)
+    assert sorted(unicodedata.normalize("NFC", name) for name in found.class_names) == sorted(
+        in_train
+    )
     for split in (found.train, found.evaluation):
         names = [unicodedata.normalize("NFC", found.class_names[label]) for label in split.labels]
         assert names == [classes[number] for number in shown(split)]
     written = {split: {name for _, name in own} for split, own in samples.items()}
     for split in (found.train, found.evaluation):
         says = any("another Unicode form" in note for note in split.notes)
-        assert says == bool(written["train" if split is found.train else "test"] - set(found.class_names))
+        assert says == bool(
+            written["train" if split is found.train else "test"] - set(found.class_names)
+        )
 
 
 def test_shards_of_one_split_with_other_names_are_refused_with_both_lists():
@@ -110,20 +125,27 @@ def test_shards_of_one_split_with_other_names_are_refused_with_both_lists():
         shard = table([0, 1], ClassLabel(names=names), [picture_of(0), picture_of(1)])
         shard.to_parquet(f"set/train-0000{number}-of-00002.parquet")
     with pytest.raises(
-        ValueError, match=r"00001-of-00002.parquet: label has the classes dog, cat, but in .* cat, dog;"
+        ValueError,
+        match=r"00001-of-00002.parquet: label has the classes dog, cat, but in .* cat, dog;",
     ):
         load_data(config("set"))
 
 
 @pytest.mark.parametrize("form", ["folder", "csv"])
 @pytest.mark.parametrize("seed", range(4))
-def test_outputs_without_names_are_the_classes_in_numeric_order_if_all_are_numbers(form, seed, capsys):
+def test_outputs_without_names_are_the_classes_in_numeric_order_if_all_are_numbers(
+    form, seed, capsys
+):
     draw = random.Random(f"{form} {seed}")
     numbers = sorted(draw.sample(range(12), draw.randint(3, 12))) if seed else list(range(12))
     samples = {"train": [(number, str(number)) for number in numbers for _ in range(2)]}
     data = write_set(form, samples, draw)
-    split, outputs = load_split(config(data), None, partial(names_of_outputs, len(numbers), False), own_data=False)
-    assert outputs == list(map(str, numbers)) and [numbers[label] for label in split.labels] == shown(split)
+    split, outputs = load_split(
+        config(data), None, partial(names_of_outputs, len(numbers), False), own_data=False
+    )
+    assert outputs == list(map(str, numbers)) and [
+        numbers[label] for label in split.labels
+    ] == shown(split)
     own = load_data(config(data, eval_fraction=0.5)).class_names
     assert own == (sorted(outputs) if form == "folder" else outputs)  # a run keeps its order
 
@@ -132,19 +154,27 @@ LAYOUTS = ("flat folder", "only val", "only train", "csv", "csv of val", "parque
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_data_without_a_split_to_choose_are_evaluated_whole_by_weights_that_nothing_was_trained_with(layout):
+def test_data_without_a_split_to_choose_are_evaluated_whole_by_weights_that_nothing_was_trained_with(
+    layout,
+):
     names = ["n01440764", "n02123045"]
     samples = [(number, name) for number, name in enumerate(names) for _ in range(10)]
     split = {"only val": "val", "csv of val": "val", "another name": "fold2"}.get(layout, "train")
     data = write_set(
-        layout.split()[0] if layout[:3] in ("csv", "par") else "folder", {split: samples}, random.Random(0)
+        layout.split()[0] if layout[:3] in ("csv", "par") else "folder",
+        {split: samples},
+        random.Random(0),
     )
     if layout in ("flat folder", "another name"):
         data = f"set/{split}" if layout == "flat folder" else data
     if layout == "csv":
         Path(data).write_text(Path(data).read_text().replace(",train", "").replace(",split", ""))
-    flags = eval.parse_args(eval.EvalConfig, "eval.py", ["--model", "resnet18", "--pretrained", "--data", data])
-    values = TrainConfig(model="resnet18", pretrained=True, data=eval.absolute_data(data), cache_dir="cache")
+    flags = eval.parse_args(
+        eval.EvalConfig, "eval.py", ["--model", "resnet18", "--pretrained", "--data", data]
+    )
+    values = TrainConfig(
+        model="resnet18", pretrained=True, data=eval.absolute_data(data), cache_dir="cache"
+    )
     saved = eval.SavedRun(Path("resnet18"), values, None, [], None)  # as `find_run` makes it
     settings, own_data = eval.settings_of(saved, flags)
     found, _ = load_split(settings, None, partial(names_of_outputs, 1000, True), own_data)
@@ -162,9 +192,17 @@ def test_several_splits_without_a_usual_name_are_refused_with_the_flag_of_eval()
 @pytest.mark.parametrize("seed", range(4))
 def test_columns_in_any_order_share_a_cache_and_each_gives_its_own_pixels(form, seed):
     draw, count = random.Random(seed), 24
-    columns = {name: [picture_of((row + shift) % 12) for row in range(count)] for name, shift in (("a", 0), ("b", 5))}
+    columns = {
+        name: [picture_of((row + shift) % 12) for row in range(count)]
+        for name, shift in (("a", 0), ("b", 5))
+    }
     texts = [f"no-{row}.png" for row in range(count)]
-    kinds = {"a": ImageFeature(), "b": ImageFeature(), "note": Value("string"), "label": ClassLabel(names=["x", "y"])}
+    kinds = {
+        "a": ImageFeature(),
+        "b": ImageFeature(),
+        "note": Value("string"),
+        "label": ClassLabel(names=["x", "y"]),
+    }
     values = {**columns, "note": texts, "label": [row % 2 for row in range(count)]}
     splits = {"train": Dataset.from_dict(values, features=Features(kinds))}
     if form == "saved":
@@ -187,7 +225,11 @@ def test_a_listed_file_is_found_in_another_unicode_form_and_the_line_says_so():
     for number in range(20):
         name = unicodedata.normalize("NFD" if number % 2 else "NFC", f"set/Übungen/é{number}.png")
         if number % 2 == 0:
-            name = unicodedata.normalize("NFD", "set/Übungen") + "/" + unicodedata.normalize("NFC", f"é{number}.png")
+            name = (
+                unicodedata.normalize("NFD", "set/Übungen")
+                + "/"
+                + unicodedata.normalize("NFC", f"é{number}.png")
+            )
         Path(name).write_bytes(encoded(picture_of(number % 2), "PNG"))
     rows = [f"Übungen/é{number}.png,{'ab'[number % 2]}" for number in range(20)]
     Path("set/list.csv").write_text(unicodedata.normalize("NFC", "\n".join(["path,label", *rows])))

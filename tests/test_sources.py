@@ -1,4 +1,6 @@
-"""--data from name to splits: every kind of source, how splits are chosen, and what is said when something is wrong."""
+"""--data from name to splits: every kind of source, how splits are chosen, and what is said when
+something is wrong.
+"""
 
 import errno
 import os
@@ -49,7 +51,8 @@ def labels_of(count, classes=3):
     return [i % classes for i in range(count)]
 
 
-# -- bundled and made sets -------------------------------------------------------------------------------------------
+# -- bundled and made sets
+# -------------------------------------------------------------------------------------------
 
 
 def test_digits_are_the_scans_scaled_to_255_with_a_tenth_held_out():
@@ -61,7 +64,12 @@ def test_digits_are_the_scans_scaled_to_255_with_a_tenth_held_out():
         pixels = decode_all(split, 8, 8, 1, "cache", None)[..., 0]
         assert np.abs(pixels - scans.images[split.rows] * 255 / 16).max() <= 0.5
         assert (split.labels == scans.target[split.rows]).all()
-    assert data.class_names == [str(i) for i in range(10)] and peek(data.train) == (1, (8, 8), 255, 1.0)
+    assert data.class_names == [str(i) for i in range(10)] and peek(data.train) == (
+        1,
+        (8, 8),
+        255,
+        1.0,
+    )
 
 
 def test_synthetic_sets_have_the_shape_that_their_name_says_and_can_be_learned():
@@ -90,7 +98,13 @@ def test_data_that_do_not_exist_are_refused_before_anything_is_opened(name):
 
 
 def test_data_that_may_exist_pass_the_first_check_which_opens_nothing(tmp_path):
-    for name in ("digits", "synthetic/3x3x3", "torchvision/MNIST", "someone/something", str(tmp_path)):
+    for name in (
+        "digits",
+        "synthetic/3x3x3",
+        "torchvision/MNIST",
+        "someone/something",
+        str(tmp_path),
+    ):
         check_source(TrainConfig(data=name))
     assert not any(Path().iterdir())  # nothing was downloaded or written
 
@@ -100,7 +114,10 @@ def test_a_hub_name_that_cannot_be_loaded_is_one_line_that_names_it():
 
 
 def test_a_hub_set_is_read_like_a_local_one_and_its_flaws_are_reported_as_they_are(monkeypatch):
-    asked, splits = [], DatasetDict(train=table(labels_of(30), NAMED), test=table(labels_of(9), NAMED))
+    asked, splits = (
+        [],
+        DatasetDict(train=table(labels_of(30), NAMED), test=table(labels_of(9), NAMED)),
+    )
     monkeypatch.setattr(datasets, "load_dataset", lambda *names: asked.append(names) or splits)
     data = load("someone/something", data_subset="small")
     assert asked == [("someone/something", "small")]
@@ -108,7 +125,8 @@ def test_a_hub_set_is_read_like_a_local_one_and_its_flaws_are_reported_as_they_a
     refused("someone/something", "--label_column kind: no such column", label_column="kind")
 
 
-# -- torchvision -----------------------------------------------------------------------------------------------------
+# -- torchvision
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_mnist_files_are_found_in_the_data_dir_or_in_the_cache():
@@ -136,9 +154,19 @@ def test_an_evaluation_does_not_say_that_the_classes_of_a_torchvision_set_change
 def test_a_missing_set_that_cannot_be_downloaded_is_one_line_with_the_fix(monkeypatch):
     for name in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    refused("torchvision/MNIST", "torchvision/MNIST: not in nowhere", "download", "--data_dir", data_dir="nowhere")
+    refused(
+        "torchvision/MNIST",
+        "torchvision/MNIST: not in nowhere",
+        "download",
+        "--data_dir",
+        data_dir="nowhere",
+    )
     refused("torchvision/mnist", "no such data set", "did you mean MNIST")
-    refused("torchvision/Food101", "no such data set; use MNIST, FashionMNIST, KMNIST, CIFAR10, CIFAR100", "Hub")
+    refused(
+        "torchvision/Food101",
+        "no such data set; use MNIST, FashionMNIST, KMNIST, CIFAR10, CIFAR100",
+        "Hub",
+    )
 
 
 def test_a_set_held_as_a_colour_array_is_read_whole(monkeypatch):
@@ -154,8 +182,13 @@ def test_a_set_held_as_a_colour_array_is_read_whole(monkeypatch):
     data = load("torchvision/CIFAR10")
     for split, seed in ((data.train, 1), (data.evaluation, 0)):
         images = pictures(20, (32, 32), seed=seed)
-        assert same_images(split, images) and (decode_all(split, 32, 32, 3, "cache", None) == images).all()
-    assert data.class_names == list("abcdefghij") and data.train.labels.tolist() == labels_of(20, 10)
+        assert (
+            same_images(split, images)
+            and (decode_all(split, 32, 32, 3, "cache", None) == images).all()
+        )
+    assert data.class_names == list("abcdefghij") and data.train.labels.tolist() == labels_of(
+        20, 10
+    )
 
 
 def test_a_folder_with_the_name_of_a_bundled_set_is_said_not_to_be_used():
@@ -168,20 +201,27 @@ def test_a_folder_with_the_name_of_a_bundled_set_is_said_not_to_be_used():
 
 def test_labels_of_an_own_source_that_are_not_integers_are_refused():
     images = np.zeros((3, 2, 2), np.uint8)
-    with pytest.raises(ValueError, match="split 'train' has labels that are not integers; give class numbers"):
+    with pytest.raises(
+        ValueError, match="split 'train' has labels that are not integers; give class numbers"
+    ):
         whole_split("train", images, np.array([0.37, 1.9, 2.5]), "made")
     with pytest.raises(ValueError, match="not integers"):
         whole_split("train", images, np.array([[0, 0.5], [1, 0], [0, 1]]), "made")
     assert whole_split("train", images, [0.0, 1.0, 2.0], "made").labels.dtype == np.int64
 
 
-# -- image folders ---------------------------------------------------------------------------------------------------
+# -- image folders
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_an_image_folder_without_splits_is_held_out_from():
     paths = image_folder("folder", {"cat": 20, "dog": 30}, kind="png")
     data = load("folder")
-    assert (len(data.train), len(data.evaluation), data.evaluation.name) == (45, 5, "hold-out of train")
+    assert (len(data.train), len(data.evaluation), data.evaluation.name) == (
+        45,
+        5,
+        "hold-out of train",
+    )
     assert data.class_names == ["cat", "dog"]
     for split in (data.train, data.evaluation):
         assert same_images(split, [np.asarray(PillowImage.open(paths[row])) for row in split.rows])
@@ -194,7 +234,11 @@ def test_an_image_folder_with_two_splits_uses_both():
     image_folder("folder/train", {"cat": 6, "dog": 4}, kind="jpg")
     image_folder("folder/val", {"dog": 3}, kind="jpg")
     data = load("folder")
-    assert (len(data.train), data.evaluation.name, data.evaluation.labels.tolist()) == (10, "val", [1, 1, 1])
+    assert (len(data.train), data.evaluation.name, data.evaluation.labels.tolist()) == (
+        10,
+        "val",
+        [1, 1, 1],
+    )
 
 
 def test_only_images_count_at_any_depth_and_in_any_case():
@@ -214,10 +258,13 @@ def test_a_folder_that_holds_no_data_set_is_refused_with_what_it_should_hold():
     parquet("clone/data", train=table(labels_of(9), NAMED))
     refused("clone", "clone: no images in it", "give clone/data")
     Path("file.txt").touch()
-    refused("file.txt", "file.txt: is neither a folder nor a table", "a .csv file that lists images")
+    refused(
+        "file.txt", "file.txt: is neither a folder nor a table", "a .csv file that lists images"
+    )
 
 
-# -- tables ----------------------------------------------------------------------------------------------------------
+# -- tables
+# ----------------------------------------------------------------------------------------------------------
 
 
 def tables(train=30, test=9):
@@ -234,7 +281,9 @@ def test_tables_of_two_splits_are_read(layout):
         DatasetDict(splits).save_to_disk("tables")
     if layout == "arrow":
         for name in splits:
-            os.rename(f"tables/{name}/data-00000-of-00001.arrow", f"tables/{name}-00000-of-00001.arrow")
+            os.rename(
+                f"tables/{name}/data-00000-of-00001.arrow", f"tables/{name}-00000-of-00001.arrow"
+            )
         os.unlink("tables/dataset_dict.json")
     data = load("tables")
     assert data.class_names == ANIMALS and data.evaluation.name == "test"
@@ -281,20 +330,26 @@ def test_files_are_grouped_into_splits_by_their_names():
 
 
 def plain_parquet(path, labels, images):
-    """As a writer that knows nothing of `datasets` leaves it: a struct of bytes, no types of features."""
+    """As a writer that knows nothing of `datasets` leaves it: a struct of bytes, no types of
+    features.
+    """
 
     files = [{"bytes": encoded(image, "PNG"), "path": f"{i}.png"} for i, image in enumerate(images)]
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table({"picture": files, "category": labels}), path)
 
 
-@pytest.mark.parametrize("labels, names", [([0, 2, 1], ["0", "1", "2"]), (["emu", "cat", "dog"], ANIMALS)])
+@pytest.mark.parametrize(
+    "labels, names", [([0, 2, 1], ["0", "1", "2"]), (["emu", "cat", "dog"], ANIMALS)]
+)
 def test_a_plain_parquet_file_needs_no_types_of_columns(labels, names):
     images = pictures(30)
     plain_parquet("tables/train.parquet", labels * 10, images)
     plain_parquet("tables/test.parquet", labels, images[:3])
     data = load("tables")
-    assert [data.class_names[label] for label in data.train.labels] == [str(label) for label in labels * 10]
+    assert [data.class_names[label] for label in data.train.labels] == [
+        str(label) for label in labels * 10
+    ]
     assert data.class_names == names and same_images(data.train, images)
     assert data.evaluation.labels.tolist() == data.train.labels[:3].tolist()
 
@@ -310,7 +365,10 @@ def test_a_plain_parquet_file_needs_no_types_of_columns(labels, names):
 )
 def test_labels_of_every_kind_become_numbers_and_names(feature, values, names):
     table(values * 10, feature).save_to_disk("tables")
-    data, expected = load("tables"), [names.index(v) if isinstance(v, str) else int(v) for v in values]
+    data, expected = (
+        load("tables"),
+        [names.index(v) if isinstance(v, str) else int(v) for v in values],
+    )
     assert data.class_names == names and data.train.labels.dtype == np.int64
     for split in (data.train, data.evaluation):
         assert split.labels.tolist() == [expected[row % 3] for row in split.rows]
@@ -331,12 +389,21 @@ def test_columns_are_found_by_type_or_by_name():
 
 def test_columns_that_do_not_fit_are_refused():
     table(labels_of(30), NAMED, weight=([0.5] * 30, Value("float32"))).save_to_disk("tables")
-    refused("tables", "--image_column photo: no such column", "image, label, weight", image_column="photo")
+    refused(
+        "tables",
+        "--image_column photo: no such column",
+        "image, label, weight",
+        image_column="photo",
+    )
     refused("tables", "--image_column label: holds ", image_column="label")
-    refused("tables", "--label_column weight: labels must be integers or strings", label_column="weight")
+    refused(
+        "tables", "--label_column weight: labels must be integers or strings", label_column="weight"
+    )
     Dataset.from_dict({"number": [1, 2, 3]}).save_to_disk("numbers")
     refused("numbers", "there is no image column", "--image_column", "number")
-    table(labels_of(30), NAMED).rename_column("label", "thing").cast_column("thing", Value("int64")).save_to_disk("odd")
+    table(labels_of(30), NAMED).rename_column("label", "thing").cast_column(
+        "thing", Value("int64")
+    ).save_to_disk("odd")
     refused("odd", "there is no label column", "--label_column", "thing")
 
 
@@ -369,15 +436,27 @@ def test_arrow_files_of_both_formats_are_read_and_must_name_the_classes_alike(ki
     write("train-a", table(labels_of(30), Value("int64")))  # without names
     write("train-c", table(labels_of(30), ClassLabel(names=ANIMALS[::-1])))
     own, other = ", ".join(ANIMALS[::-1]), ", ".join(ANIMALS)
-    refused("arrow", f"train-c.arrow: label has the classes {own}, but in arrow/train-b.arrow {other}")
+    refused(
+        "arrow", f"train-c.arrow: label has the classes {own}, but in arrow/train-b.arrow {other}"
+    )
 
 
 def test_labels_outside_the_classes_are_refused_with_their_place():
-    DatasetDict(train=table(labels_of(30), NAMED), test=table([-1] * 5, NAMED)).save_to_disk("unlabelled")
-    refused("unlabelled", "image 0 of split 'test' has the label -1, outside 0..2", "unlabelled", "--eval_split")
+    DatasetDict(train=table(labels_of(30), NAMED), test=table([-1] * 5, NAMED)).save_to_disk(
+        "unlabelled"
+    )
+    refused(
+        "unlabelled",
+        "image 0 of split 'test' has the label -1, outside 0..2",
+        "unlabelled",
+        "--eval_split",
+    )
     table([0, 1, None] * 5, Value("int64")).save_to_disk("holed")
     refused("holed", "image 2 of split 'train' has a null label")
-    named = {"train": table(["a", "b"] * 5, Value("string")), "test": table(["a", "emu"], Value("string"))}
+    named = {
+        "train": table(["a", "b"] * 5, Value("string")),
+        "test": table(["a", "emu"], Value("string")),
+    }
     DatasetDict(named).save_to_disk("named")
     refused("named", "the training split has no class 'emu', only a, b (split 'test': a, emu)")
 
@@ -385,7 +464,9 @@ def test_labels_outside_the_classes_are_refused_with_their_place():
 def test_empty_splits_are_refused():
     parquet("files", train=table(labels_of(30), NAMED), test=table([], NAMED))
     refused("files", "files: cannot be read", "a table must have rows")
-    empty = Dataset.from_dict({"image": [], "label": []}, features=Features({"image": Image(), "label": NAMED}))
+    empty = Dataset.from_dict(
+        {"image": [], "label": []}, features=Features({"image": Image(), "label": NAMED})
+    )
     with pa.ipc.new_stream("none.arrow", empty.features.arrow_schema) as stream:
         stream.write_table(empty.data.table)
     refused("none.arrow", "split 'train' is empty", "--train_split")
@@ -409,7 +490,9 @@ def test_a_corrupt_parquet_file_is_refused(damage):
     parquet("tables", train=table(labels_of(30), NAMED), test=table(labels_of(9), NAMED))
     file = Path("tables/test-00000-of-00001.parquet")
     raw = file.read_bytes()
-    file.write_bytes(raw[: len(raw) // 2] if damage == "truncated" else raw[:200] + b"\xff" * 400 + raw[600:])
+    file.write_bytes(
+        raw[: len(raw) // 2] if damage == "truncated" else raw[:200] + b"\xff" * 400 + raw[600:]
+    )
     refused("tables", "tables: cannot be read", "fix or remove the damaged file")
 
 
@@ -422,7 +505,8 @@ def test_a_damaged_arrow_file_or_saved_folder_is_named():
     refused("saved", "saved: cannot be read", "data-00000-of-00001.arrow")
 
 
-# -- which splits ----------------------------------------------------------------------------------------------------
+# -- which splits
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_splits_are_chosen_by_name_and_by_custom():
@@ -438,7 +522,11 @@ def test_splits_are_chosen_by_name_and_by_custom():
         data = load("tables", **settings)
         assert (len(data.train), data.evaluation.name, len(data.evaluation)) == expected
     for flag in ("train_split", "eval_split"):
-        refused("tables", f"--{flag} day: no such split; use one of train, validation, test, extra", **{flag: "day"})
+        refused(
+            "tables",
+            f"--{flag} day: no such split; use one of train, validation, test, extra",
+            **{flag: "day"},
+        )
     DatasetDict(one=splits["train"], two=splits["test"]).save_to_disk("others")
     refused("others", "no split called train", "--train_split", "one, two")
     assert len(load("others", train_split="one").train) == 27
@@ -480,7 +568,9 @@ def test_few_samples_of_many_classes_can_be_held_out_from():
 
 @pytest.mark.parametrize("counts, fraction", [([3, 2], 0.01), ([1, 1, 1], 0.5), ([2, 2], 0.999)])
 def test_a_hold_out_of_nothing_or_everything_is_refused(counts, fraction):
-    with pytest.raises(ValueError, match=r"too few samples .*; add samples, change --eval_fraction or name"):
+    with pytest.raises(
+        ValueError, match=r"too few samples .*; add samples, change --eval_fraction or name"
+    ):
         for seed in range(20):
             hold_out(labelled(counts), fraction, seed)
 
@@ -488,7 +578,9 @@ def test_a_hold_out_of_nothing_or_everything_is_refused(counts, fraction):
 def test_subsets_are_random_and_of_both_splits():
     data, whole = load("digits", max_train_samples=100, max_eval_samples=50), load("digits")
     assert (len(data.train), len(data.evaluation)) == (100, 50)
-    assert set(data.train.rows) <= set(whole.train.rows) and set(data.evaluation.rows) <= set(whole.evaluation.rows)
+    assert set(data.train.rows) <= set(whole.train.rows) and set(data.evaluation.rows) <= set(
+        whole.evaluation.rows
+    )
     assert data.train.rows.max() > 1400 and len(set(data.train.labels)) == 10
     assert (data.train.rows == load("digits", max_train_samples=100).train.rows).all()
     assert set(data.train.rows) != set(random_subset(whole.train, 100, seed=1).rows)
@@ -497,12 +589,16 @@ def test_subsets_are_random_and_of_both_splits():
 
 def test_eval_gets_the_split_that_was_evaluated_or_trained_on_or_any_other():
     sizes = {"train": 30, "validation": 6, "test": 9}
-    DatasetDict({name: table(labels_of(size), NAMED) for name, size in sizes.items()}).save_to_disk("tables")
+    DatasetDict({name: table(labels_of(size), NAMED) for name, size in sizes.items()}).save_to_disk(
+        "tables"
+    )
     config = TrainConfig(data="tables", max_train_samples=5)
     for name, expected in ((None, "validation"), ("train", "train"), ("test", "test")):
         split, _ = load_split(config, name, ANIMALS)
         assert (split.name, len(split)) == (expected, sizes[expected])
-    with pytest.raises(ValueError, match="--split day: no such split; use one of train, validation, test"):
+    with pytest.raises(
+        ValueError, match="--split day: no such split; use one of train, validation, test"
+    ):
         load_split(config, "day", ANIMALS)
     config = TrainConfig(data="tables", eval_fraction=0.2, max_eval_samples=4)
     data = load_data(config)
@@ -521,4 +617,7 @@ def test_eval_counts_classes_as_the_checkpoint_does():
     only_cats = split.select(np.flatnonzero(split.labels == 2))
     assert set(renumber(only_cats, ["emu", "ant", "cat", "dog"], ["cat"]).labels) == {0}
     several = whole_split("test", np.zeros((2, 2, 2), np.uint8), [[1, 0, 0], [1, 1, 0]], "")
-    assert renumber(several, ["bird", "dog", "emu"], ["dog", "bird", "cat"]).labels.tolist() == [[0, 1, 0], [1, 1, 0]]
+    assert renumber(several, ["bird", "dog", "emu"], ["dog", "bird", "cat"]).labels.tolist() == [
+        [0, 1, 0],
+        [1, 1, 0],
+    ]

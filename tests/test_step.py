@@ -28,7 +28,9 @@ DIGITS = ("--global_batch_size", "120", "--max_steps", "6", "--log_every", "1", 
 
 
 def tutorial(net, x):
-    """The network as the tutorials write it, each pixel convolved and each map dropped before it is pooled."""
+    """The network as the tutorials write it, each pixel convolved and each map dropped before it is
+    pooled.
+    """
     x = F.relu(F.max_pool2d(F.conv2d(x, net.conv1.weight, net.conv1.bias), 2))
     x = F.dropout2d(F.conv2d(x, net.conv2.weight, net.conv2.bias), 0.5, net.training)
     x = F.relu(net.fc1(F.relu(F.max_pool2d(x, 2)).flatten(1)))
@@ -37,8 +39,12 @@ def tutorial(net, x):
 
 @pytest.mark.parametrize(("side", "channels"), [(28, 1), (29, 1), (30, 3), (31, 3)])
 @pytest.mark.parametrize("count", [0, 50])
-def test_mnist_cnn_is_the_network_of_the_tutorials_dropout_and_ties_of_the_pooling_included(side, channels, count):
-    net = MnistCNN(InputSpec(side, side, channels, [0.5] * channels, [0.5] * channels), 10, dropout=0.5)
+def test_mnist_cnn_is_the_network_of_the_tutorials_dropout_and_ties_of_the_pooling_included(
+    side, channels, count
+):
+    net = MnistCNN(
+        InputSpec(side, side, channels, [0.5] * channels, [0.5] * channels), 10, dropout=0.5
+    )
     images, labels = torch.rand(count, channels, side, side), torch.arange(count) % 10
     images[:, :, :9] = 0  # as around a digit: all four values of a pooling are the same there
     gradients = []
@@ -62,14 +68,23 @@ def test_a_number_that_is_none_in_a_kernel_reaches_the_logits(parameter):
 def test_a_resume_with_another_layout_of_the_kernels_ends_with_the_same_weights():
     flags = [*DIGITS, "--save_every", "3", "--lr", "0.05", "--optimizer", "adamw"]
     train_run(1, "plain", *flags)
-    train_run(1, "other", *flags, "--channels_last", "false", "--resume", "runs/plain/checkpoints/step-00000003")
+    train_run(
+        1,
+        "other",
+        *flags,
+        "--channels_last",
+        "false",
+        "--resume",
+        "runs/plain/checkpoints/step-00000003",
+    )
     torch.testing.assert_close(weights("other"), weights("plain"), rtol=0, atol=1e-6)
 
 
 def _compiled(main, flags):
     import os
 
-    os.environ["ACCELERATE_DYNAMO_BACKEND"] = "aot_eager"  # as accelerate's launcher sets it for `dynamo_config`
+    # as accelerate's launcher sets it for `dynamo_config`
+    os.environ["ACCELERATE_DYNAMO_BACKEND"] = "aot_eager"
     torch._dynamo.utils.counters.clear()
     main(flags)
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -79,9 +94,13 @@ def _compiled(main, flags):
 def test_a_compiled_run_has_the_losses_and_the_checkpoint_keys_of_an_uncompiled_one():
     plain = train_run(2, "plain", *DIGITS)
     assert min(returned(2, _compiled, train.main, ["--run_name", "compiled", *DIGITS])) > 0
-    flags = ["--ckpt", "runs/compiled", "--eval_batch_size", "60"]  # three blocks, so that each rank has one
+    # three blocks, so that each rank has one
+    flags = ["--ckpt", "runs/compiled", "--eval_batch_size", "60"]
     assert min(returned(2, _compiled, evaluation.main, flags)) > 0
-    losses = [[record["loss"] for record in log if record["kind"] == "train"] for log in (plain, records("compiled"))]
+    losses = [
+        [record["loss"] for record in log if record["kind"] == "train"]
+        for log in (plain, records("compiled"))
+    ]
     assert len(losses[0]) == 6 and losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert list(weights("compiled")) == list(weights("plain"))
 
@@ -94,7 +113,9 @@ def _precision(natives, asked):
         return accelerator.make_accelerator(ranks, config).mixed_precision
 
 
-@pytest.mark.parametrize(("natives", "expected"), [([True, True], "bf16"), ([True, False], "no"), ([False], "no")])
+@pytest.mark.parametrize(
+    ("natives", "expected"), [([True, True], "bf16"), ([True, False], "no"), ([False], "no")]
+)
 def test_automatic_precision_is_bf16_only_where_all_ranks_have_it(natives, expected):
     assert returned(len(natives), _precision, natives, "auto") == [expected] * len(natives)
 
@@ -107,17 +128,24 @@ def test_automatic_precision_is_kept_as_what_it_came_to():
 
 def test_gradients_are_exchanged_as_the_hook_says():
     def first_momentum(name, *flags):  # after one update it is the gradient
-        train_run(2, name, *DIGITS, "--model", "mlp", "--max_steps", "1", "--weight_decay", "0", *flags)
-        return torch.cat([momentum.flatten() for momentum in weights(name, file="optimizer.bin").values()])
+        train_run(
+            2, name, *DIGITS, "--model", "mlp", "--max_steps", "1", "--weight_decay", "0", *flags
+        )
+        return torch.cat(
+            [momentum.flatten() for momentum in weights(name, file="optimizer.bin").values()]
+        )
 
     exact, rounded = first_momentum("exact"), first_momentum("rounded", "--comm_hook", "bf16")
-    assert torch.equal(rounded, rounded.bfloat16().float()) and not torch.equal(exact, exact.bfloat16().float())
+    assert torch.equal(rounded, rounded.bfloat16().float()) and not torch.equal(
+        exact, exact.bfloat16().float()
+    )
     torch.testing.assert_close(rounded, exact, rtol=2**-7, atol=2**-8 * float(exact.abs().max()))
 
 
 def _faults_of_reuse(keep):
     faults = []
-    for option in (-1, -3):  # the thresholds of malloc, which an earlier test in this process may have raised
+    # the thresholds of malloc, which an earlier test in this process may have raised
+    for option in (-1, -3):
         ctypes.CDLL(None).mallopt(option, 2**17)
     with distributed_session("train.py", TrainConfig()) if keep else nullcontext():
         for _ in range(8):
@@ -146,9 +174,14 @@ def test_a_profiled_run_leaves_a_trace_for_each_rank_and_says_what_took_long():
     flags = [*DIGITS, "--max_steps", "25", "--eval_every", "25"]
     main, other = run_ranks(2, train.main, ["--run_name", "run", *flags, "--profile"])
     assert main.code == other.code == 0 and other.out == ""
-    assert "aten::convolution_backward" in main.out and "trace: runs/run/trace-rank0.json.gz" in main.out
+    assert (
+        "aten::convolution_backward" in main.out
+        and "trace: runs/run/trace-rank0.json.gz" in main.out
+    )
     for rank in (0, 1):
-        events = json.loads(gzip.decompress(Path(f"runs/run/trace-rank{rank}.json.gz").read_bytes()))["traceEvents"]
+        events = json.loads(
+            gzip.decompress(Path(f"runs/run/trace-rank{rank}.json.gz").read_bytes())
+        )["traceEvents"]
         names = [event["name"] for event in events if event.get("cat") == "cpu_op"]
         assert names.count("aten::cross_entropy_loss") == 10
     assert not list(Path("runs/run").glob(".partial*"))
@@ -158,4 +191,7 @@ def test_a_profiled_run_leaves_a_trace_for_each_rank_and_says_what_took_long():
 
 def test_a_run_that_is_too_short_to_profile_says_so():
     (outcome,) = run_ranks(1, train.main, [*DIGITS, "--profile"])
-    assert outcome.code == 0 and "--profile: the run ends before update 11, where the trace begins" in outcome.out
+    assert (
+        outcome.code == 0
+        and "--profile: the run ends before update 11, where the trace begins" in outcome.out
+    )

@@ -24,8 +24,12 @@ from utils.training import building
 
 
 def check_stopped(outcomes: list[Outcome], reason: str) -> None:
-    """All ranks left with the code that asks for a resume, and the main process said last how to go on."""
-    assert [outcome.code for outcome in outcomes] == [75] * len(outcomes), [outcome.err for outcome in outcomes]
+    """All ranks left with the code that asks for a resume, and the main process said last how to go
+    on.
+    """
+    assert [outcome.code for outcome in outcomes] == [75] * len(outcomes), [
+        outcome.err for outcome in outcomes
+    ]
     assert f"Stopped after update {newest()} of" in outcomes[0].out and reason in outcomes[0].out
     last = outcomes[0].out.splitlines()[-1]
     assert last.startswith("resume with: ") and last.endswith("--run_name run --resume auto")
@@ -54,10 +58,13 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_update_and_loses_nothing(
     train_run(processes, "run", *flags, "--resume", "auto")
     whole = train_run(processes, "whole", *flags)
     assert [record["step"] for record in records("run", "start")] == [0, stopped]
-    found, expected = ([r["loss"] for r in log if r["kind"] != "start"] for log in (records("run"), whole))
+    found, expected = (
+        [r["loss"] for r in log if r["kind"] != "start"] for log in (records("run"), whole)
+    )
     assert found == expected
     seconds = [record["seconds"] for record in records("run", "train")]
-    assert seconds == sorted(seconds) and seconds[-1] > 0.01 * stopped  # time before the stop counts: 10 ms an update
+    # time before the stop counts: 10 ms an update
+    assert seconds == sorted(seconds) and seconds[-1] > 0.01 * stopped
     mine, theirs = weights("run"), weights("whole")
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
@@ -107,7 +114,10 @@ def test_a_stop_in_the_middle_of_an_evaluation_leaves_it_to_the_resumed_run(proc
     found, expected = ([{k: v for k, v in r.items() if k not in drop} for r in log if r["kind"] == "eval"]
                        for log in (records("run"), whole))  # fmt: skip
     assert found == expected and [record["step"] for record in found] == [40, 50]
-    assert Path("runs/run/checkpoints/best").read_text() == Path("runs/whole/checkpoints/best").read_text()
+    assert (
+        Path("runs/run/checkpoints/best").read_text()
+        == Path("runs/whole/checkpoints/best").read_text()
+    )
     # The resumed run has saved update 40 again before it has trained.
     again, before = (Path(f"runs/{run}/checkpoints/step-00000040") for run in ("run", "whole"))
     for file in ("model.safetensors", "optimizer.bin"):
@@ -123,7 +133,8 @@ def _train_and_evaluate_slowly(flags):
         if next(blocks) == 2:
             Path("evaluating").touch()
             until(Path("told").exists)
-        time.sleep(0.4)  # so that the ranks, who meet once a second, meet before the last of 22 blocks
+        # so that the ranks, who meet once a second, meet before the last of 22 blocks
+        time.sleep(0.4)
         return add(*arguments)
 
     Classification.evaluate = slow
@@ -177,7 +188,10 @@ def test_a_signal_before_training_is_one_line(number, code):
     launch = start_ranks(1, _start_slowly, number)
     (outcome,) = launch.finish()
     assert outcome.code == code
-    assert f"stopped by {number.name} before training began" in outcome.err and outcome.err.count("\n") == 1
+    assert (
+        f"stopped by {number.name} before training began" in outcome.err
+        and outcome.err.count("\n") == 1
+    )
 
 
 def _start_slowly(number):
@@ -191,12 +205,23 @@ def _start_slowly(number):
     train.main(["--run_name", "run", *FLAGS])
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGINT]
+)
 def test_a_signal_to_the_whole_process_group_leaves_the_loader_workers_to_their_rank(number):
     """As Ctrl-C in a terminal and scancel send it."""
     image_folder("photos", {"class0": 40, "class1": 40}, size=(120, 120))
     flags = ["--data", "photos", "--num_workers", "2", "--model", "resnet18", "--image_size", "112"]
-    flags += ["--global_batch_size", "8", "--max_steps", "300", "--log_every", "1", "--threads", "1"]
+    flags += [
+        "--global_batch_size",
+        "8",
+        "--max_steps",
+        "300",
+        "--log_every",
+        "1",
+        "--threads",
+        "1",
+    ]
     launch = start_ranks(1, _train_in_a_group_of_its_own, flags)
     until(has_logged(2))
     os.killpg(launch.pids[0], number)
@@ -240,7 +265,9 @@ def test_an_evaluation_that_was_owed_is_in_the_log_once_though_it_was_made_twice
     launch.kill(signal.SIGTERM)
     Path("told").touch()
     launch.finish()
-    assert start_ranks(1, _end_instead_of_saving, [*flags, "--resume", "auto"]).finish()[0].code == 1
+    assert (
+        start_ranks(1, _end_instead_of_saving, [*flags, "--resume", "auto"]).finish()[0].code == 1
+    )
     assert [record["step"] for record in records("run", "eval")] == [40]
     train_run(1, "run", *flags, "--resume", "auto")
     assert [record["step"] for record in records("run", "eval")] == [40, 50]
@@ -255,11 +282,14 @@ def test_a_launcher_that_died_before_its_process_looked_is_noticed(monkeypatch):
     import utils.launch.command as launch
 
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setattr(launch.os, "getppid", lambda: 1)  # adopted by the first process of the machine
+    # adopted by the first process of the machine
+    monkeypatch.setattr(launch.os, "getppid", lambda: 1)
     monkeypatch.setattr(launch, "_command_of", lambda process: ["/sbin/init"])
     assert launch.launcher() == 0
     # unless the launcher is that process, as in a container
-    monkeypatch.setattr(launch, "_command_of", lambda process: ["accelerate", "launch", launch.sys.argv[0]])
+    monkeypatch.setattr(
+        launch, "_command_of", lambda process: ["accelerate", "launch", launch.sys.argv[0]]
+    )
     assert launch.launcher() == 1
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     assert launch.launcher() is None
@@ -280,20 +310,46 @@ def test_the_command_to_go_on_is_the_one_that_was_typed():
     ]
     expected = "accelerate launch --config_file a.yaml train.py --lr 0.1 --output_dir 'o p' --run_name z --resume auto"
     assert resume_command(typed, "o p", "z") == expected
-    assert resume_command(["python", "train.py"], "runs", "z") == "python train.py --run_name z --resume auto"
+    assert (
+        resume_command(["python", "train.py"], "runs", "z")
+        == "python train.py --run_name z --resume auto"
+    )
 
 
 def test_a_killed_loader_worker_is_one_line():
     image_folder("photos", {"class0": 40, "class1": 40}, size=(120, 120))
-    flags = ["--data", "photos", "--num_workers", "1", "--model", "mlp", "--image_size", "112", "--threads", "1"]
-    flags += ["--model_args", "{hidden: 2}", "--global_batch_size", "8", "--max_steps", "300", "--log_every", "1"]
+    flags = [
+        "--data",
+        "photos",
+        "--num_workers",
+        "1",
+        "--model",
+        "mlp",
+        "--image_size",
+        "112",
+        "--threads",
+        "1",
+    ]
+    flags += [
+        "--model_args",
+        "{hidden: 2}",
+        "--global_batch_size",
+        "8",
+        "--max_steps",
+        "300",
+        "--log_every",
+        "1",
+    ]
     launch = start_ranks(1, slow_train, flags, 0.01, 3)
     until(Path("held-0").exists)  # not in the middle of taking a batch from the one that is killed
     for child in psutil.Process(launch.pids[0]).children():
         child.kill()
     (outcome,) = launch.finish()
     assert outcome.code == 2 and "Traceback" not in outcome.err
-    assert "a loader process was killed" in "".join(error_lines(outcome.err)) and len(error_lines(outcome.err)) == 1
+    assert (
+        "a loader process was killed" in "".join(error_lines(outcome.err))
+        and len(error_lines(outcome.err)) == 1
+    )
 
 
 def test_output_that_nobody_reads_any_more_costs_no_checkpoint():

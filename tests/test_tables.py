@@ -1,4 +1,6 @@
-"""Optimizers, schedules, losses and sources are chosen by name from tables, and arguments are passed to them."""
+"""Optimizers, schedules, losses and sources are chosen by name from tables, and arguments are
+passed to them.
+"""
 
 import inspect
 import math
@@ -21,7 +23,18 @@ from utils.tasks.losses import LOSSES
 from utils.training.optim import OPTIMIZERS
 from utils.training.schedule import SCHEDULES, after_warmup
 
-FLAGS = ("--model", "mlp", "--lr", "0.01", "--log_every", "1", "--threads", "1", "--max_train_samples", "256")
+FLAGS = (
+    "--model",
+    "mlp",
+    "--lr",
+    "0.01",
+    "--log_every",
+    "1",
+    "--threads",
+    "1",
+    "--max_train_samples",
+    "256",
+)
 
 
 def refusal(capsys, *flags):
@@ -42,7 +55,9 @@ def refusal(capsys, *flags):
         ("loss", "hinge", "no such loss; use cross_entropy, binary_cross_entropy"),
     ],
 )
-def test_a_name_that_is_not_in_the_table_is_refused_in_flags_and_files(setting, name, error, capsys):
+def test_a_name_that_is_not_in_the_table_is_refused_in_flags_and_files(
+    setting, name, error, capsys
+):
     Path("recipe.yaml").write_text(f"{setting}: {name}\n")
     for flags in ((f"--{setting}", name), ("--config", "recipe.yaml")):
         assert refusal(capsys, *flags).startswith(f"--{setting} {name}: {error}")
@@ -52,7 +67,10 @@ def test_help_lists_every_name_with_the_first_line_of_its_function():
     (outcome,) = run_ranks(1, train.main, ["--help"])
     text = "".join(outcome.out.split())
     for table in (OPTIMIZERS, SCHEDULES, LOSSES, SOURCES):
-        entries = [f"{name} ({inspect.getdoc(function).splitlines()[0][:-1]})" for name, function in table.items()]
+        entries = [
+            f"{name} ({inspect.getdoc(function).splitlines()[0][:-1]})"
+            for name, function in table.items()
+        ]
         assert "".join(f"{', '.join(entries)}".split()) in text
     assert "(sgd:nesterov;muon:adamw_lr" in text and "adam:betas,eps,amsgrad" in text
 
@@ -63,12 +81,24 @@ def test_help_lists_every_name_with_the_first_line_of_its_function():
         ("--optimizer sgd", "{lr: 1}", "lr is set by --lr; leave it out here"),
         ("--optimizer adamw", "{beta: [0.9, 0.99]}", "unknown argument beta; did you mean betas?"),
         ("--optimizer adamw", "{fused: false}", "unknown argument fused; use betas, eps, amsgrad"),
-        ("--optimizer muon", "{adjust_lr_fn: rms}", "Adjust learning rate function rms is not supported"),
-        ("--optimizer adamw", "{betas: 0.9}", "betas must be a value such as (0.9, 0.999), got 0.9"),
+        (
+            "--optimizer muon",
+            "{adjust_lr_fn: rms}",
+            "Adjust learning rate function rms is not supported",
+        ),
+        (
+            "--optimizer adamw",
+            "{betas: 0.9}",
+            "betas must be a value such as (0.9, 0.999), got 0.9",
+        ),
         ("--optimizer adamw", "{betas: [0.9, 0.95, 0.99]}", "betas must have 2 values"),
         ("--optimizer adamw", "{eps: .nan}", "eps must be a value such as 1e-08, got nan"),
         ("--optimizer sgd", "{nesterov: 1}", "nesterov must be a value such as True, got 1"),
-        ("--lr_schedule constant", "{end: 1}", "unknown argument end; remove it, this function takes no arguments"),
+        (
+            "--lr_schedule constant",
+            "{end: 1}",
+            "unknown argument end; remove it, this function takes no arguments",
+        ),
         ("--lr_schedule cosine", "{end: -1}", "the learning rate would be -1 times --lr"),
         ("--lr_schedule step", "{step_size: 0.0}", "step_size must be above 0"),
         ("--lr_schedule multistep", "{milestones: [a]}", "change or remove these arguments"),
@@ -116,16 +146,42 @@ def _train_with_own_entries(flags):
 
 
 def test_custom_entries_are_used_with_their_arguments_and_evaluation_needs_no_table():
-    flags = [*FLAGS, "--run_name", "run", "--optimizer", "sign", "--optimizer_args", "{scale: 0.5}", "--save_every"]
-    flags += ["1", "--lr_schedule", "restarts", "--lr_schedule_args", "{cycles: 2}", "--warmup_steps", "2"]
+    flags = [
+        *FLAGS,
+        "--run_name",
+        "run",
+        "--optimizer",
+        "sign",
+        "--optimizer_args",
+        "{scale: 0.5}",
+        "--save_every",
+    ]
+    flags += [
+        "1",
+        "--lr_schedule",
+        "restarts",
+        "--lr_schedule_args",
+        "{cycles: 2}",
+        "--warmup_steps",
+        "2",
+    ]
     returned(2, _train_with_own_entries, [*flags, "--max_steps", "6"])
-    assert [record["lr"] for record in records("run", "train")] == pytest.approx([0.005, 0.01, *[0.01, 0.005] * 2])
-    one, two = (load_file(f"runs/run/checkpoints/step-0000000{step}/model.safetensors") for step in (5, 6))
+    assert [record["lr"] for record in records("run", "train")] == pytest.approx(
+        [0.005, 0.01, *[0.01, 0.005] * 2]
+    )
+    one, two = (
+        load_file(f"runs/run/checkpoints/step-0000000{step}/model.safetensors") for step in (5, 6)
+    )
     steps = torch.cat([(two[name] - one[name]).flatten() for name in one]).abs()
-    assert torch.allclose(steps[steps > 0], torch.tensor(0.005 * 0.5), rtol=1e-3) and (steps > 0).float().mean() > 0.2
+    assert (
+        torch.allclose(steps[steps > 0], torch.tensor(0.005 * 0.5), rtol=1e-3)
+        and (steps > 0).float().mean() > 0.2
+    )
     (result,) = returned(1, eval.main, ["--ckpt", "runs/run"])
     assert result["accuracy"] == records("run", "eval")[-1]["accuracy"]
-    refusal = refused(train.main, *FLAGS, "--run_name", "run", "--resume", "auto", "--max_steps", "7")
+    refusal = refused(
+        train.main, *FLAGS, "--run_name", "run", "--resume", "auto", "--max_steps", "7"
+    )
     assert "--optimizer sign: no such optimizer" in refusal
 
 
@@ -133,8 +189,13 @@ def test_a_name_with_a_slash_is_a_path_unless_a_prefix_of_the_table_matches():
     for name in ("digits/mine", "synthetic/3x8x30", "photos"):
         Path(name).mkdir(parents=True)
     assert absolute_data("digits/mine") == str(Path("digits/mine").resolve())
-    assert absolute_data("synthetic/3x8x30") == "synthetic/3x8x30" and absolute_data("digits") == "digits"
-    assert not any(has_columns(name) for name in ("digits", "synthetic/3x8x30", "torchvision/MNIST", "photos"))
+    assert (
+        absolute_data("synthetic/3x8x30") == "synthetic/3x8x30"
+        and absolute_data("digits") == "digits"
+    )
+    assert not any(
+        has_columns(name) for name in ("digits", "synthetic/3x8x30", "torchvision/MNIST", "photos")
+    )
     assert has_columns("someone/something")
     Path("photos/train.parquet").touch()
     assert has_columns("photos")
@@ -145,7 +206,9 @@ def test_a_name_with_a_slash_is_a_path_unless_a_prefix_of_the_table_matches():
     [("digit", "did you mean digits?"), ("nothing", "use digits, synthetic/..., torchvision/...")],
 )
 def test_data_with_a_misspelt_name_are_refused_with_the_names_of_the_table(name, fix):
-    with pytest.raises(ValueError, match=f"^--data {name}: no such file, folder or data set; .*{re.escape(fix)}"):
+    with pytest.raises(
+        ValueError, match=f"^--data {name}: no such file, folder or data set; .*{re.escape(fix)}"
+    ):
         check_source(TrainConfig(data=name))
 
 
@@ -153,11 +216,15 @@ def test_column_flags_without_a_table_are_reported_as_without_effect():
     image_folder("photos", {"cat": 20, "dog": 20})
     flags = ["--data", "photos", "--model", "mlp", "--max_steps", "1", "--label_column", "kind"]
     (outcome,) = run_ranks(1, train.main, flags)
-    assert f"--label_column has no effect: {Path('photos').resolve()} has no columns\n" in outcome.out
+    assert (
+        f"--label_column has no effect: {Path('photos').resolve()} has no columns\n" in outcome.out
+    )
 
 
 def test_settings_that_a_table_does_not_have_can_still_be_read():
-    Path("saved.yaml").write_text("optimizer: muon\nlr_schedule: wsd\nloss: focal\noptimizer_args: {ns_steps: 5}\n")
+    Path("saved.yaml").write_text(
+        "optimizer: muon\nlr_schedule: wsd\nloss: focal\noptimizer_args: {ns_steps: 5}\n"
+    )
     config = read_config(Path("saved.yaml"))
     assert (config.optimizer, config.lr_schedule, config.loss) == ("muon", "wsd", "focal")
     assert config.optimizer_args == {"ns_steps": 5}

@@ -11,7 +11,15 @@ import torch
 from datasets import ClassLabel, List, Value
 from helpers.make_data import parquet, pictures, table
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import kept_in, records, refused, restore, same_tensors, train_run, weights
+from helpers.training_runs import (
+    kept_in,
+    records,
+    refused,
+    restore,
+    same_tensors,
+    train_run,
+    weights,
+)
 from PIL import Image
 from sklearn.metrics import accuracy_score, average_precision_score, f1_score, roc_auc_score
 from torch.nn import functional as F
@@ -31,23 +39,62 @@ from utils.tasks.multilabel import Binary, MultiLabel
 from utils.tasks.table import TASKS, make_task
 
 CLASSES = ["bird", "cat", "dog", "emu"]
-FLAGS = ["--model", "mlp", "--model_args", "{hidden: 8}", "--threads", "1", "--lr", "0.05", "--log_every", "1"]
-FLAGS += ["--global_batch_size", "12", "--max_steps", "8", "--eval_every", "4", "--save_every", "4", "--keep", "9"]
-FLAGS += ["--eval_batch_size", "5", "--pos_weight", "balanced", "--label_smoothing", "0.1", "--threshold", "0.4"]
+FLAGS = [
+    "--model",
+    "mlp",
+    "--model_args",
+    "{hidden: 8}",
+    "--threads",
+    "1",
+    "--lr",
+    "0.05",
+    "--log_every",
+    "1",
+]
+FLAGS += [
+    "--global_batch_size",
+    "12",
+    "--max_steps",
+    "8",
+    "--eval_every",
+    "4",
+    "--save_every",
+    "4",
+    "--keep",
+    "9",
+]
+FLAGS += [
+    "--eval_batch_size",
+    "5",
+    "--pos_weight",
+    "balanced",
+    "--label_smoothing",
+    "0.1",
+    "--threshold",
+    "0.4",
+]
 
 
 def label_sets(count: int) -> list[list[str]]:
-    """Of classes that images show; the last class only in the first images, and some images without any."""
-    shows = [[(n * (k + 2) + k) % (k + 3) < 2 and (k < 3 or n < 9) for k in range(4)] for n in range(count)]
+    """Of classes that images show; the last class only in the first images, and some images without
+    any.
+    """
+    shows = [
+        [(n * (k + 2) + k) % (k + 3) < 2 and (k < 3 or n < 9) for k in range(4)]
+        for n in range(count)
+    ]
     return [[name for name, shown in zip(CLASSES, own, strict=True) if shown] for own in shows]
 
 
 def write_data() -> None:
-    """The same 50 training and 21 test images as table/*.parquet, as list.csv and, with two classes, as pairs.csv."""
+    """The same 50 training and 21 test images as table/*.parquet, as list.csv and, with two
+    classes, as pairs.csv.
+    """
     pixels, labels = pictures(71), label_sets(71)
     for number, names in enumerate(labels):
         for name in names:
-            pixels[number, CLASSES.index(name) * 2 : CLASSES.index(name) * 2 + 2] //= 4  # can be learnt
+            # can be learnt
+            pixels[number, CLASSES.index(name) * 2 : CLASSES.index(name) * 2 + 2] //= 4
     Path("images").mkdir()
     lists, pairs = ["path,label,split"], ["path,label,split"]
     for number, (image, names) in enumerate(zip(pixels, labels, strict=True)):
@@ -60,7 +107,9 @@ def write_data() -> None:
     indices = [[CLASSES.index(name) for name in names] for names in labels]
     kind = List(ClassLabel(names=CLASSES))
     parquet(
-        "table", train=table(indices[:50], kind, list(pixels[:50])), test=table(indices[50:], kind, list(pixels[50:]))
+        "table",
+        train=table(indices[:50], kind, list(pixels[:50])),
+        test=table(indices[50:], kind, list(pixels[50:])),
     )
 
 
@@ -73,10 +122,17 @@ def made(tmp_path_factory):
         train_run(1, "table", "--data", "table", *FLAGS)
         train_run(1, "list", "--data", "list.csv", *FLAGS)
         train_run(2, "two", "--data", "list.csv", *FLAGS)
-        train_run(2, "binary", "--data", "pairs.csv", "--task", "binary", *FLAGS, "--best_metric", "auc")
+        train_run(
+            2, "binary", "--data", "pairs.csv", "--task", "binary", *FLAGS, "--best_metric", "auc"
+        )
         for run in ("two", "binary"):
             for processes in (1, 2):
-                flags = ["--ckpt", f"runs/{run}/checkpoints/step-00000008", "--json", f"{run}{processes}.json"]
+                flags = [
+                    "--ckpt",
+                    f"runs/{run}/checkpoints/step-00000008",
+                    "--json",
+                    f"{run}{processes}.json",
+                ]
                 returned(processes, eval.main, flags)
     return folder
 
@@ -91,7 +147,10 @@ def logits_of(run: str, indices: range) -> torch.Tensor:
     w = weights(run)
     pixels = np.stack([np.asarray(Image.open(f"images/{number}.png")) for number in indices])
     x = ((torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.5).flatten(1)
-    return torch.relu(x @ w["hidden.weight"].T + w["hidden.bias"]) @ w["output.weight"].T + w["output.bias"]
+    return (
+        torch.relu(x @ w["hidden.weight"].T + w["hidden.bias"]) @ w["output.weight"].T
+        + w["output.bias"]
+    )
 
 
 def multi_hot_rows(indices: range) -> np.ndarray:
@@ -103,7 +162,8 @@ def found(run: str, processes: int) -> dict:
     return json.loads(Path(f"{run}{processes}.json").read_text())
 
 
-# -- runs ------------------------------------------------------------------------------------------------------------
+# -- runs
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.full
@@ -123,7 +183,9 @@ def test_training_on_two_processes_has_the_losses_and_metrics_of_one(runs):
         assert (two["micro_f1"], two["exact_match"]) == (one["micro_f1"], one["exact_match"])
     for one, two in zip(records("list", "eval"), records("two", "eval"), strict=True):
         names = ("mAP", "macro_f1", "micro_f1", "loss")
-        assert [two[name] for name in names] == pytest.approx([one[name] for name in names], rel=1e-5)
+        assert [two[name] for name in names] == pytest.approx(
+            [one[name] for name in names], rel=1e-5
+        )
         assert "per_class_ap" not in one  # only numbers without --metrics
 
 
@@ -131,12 +193,27 @@ def test_training_on_two_processes_has_the_losses_and_metrics_of_one(runs):
     ("data", "flags"),
     [
         ("list.csv", []),
-        pytest.param("pairs.csv", ["--task", "binary", "--sampler", "balanced"], marks=pytest.mark.full),
+        pytest.param(
+            "pairs.csv", ["--task", "binary", "--sampler", "balanced"], marks=pytest.mark.full
+        ),
     ],
 )
 def test_mixed_repeated_and_weighted_samples_are_the_same_on_two_processes(data, flags):
     write_data()
-    flags = ["--data", data, *flags, *FLAGS, "--mixup", "0.4", "--cutmix", "1", "--repeats", "2", "--loss", "focal"]
+    flags = [
+        "--data",
+        data,
+        *flags,
+        *FLAGS,
+        "--mixup",
+        "0.4",
+        "--cutmix",
+        "1",
+        "--repeats",
+        "2",
+        "--loss",
+        "focal",
+    ]
     train_run(1, "one", *flags, "--grad_accum", "3", "--data_on_device", "yes")
     train_run(2, "two", *flags, "--data_on_device", "no")
     one, two = ([record["loss"] for record in records(name, "train")] for name in ("one", "two"))
@@ -146,11 +223,16 @@ def test_mixed_repeated_and_weighted_samples_are_the_same_on_two_processes(data,
 def test_the_first_update_has_the_loss_of_the_formula():
     write_data()
     more = ["--max_steps", "1", "--global_batch_size", "50", "--lr", "1e-30"]
-    (outcome,) = run_ranks(1, train.main, ["--run_name", "run", "--data", "list.csv", *FLAGS, *more])
+    (outcome,) = run_ranks(
+        1, train.main, ["--run_name", "run", "--data", "list.csv", *FLAGS, *more]
+    )
     assert "multilabel, pos_weight " in outcome.out
     assert re.search(r"^update 1 .*  mAP 0\.\d+  micro-F1 ", outcome.out, re.M), outcome.out
     (record,) = records("run", "train")
-    logits, labels = logits_of("run", range(50)).double().numpy(), multi_hot_rows(range(50)).astype(float)
+    logits, labels = (
+        logits_of("run", range(50)).double().numpy(),
+        multi_hot_rows(range(50)).astype(float),
+    )
     p, positives = 1 / (1 + np.exp(-logits)), labels.sum(0)
     soft = 0.9 * labels + 0.05
     terms = -((50 - positives) / positives) * soft * np.log(p) - (1 - soft) * np.log(1 - p)
@@ -172,7 +254,9 @@ def test_an_evaluation_has_the_metrics_of_scikit_learn_on_one_and_on_two_process
         assert record["mAP"] == pytest.approx(np.mean(precisions))
         assert record["per_class_count"] == true.sum(0).tolist()
         assert record["micro_f1"] == pytest.approx(f1_score(true, predicted, average="micro"))
-        assert record["macro_f1"] == pytest.approx(f1_score(true[:, seen], predicted[:, seen], average="macro"))
+        assert record["macro_f1"] == pytest.approx(
+            f1_score(true[:, seen], predicted[:, seen], average="macro")
+        )
         assert record["exact_match"] == pytest.approx(accuracy_score(true, predicted))
         expected = F.binary_cross_entropy_with_logits(logits, torch.from_numpy(true).float())
         assert record["loss"] == pytest.approx(expected.item(), rel=1e-5)
@@ -180,7 +264,10 @@ def test_an_evaluation_has_the_metrics_of_scikit_learn_on_one_and_on_two_process
     assert [one[name] for name in same] == [two[name] for name in same]
     assert one["mAP"] == pytest.approx(records("two", "eval")[-1]["mAP"])
     (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/two", "--threshold", "0.999"])
-    assert "Average precision of the classes, worst first" in outcome.out and "\nmicro_f1     0.0000" in outcome.out
+    assert (
+        "Average precision of the classes, worst first" in outcome.out
+        and "\nmicro_f1     0.0000" in outcome.out
+    )
 
 
 def test_a_binary_run_has_one_logit_and_the_metrics_of_scikit_learn(runs):
@@ -193,7 +280,9 @@ def test_a_binary_run_has_one_logit_and_the_metrics_of_scikit_learn(runs):
         assert record["accuracy"] == pytest.approx(accuracy_score(true, predicted))
         assert record["f1"] == pytest.approx(f1_score(true, predicted))
         both = F.pad(logits, (1, 0))  # the logits of the softmax with the same probability
-        assert record["loss"] == pytest.approx(F.cross_entropy(both, torch.from_numpy(true)).item(), rel=1e-5)
+        assert record["loss"] == pytest.approx(
+            F.cross_entropy(both, torch.from_numpy(true)).item(), rel=1e-5
+        )
     highest = max(records("binary", "eval"), key=lambda record: record["auc"])
     assert Path("runs/binary/checkpoints/best").read_text().strip() == f"step-{highest['step']:08d}"
 
@@ -216,22 +305,34 @@ def test_a_run_on_a_list_is_resumed_with_its_labels_only(runs):
     text = Path("list.csv").read_text()
     first = next(line for line in text.splitlines() if "bird| cat" in line and "train" in line)
     Path("list.csv").write_text(text.replace(first, first.replace("bird| cat", "cat")))
-    error = refused(train.main, "--resume", "auto", "--run_name", "list", "--data", "list.csv", *FLAGS)
+    error = refused(
+        train.main, "--resume", "auto", "--run_name", "list", "--data", "list.csv", *FLAGS
+    )
     assert "1 of 50 images of 'train' changed class: images/0.png" in error
 
 
-# -- losses ----------------------------------------------------------------------------------------------------------
+# -- losses
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
 def test_focal_losses_are_those_of_their_formula(gamma):
     logits, soft = torch.randn(7, 5, dtype=torch.float64) * 3, torch.rand(7, 5, dtype=torch.float64)
-    weight, p, t = torch.rand(5, dtype=torch.float64), logits.softmax(1).numpy(), 0.9 * soft.numpy() + 0.1 / 5
+    weight, p, t = (
+        torch.rand(5, dtype=torch.float64),
+        logits.softmax(1).numpy(),
+        0.9 * soft.numpy() + 0.1 / 5,
+    )
     value = LOSSES["focal"](logits, soft, 0.1, weight, gamma=gamma).tolist()
-    assert value == pytest.approx(-(weight.numpy() * t * (1 - p) ** gamma * np.log(p)).sum(1), rel=1e-12)
+    assert value == pytest.approx(
+        -(weight.numpy() * t * (1 - p) ** gamma * np.log(p)).sum(1), rel=1e-12
+    )
     labels = torch.arange(7) % 5
     one_hot = F.one_hot(labels, 5).double()
-    both = [LOSSES["focal"](logits, targets, 0.0, None, gamma=gamma).tolist() for targets in (labels, one_hot)]
+    both = [
+        LOSSES["focal"](logits, targets, 0.0, None, gamma=gamma).tolist()
+        for targets in (labels, one_hot)
+    ]
     assert both[0] == pytest.approx(both[1], rel=1e-12)
     q, t = logits.sigmoid().numpy(), soft.numpy()
     terms = -3 * t * (1 - q) ** gamma * np.log(q) - (1 - t) * q**gamma * np.log(1 - q)
@@ -255,14 +356,20 @@ def test_the_gradients_of_focal_losses_are_finite_for_certain_predictions(gamma)
 @pytest.mark.parametrize("kind", [MultiLabel, Binary])
 def test_sigmoid_losses_take_mixtures_smoothing_and_weights(loss, kind):
     config = TrainConfig(loss=loss, label_smoothing=0.2, pos_weight=2.5)
-    rows = torch.eye(4, dtype=torch.uint8)[[0, 3, 1, 1, 2, 0]] if kind is MultiLabel else torch.tensor([0, 1, 1, 0])
+    rows = (
+        torch.eye(4, dtype=torch.uint8)[[0, 3, 1, 1, 2, 0]]
+        if kind is MultiLabel
+        else torch.tensor([0, 1, 1, 0])
+    )
     one_hot = rows.double() if kind is MultiLabel else F.one_hot(rows).double()
     task = kind(config, CLASSES[: one_hot.shape[1]], rows.numpy())
     logits = torch.randn(len(rows), task.outputs, dtype=torch.float64)
     mixed = task.loss(logits, 0.3 * one_hot + 0.7 * one_hot.flip(0))
     parts = 0.3 * task.loss(logits, one_hot) + 0.7 * task.loss(logits, one_hot.flip(0))
     assert mixed.item() == pytest.approx(parts.item(), rel=1e-12)
-    assert task.loss(logits, rows).item() == pytest.approx(task.loss(logits, one_hot).item(), rel=1e-12)
+    assert task.loss(logits, rows).item() == pytest.approx(
+        task.loss(logits, one_hot).item(), rel=1e-12
+    )
     if loss != "focal":
         t = 0.8 * one_hot[:, -task.outputs :] + 0.1
         terms = -2.5 * t * logits.sigmoid().log() - (1 - t) * (-logits).sigmoid().log()
@@ -270,7 +377,9 @@ def test_sigmoid_losses_take_mixtures_smoothing_and_weights(loss, kind):
     if kind is Binary:
         plain = task.evaluate(logits, rows)[0][:, 0]  # neither smoothed nor weighted
         softmax = LOSSES["focal" if loss == "focal" else "cross_entropy"]
-        assert plain.tolist() == pytest.approx(softmax(F.pad(logits, (1, 0)), rows, 0.0, None).tolist(), rel=1e-9)
+        assert plain.tolist() == pytest.approx(
+            softmax(F.pad(logits, (1, 0)), rows, 0.0, None).tolist(), rel=1e-9
+        )
     assert task.loss(logits[:0], rows[:0]) == 0
 
 
@@ -280,17 +389,25 @@ def test_balanced_weights_are_negatives_per_positive_of_the_training_split():
     labels[:, 2] = 1
     task = MultiLabel(TrainConfig(pos_weight="balanced"), CLASSES, labels)
     positives = labels.sum(0).astype(float)
-    assert task.pos_weight.tolist() == pytest.approx([*((50 - positives[:2]) / positives[:2]), 1 / 50, 50])
+    assert task.pos_weight.tolist() == pytest.approx(
+        [*((50 - positives[:2]) / positives[:2]), 1 / 50, 50]
+    )
     binary = Binary(TrainConfig(pos_weight="balanced"), ["no", "yes"], np.array([0, 1, 0, 0]))
-    assert binary.pos_weight.tolist() == [3] and binary.uniform_loss == pytest.approx(3 * math.log(2))
+    assert binary.pos_weight.tolist() == [3] and binary.uniform_loss == pytest.approx(
+        3 * math.log(2)
+    )
 
 
-# -- metrics, --best_metric and labels -------------------------------------------------------------------------------
+# -- metrics, --best_metric and labels
+# -------------------------------------------------------------------------------
 
 
 def test_metrics_of_scores_with_ties_are_those_of_scikit_learn():
     random = np.random.default_rng(0)
-    scores, labels = random.integers(-3, 4, (90, 6)).astype(np.float32), random.integers(0, 2, (90, 6), np.uint8)
+    scores, labels = (
+        random.integers(-3, 4, (90, 6)).astype(np.float32),
+        random.integers(0, 2, (90, 6), np.uint8),
+    )
     values = class_metrics(scores, labels, cut=0.0)
     assert values["mAP"] == pytest.approx(average_precision_score(labels, scores, average="macro"))
     assert values["macro_f1"] == pytest.approx(f1_score(labels, scores > 0, average="macro"))
@@ -310,8 +427,11 @@ def test_any_metric_can_decide_the_best_checkpoint_in_its_own_direction():
         for step, value in enumerate((0.5, 0.4, 0.6, 0.6, 0.4), 1):
             state.step = step
             state.add_evaluation({name: value}, task.metric, task.higher_is_better)
-        assert (state.best, state.best_step) == ((0.6, 3) if higher else (0.4, 2))  # the earliest of equal ones
-    with pytest.raises(ValueError, match=r"^--best_metric f1: no such metric; use one of loss, accuracy, macro_f1"):
+        # the earliest of equal ones
+        assert (state.best, state.best_step) == ((0.6, 3) if higher else (0.4, 2))
+    with pytest.raises(
+        ValueError, match=r"^--best_metric f1: no such metric; use one of loss, accuracy, macro_f1"
+    ):
         make_task(TrainConfig(best_metric="f1"), list("abc"), np.arange(3))
     assert make_task(TrainConfig(), ["a", "b"], multi_hot_rows(range(3)))[0].task == "multilabel"
 
@@ -322,7 +442,9 @@ def test_an_own_metric_says_whether_its_lowest_value_is_the_best(monkeypatch):
 
     monkeypatch.setitem(TASKS, "classification", Own)
     config = TrainConfig(task="classification", best_metric="mae")
-    with pytest.raises(ValueError, match="--best_metric mae: Own does not say if its highest value is the best; "):
+    with pytest.raises(
+        ValueError, match="--best_metric mae: Own does not say if its highest value is the best; "
+    ):
         make_task(config, list("abc"), np.arange(3))
     Own.lowest_is_best = ("loss", "mae")
     _, task = make_task(config, list("abc"), np.arange(3))
@@ -339,20 +461,33 @@ def test_a_loss_with_an_argument_for_each_class_is_tried_with_the_classes_of_the
         return F.cross_entropy(logits, targets, torch.tensor(alpha), reduction="none")
 
     monkeypatch.setitem(LOSSES, "weighted", weighted)
-    flags = ["--task", "classification", "--loss", "weighted", "--loss_args", "{alpha: [1.0, 2.0, 4.0]}"]
+    flags = [
+        "--task",
+        "classification",
+        "--loss",
+        "weighted",
+        "--loss_args",
+        "{alpha: [1.0, 2.0, 4.0]}",
+    ]
     config = parse_args(TrainConfig, "train.py", flags, [LOSSES])
     _, task = make_task(config, list("abc"), np.arange(3))
     assert task.loss(torch.zeros(3, 3), torch.arange(3)).item() == pytest.approx(7 * math.log(3))
-    with pytest.raises(ValueError, match=r"--loss_args for weighted: .*; change or remove these arguments"):
+    with pytest.raises(
+        ValueError, match=r"--loss_args for weighted: .*; change or remove these arguments"
+    ):
         make_task(config, list("abcd"), np.arange(4))
 
 
 def test_a_hold_out_of_sets_of_labels_is_random_and_has_its_share_of_each():
     kinds = np.array([[0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 0, 1]], np.uint8)
-    split = whole_split("train", np.zeros((200, 2, 2), np.uint8), kinds.repeat([40, 60, 20, 80], axis=0), "")
+    split = whole_split(
+        "train", np.zeros((200, 2, 2), np.uint8), kinds.repeat([40, 60, 20, 80], axis=0), ""
+    )
     rest, held = hold_out(split, 0.1, seed=3)
     assert sorted([*rest.rows, *held.rows]) == list(range(200))
-    assert [(held.labels == kind).all(1).sum() for kind in kinds] == pytest.approx([4, 6, 2, 8], abs=1)
+    assert [(held.labels == kind).all(1).sum() for kind in kinds] == pytest.approx(
+        [4, 6, 2, 8], abs=1
+    )
     assert not np.array_equal(hold_out(split, 0.1, seed=4)[1].rows, held.rows)
 
 
@@ -368,7 +503,9 @@ def test_lists_of_strings_and_of_integers_are_labels_too(kind, lists, names):
     both = {name: table(lists, List(Value(kind))) for name in ("train", "test")}
     data = load_data(TrainConfig(data=str(parquet("data", **both)), cache_dir="cache"))
     assert data.class_names == names
-    assert data.train.labels.tolist() == [[int(name in map(str, own)) for name in names] for own in lists]
+    assert data.train.labels.tolist() == [
+        [int(name in map(str, own)) for name in names] for own in lists
+    ]
 
 
 def table_error(lists, feature, **settings) -> str:
@@ -383,9 +520,15 @@ def test_labels_that_do_not_suit_the_task_are_refused():
     several = List(one)
     assert "no image of split 'train' has a label" in table_error([[]] * 30, several)
     assert "image 1 of split 'train' has a null label" in table_error([[0], None] * 15, several)
-    assert "image 2 of split 'train' has a null label" in table_error([[0, 1], [], [2, None]] * 9, several)
-    assert "image 2 of split 'train' has the label -1, outside 0..3" in table_error([[0], [1], [2, -1]] * 9, several)
-    assert "train with --task multilabel" in table_error([[0], [1, 2]] * 15, several, task="classification")
+    assert "image 2 of split 'train' has a null label" in table_error(
+        [[0, 1], [], [2, None]] * 9, several
+    )
+    assert "image 2 of split 'train' has the label -1, outside 0..3" in table_error(
+        [[0], [1], [2, -1]] * 9, several
+    )
+    assert "train with --task multilabel" in table_error(
+        [[0], [1, 2]] * 15, several, task="classification"
+    )
     assert "train with --task classification" in table_error([0, 1] * 15, one, task="multilabel")
 
 
@@ -397,7 +540,10 @@ def test_labels_that_do_not_suit_the_task_are_refused():
         (["--pos_weight", "1", "0", "2"], "--pos_weight must be above 0"),
         (["--pos_weight", "balance"], "--pos_weight must be a number, balanced or numbers"),
         (["--threshold", "1"], "--threshold must be below 1"),
-        (["--loss", "focal", "--loss_args", "{gamma: -1}"], "--loss_args for focal: gamma must be at least 0"),
+        (
+            ["--loss", "focal", "--loss_args", "{gamma: -1}"],
+            "--loss_args for focal: gamma must be at least 0",
+        ),
         (["--best_metric", "mAP"], "--best_metric mAP: no such metric; use one of loss, accuracy"),
     ],
 )

@@ -1,4 +1,6 @@
-"""The loop, the log, checkpoints and evaluation know nothing of classification: another task trains with them."""
+"""The loop, the log, checkpoints and evaluation know nothing of classification: another task trains
+with them.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,12 +25,35 @@ from utils.tasks.task import Task
 from utils.training import evaluation
 from utils.training.meter import Meter
 
-FLAGS = ["--model", "mlp", "--model_args", "{hidden: 16}", "--lr", "0.01", "--global_batch_size", "120"]
-FLAGS += ["--max_steps", "12", "--eval_every", "4", "--save_every", "4", "--log_every", "3", "--threads", "1"]
+FLAGS = [
+    "--model",
+    "mlp",
+    "--model_args",
+    "{hidden: 16}",
+    "--lr",
+    "0.01",
+    "--global_batch_size",
+    "120",
+]
+FLAGS += [
+    "--max_steps",
+    "12",
+    "--eval_every",
+    "4",
+    "--save_every",
+    "4",
+    "--log_every",
+    "3",
+    "--threads",
+    "1",
+]
 
 
 class Value(Task):
-    """Regression: the label is a number, and the model has one output. The best checkpoint has the lowest error."""
+    """Regression: the label is a number, and the model has one output.
+
+    The best checkpoint has the lowest error.
+    """
 
     outputs, metric, lowest_is_best = 1, "error", ("loss", "error")
     training, evaluation = ("loss", "bias"), ("loss", "error")
@@ -47,10 +72,13 @@ class Value(Task):
         return torch.stack([loss.double(), (outputs[:, 0] - targets).double().sum()])
 
     def evaluate(self, outputs, labels):
-        return torch.stack([self.losses(outputs, labels), (outputs[:, 0] - labels).abs()], 1), outputs
+        return torch.stack(
+            [self.losses(outputs, labels), (outputs[:, 0] - labels).abs()], 1
+        ), outputs
 
     def metrics(self, predictions, labels):
-        return {"worst": np.abs(predictions[:, 0] - labels).max().astype(np.float64)}  # not a float of Python
+        # not a float of Python
+        return {"worst": np.abs(predictions[:, 0] - labels).max().astype(np.float64)}
 
     def report(self, record, title, more=()):
         return f"{title}: error {record['error']:.4f}"
@@ -78,38 +106,64 @@ def test_a_regression_trains_evaluates_and_resumes_with_the_same_loop():
         found = run_ranks(processes, _train, ["--run_name", name, *FLAGS, "--metrics"])
         assert [outcome.code for outcome in found] == [0] * processes, found[0].err
         logs[processes] = {kind: records(name, kind) for kind in ("train", "eval")}
-    assert "  error " in found[0].out and "accuracy" not in found[0].out and "\nbest      " in found[0].out
+    assert (
+        "  error " in found[0].out
+        and "accuracy" not in found[0].out
+        and "\nbest      " in found[0].out
+    )
     assert type(found[0].value["worst"]) is float  # `metrics` returns a number of NumPy
     one, two = logs.values()
     for key in ("loss", "error", "worst"):
-        assert [r[key] for r in two["eval"]] == pytest.approx([r[key] for r in one["eval"]], rel=1e-5)
-    assert [r["bias"] for r in two["train"]] == pytest.approx([r["bias"] for r in one["train"]], rel=1e-4)
+        assert [r[key] for r in two["eval"]] == pytest.approx(
+            [r[key] for r in one["eval"]], rel=1e-5
+        )
+    assert [r["bias"] for r in two["train"]] == pytest.approx(
+        [r["bias"] for r in one["train"]], rel=1e-4
+    )
     assert len(two["train"]) == 4
     _check_independently(two["eval"][-1])
     lowest = min(two["eval"], key=lambda record: record["error"])
     assert Path("runs/run2/checkpoints/best").read_text().strip() == f"step-{lowest['step']:08d}"
     best = returned(2, _evaluate, ["--ckpt", "runs/run2"])[0]
-    assert (best["step"], best["error"]) == (lowest["step"], pytest.approx(lowest["error"], rel=1e-9))
-    returned(2, _train, ["--run_name", "again", "--resume", "runs/run2/checkpoints/step-00000008", *FLAGS])
+    assert (best["step"], best["error"]) == (
+        lowest["step"],
+        pytest.approx(lowest["error"], rel=1e-9),
+    )
+    returned(
+        2,
+        _train,
+        ["--run_name", "again", "--resume", "runs/run2/checkpoints/step-00000008", *FLAGS],
+    )
     assert same_tensors(weights("again"), weights("run2"))
 
 
 def _check_independently(record):
     """Compare an evaluation with plain PyTorch on the run's last weights."""
     split = load_data(TrainConfig(data="digits")).evaluation
-    pixels = torch.from_numpy(np.stack([np.asarray(split.images[row]) for row in split.rows])).flatten(1)
+    pixels = torch.from_numpy(
+        np.stack([np.asarray(split.images[row]) for row in split.rows])
+    ).flatten(1)
     w, labels = weights("run2"), torch.from_numpy(split.labels)
     hidden = F.relu(F.linear((pixels / 255 - 0.5) / 0.5, w["hidden.weight"], w["hidden.bias"]))
     away = (F.linear(hidden, w["output.weight"], w["output.bias"])[:, 0] - labels).abs()
     assert record["count"] == len(labels)
-    for name, value in (("error", away.mean()), ("worst", away.max()), ("loss", (away / 10).square().mean())):
+    for name, value in (
+        ("error", away.mean()),
+        ("worst", away.max()),
+        ("loss", (away / 10).square().mean()),
+    ):
         assert record[name] == pytest.approx(value.item(), rel=1e-5)
 
 
 def test_a_run_does_not_continue_the_sums_of_another_task():
     sums = {"loss": 3.0, "accuracy": 2.0, "count": 5.0, "wait": 0.1, "skipped": 0.0}
-    assert Meter(Classification(TrainConfig(), ["a", "b"]), torch.device("cpu"), sums, True).sums == [3, 2]
-    with pytest.raises(UserError, match="sums loss, accuracy, count, wait, skipped; this task needs loss, bias, count"):
+    assert Meter(
+        Classification(TrainConfig(), ["a", "b"]), torch.device("cpu"), sums, True
+    ).sums == [3, 2]
+    with pytest.raises(
+        UserError,
+        match="sums loss, accuracy, count, wait, skipped; this task needs loss, bias, count",
+    ):
         Meter(Value(None, None), torch.device("cpu"), sums, False)
 
 
@@ -119,9 +173,13 @@ def test_the_loss_of_an_evaluation_is_not_smoothed():
     logits = 4.5 * F.one_hot(labels, 5).roll(1, 0) + torch.arange(5)
     values, predicted = task.evaluate(logits, labels)
     losses, right, _ = values.T
-    torch.testing.assert_close(losses, F.cross_entropy(logits, labels, reduction="none"), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        losses, F.cross_entropy(logits, labels, reduction="none"), rtol=1e-6, atol=0
+    )
     assert task.loss(logits, labels).item() != pytest.approx(losses.sum().item(), rel=1e-2)
-    assert torch.equal(right, (predicted == labels).float()) and torch.equal(predicted, logits.argmax(1))
+    assert torch.equal(right, (predicted == labels).float()) and torch.equal(
+        predicted, logits.argmax(1)
+    )
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -139,7 +197,9 @@ def test_soft_targets_of_one_class_equal_hard_ones_and_mixed_ones_are_the_mixtur
 
 def test_an_evaluation_that_counts_a_sample_twice_or_not_at_all_is_an_error():
     for planted in ("twice", "missing"):
-        outcomes = run_ranks(2, _train_with_wrong_blocks, [planted, "--run_name", f"run-{planted}", *FLAGS])
+        outcomes = run_ranks(
+            2, _train_with_wrong_blocks, [planted, "--run_name", f"run-{planted}", *FLAGS]
+        )
         assert [outcome.code for outcome in outcomes] == [1] * 2, outcomes[0].err
         assert "did not count each of the 180 samples once" in outcomes[0].err
 

@@ -22,7 +22,8 @@ from utils.models.zoo import build_model, input_spec
 from utils.training import optim
 from utils.training.schedule import learning_rate
 
-# 1438 training samples in batches of 120: the last of an epoch has 118, which 3 and 4 microbatches share unequally.
+# 1438 training samples in batches of 120: the last of an epoch has 118, which 3 and 4 microbatches
+# share unequally.
 DIGITS = (
     "--model",
     "mlp",
@@ -42,11 +43,14 @@ TOPOLOGIES = {"one": (1, 1), "two": (2, 1), "accumulated": (1, 2), "three": (3, 
 
 def quick(*names):
     """The names of all topologies; those other than `names` are marked full."""
-    return [name if name in names else pytest.param(name, marks=pytest.mark.full) for name in TOPOLOGIES]
+    return [
+        name if name in names else pytest.param(name, marks=pytest.mark.full) for name in TOPOLOGIES
+    ]
 
 
 def plain_losses(*flags, vector_scale=lambda step: 1.0):
-    """The loss of each update and the final weights of a single-process loop over whole global batches.
+    """The loss of each update and the final weights of a single-process loop over whole global
+    batches.
 
     `vector_scale(step)` is the factor of the learning rate of vectors.
     """
@@ -58,15 +62,21 @@ def plain_losses(*flags, vector_scale=lambda step: 1.0):
     labels = torch.from_numpy(data.train.labels)
     torch.manual_seed(fold_in(config.seed, "weights"))
     model = build_model(config, spec, 10)
-    groups = [{"params": [p]} | ({} if p.ndim > 1 else {"weight_decay": 0}) for p in model.parameters()]
+    groups = [
+        {"params": [p]} | ({} if p.ndim > 1 else {"weight_decay": 0}) for p in model.parameters()
+    ]
     if config.optimizer == "sgd":
         options = {"momentum": config.momentum, "nesterov": True} | config.optimizer_args
         optimizer = torch.optim.SGD(groups, 0.0, weight_decay=config.weight_decay, **options)
     else:
-        optimizer = torch.optim.AdamW(groups, 0.0, weight_decay=config.weight_decay, **config.optimizer_args)
+        optimizer = torch.optim.AdamW(
+            groups, 0.0, weight_decay=config.weight_decay, **config.optimizer_args
+        )
     losses = []
     plan = Plan(len(labels), config.global_batch_size, 1, config.seed)
-    for step, chosen in enumerate(microbatch.indices for microbatch in UpdateSampler(plan, 1, config.max_steps)):
+    for step, chosen in enumerate(
+        microbatch.indices for microbatch in UpdateSampler(plan, 1, config.max_steps)
+    ):
         for group in optimizer.param_groups:
             factor = vector_scale(step) if group["params"][0].ndim == 1 else 1.0
             group["lr"] = factor * learning_rate(config, step, config.max_steps)
@@ -103,15 +113,41 @@ def test_losses_of_50_updates_equal_a_plain_loop_over_global_batches(topology):
     [
         ("--label_smoothing", "0.1", "--clip_norm", "0.5", "--clip_value", "0.02"),
         ("--loss", "binary_cross_entropy", "--label_smoothing", "0.1"),
-        pytest.param(("--optimizer", "adamw", "--lr", "0.001", "--weight_decay", "0.1"), marks=pytest.mark.full),
         pytest.param(
-            ("--lr_schedule", "cosine", "--warmup_steps", "5", "--momentum", "0.5", "--weight_decay", "0.01"),
+            ("--optimizer", "adamw", "--lr", "0.001", "--weight_decay", "0.1"),
             marks=pytest.mark.full,
         ),
-        ("--optimizer", "adamw", "--lr", "0.001", "--optimizer_args", "{betas: [0.5, 0.8], eps: 0.001}"),
+        pytest.param(
+            (
+                "--lr_schedule",
+                "cosine",
+                "--warmup_steps",
+                "5",
+                "--momentum",
+                "0.5",
+                "--weight_decay",
+                "0.01",
+            ),
+            marks=pytest.mark.full,
+        ),
+        (
+            "--optimizer",
+            "adamw",
+            "--lr",
+            "0.001",
+            "--optimizer_args",
+            "{betas: [0.5, 0.8], eps: 0.001}",
+        ),
         ("--optimizer_args", "{nesterov: false}"),
     ],
-    ids=["smoothing and clipping", "binary cross-entropy", "adamw", "cosine", "adamw's arguments", "sgd's arguments"],
+    ids=[
+        "smoothing and clipping",
+        "binary cross-entropy",
+        "adamw",
+        "cosine",
+        "adamw's arguments",
+        "sgd's arguments",
+    ],
 )
 def test_every_setting_of_the_step_means_what_plain_pytorch_means(flags):
     flags = ("--lr", "0.01", "--max_steps", "15", *flags)
@@ -119,15 +155,28 @@ def test_every_setting_of_the_step_means_what_plain_pytorch_means(flags):
     losses, model = plain_losses(*flags)
     assert [record["loss"] for record in records("run", "train")] == pytest.approx(losses, rel=1e-5)
     for name, tensor in weights("run").items():
-        torch.testing.assert_close(tensor, model[name], rtol=1e-3, atol=5e-5)  # a unit at zero may flip
+        # a unit at zero may flip
+        torch.testing.assert_close(tensor, model[name], rtol=1e-3, atol=5e-5)
 
 
 def test_a_global_batch_smaller_than_the_ranks_still_counts_each_sample_once():
-    flags = ("--data", "synthetic/3x8x25", "--model", "mlp", "--global_batch_size", "12", "--log_every", "1")
+    flags = (
+        "--data",
+        "synthetic/3x8x25",
+        "--model",
+        "mlp",
+        "--global_batch_size",
+        "12",
+        "--log_every",
+        "1",
+    )
     flags += ("--lr", "0.01", "--epochs", "3")
     one = train_run(1, "one", *flags)
-    three = train_run(3, "three", *flags)  # the last update of an epoch has one sample: two ranks have none
-    for a, b in zip(*([r for r in log if r["kind"] == "train"] for log in (one, three)), strict=True):
+    # the last update of an epoch has one sample: two ranks have none
+    three = train_run(3, "three", *flags)
+    for a, b in zip(
+        *([r for r in log if r["kind"] == "train"] for log in (one, three)), strict=True
+    ):
         assert (a["loss"], a["accuracy"]) == (pytest.approx(b["loss"], rel=1e-5), b["accuracy"])
     assert len(one) == len(three) == 1 + 9 + 3
 
@@ -135,7 +184,9 @@ def test_a_global_batch_smaller_than_the_ranks_still_counts_each_sample_once():
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "onecycle"])
 @pytest.mark.parametrize("warmup", [None, 10])
 def test_learning_rate_is_its_closed_form(schedule, warmup):
-    flags = ["--lr", "0.2", "--lr_schedule", schedule] + (["--warmup_steps", str(warmup)] if warmup else [])
+    flags = ["--lr", "0.2", "--lr_schedule", schedule] + (
+        ["--warmup_steps", str(warmup)] if warmup else []
+    )
     config = parse_args(TrainConfig, "train.py", flags)
     found = [learning_rate(config, update, 100) for update in range(100)]
     if schedule == "onecycle":
@@ -158,7 +209,8 @@ def test_learning_rate_is_its_closed_form(schedule, warmup):
         decayed = [0.2 * course[schedule]((u - w) / (100 - w)) for u in range(w, 100)]
         expected = [0.2 * (u + 1) / w for u in range(w)] + decayed
     assert found == pytest.approx(expected, abs=1e-12)
-    assert all(type(lr) is float for lr in found)  # a numpy scalar would make the checkpoint unreadable
+    # a numpy scalar would make the checkpoint unreadable
+    assert all(type(lr) is float for lr in found)
 
 
 def _train_with_scaled_vectors(scale, name, *flags):
@@ -199,7 +251,16 @@ def test_a_resumed_run_has_the_scales_of_its_own_groups():
     ],
 )
 def test_a_decay_ends_at_its_argument(schedule, arguments, factor):
-    flags = ["--lr", "0.2", "--lr_schedule", schedule, "--warmup_steps", "10", "--lr_schedule_args", arguments]
+    flags = [
+        "--lr",
+        "0.2",
+        "--lr_schedule",
+        schedule,
+        "--warmup_steps",
+        "10",
+        "--lr_schedule_args",
+        arguments,
+    ]
     config = parse_args(TrainConfig, "train.py", flags, train.TABLES)
     found = [learning_rate(config, update, 110) for update in range(111)]
     assert found == pytest.approx(
@@ -211,9 +272,13 @@ def test_the_arguments_of_onecycle_mean_what_they_mean_in_torch():
     flags = ["--lr", "0.2", "--lr_schedule_args", "{div_factor: 4, final_div_factor: 10}"]
     config = parse_args(TrainConfig, "train.py", flags, train.TABLES)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, 100, div_factor=4, final_div_factor=10)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 0.2, 100, div_factor=4, final_div_factor=10
+    )
     for update in range(100):
-        assert learning_rate(config, update, 100) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
+        assert learning_rate(config, update, 100) == pytest.approx(
+            optimizer.param_groups[0]["lr"], abs=1e-12
+        )
         optimizer.step()
         scheduler.step()
 
@@ -221,9 +286,21 @@ def test_the_arguments_of_onecycle_mean_what_they_mean_in_torch():
 @pytest.mark.parametrize("topology", quick("both"))
 def test_learning_rate_per_update_is_the_same_on_every_topology(topology):
     processes, accum = TOPOLOGIES[topology]
-    flags = (*DIGITS, "--lr", "0.05", "--lr_schedule", "cosine", "--warmup_steps", "3", "--max_steps", "14")
+    flags = (
+        *DIGITS,
+        "--lr",
+        "0.05",
+        "--lr_schedule",
+        "cosine",
+        "--warmup_steps",
+        "3",
+        "--max_steps",
+        "14",
+    )
     train_run(processes, "run", *flags, "--grad_accum", str(accum))
-    expected = [0.05 * (u + 1) / 3 for u in range(3)] + [0.025 * (1 + math.cos(math.pi * u / 11)) for u in range(11)]
+    expected = [0.05 * (u + 1) / 3 for u in range(3)] + [
+        0.025 * (1 + math.cos(math.pi * u / 11)) for u in range(11)
+    ]
     assert [record["lr"] for record in records("run", "train")] == pytest.approx(expected)
 
 
@@ -244,19 +321,51 @@ def test_training_loss_and_accuracy_are_means_over_all_samples_since_the_last_re
 
 @pytest.mark.full
 def test_augmentation_and_dropout_do_not_depend_on_how_pieces_lie_on_ranks():
-    flags = (*DIGITS, "--model", "mnist_cnn", "--crop_padding", "2", "--flip", "alternate", "--lr", "0.01")
-    flags += ("--random_erasing", "0.5", "--cutout", "3", "--color_jitter", "0.3", "--max_steps", "8")
-    flags += ("--auto_augment", "randaugment", "--auto_augment_args", "{magnitude: 5}", "--num_workers", "1")
+    flags = (
+        *DIGITS,
+        "--model",
+        "mnist_cnn",
+        "--crop_padding",
+        "2",
+        "--flip",
+        "alternate",
+        "--lr",
+        "0.01",
+    )
+    flags += (
+        "--random_erasing",
+        "0.5",
+        "--cutout",
+        "3",
+        "--color_jitter",
+        "0.3",
+        "--max_steps",
+        "8",
+    )
+    flags += (
+        "--auto_augment",
+        "randaugment",
+        "--auto_augment_args",
+        "{magnitude: 5}",
+        "--num_workers",
+        "1",
+    )
     two = train_run(2, "two", *flags, "--grad_accum", "2")
     alone = train_run(1, "alone", *flags, "--grad_accum", "4")
-    for a, b in zip(*([r["loss"] for r in log if r["kind"] == "train"] for log in (two, alone)), strict=True):
+    for a, b in zip(
+        *([r["loss"] for r in log if r["kind"] == "train"] for log in (two, alone)), strict=True
+    ):
         assert a == pytest.approx(b, rel=1e-5)
 
 
 @pytest.mark.full
 def test_a_seed_gives_the_same_weights_again_and_another_seed_others():
     flags = (*DIGITS, "--model", "mnist_cnn", "--crop_padding", "1", "--max_steps", "4")
-    for name, more in (("a", ("--seed", "3")), ("b", ("--seed", "3", "--deterministic")), ("c", ("--seed", "4"))):
+    for name, more in (
+        ("a", ("--seed", "3")),
+        ("b", ("--seed", "3", "--deterministic")),
+        ("c", ("--seed", "4")),
+    ):
         train_run(2, name, *flags, *more)
     a, b, c = (weights(name) for name in "abc")
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -277,7 +386,10 @@ def _reads_of_the_device(flags):
         reads: ClassVar[list[str]] = []
 
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if any(word in str(function) for word in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal.")):
+            if any(
+                word in str(function)
+                for word in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal.")
+            ):
                 self.reads.append(str(function))
             return function(*args, **(kwargs or {}))
 
@@ -293,7 +405,16 @@ def _reads_of_the_device(flags):
 
 
 def test_an_update_never_waits_for_the_device():
-    flags = ["--data", "synthetic/4x32x96", "--model", "resnet18", "--global_batch_size", "8", "--max_steps", "2"]
+    flags = [
+        "--data",
+        "synthetic/4x32x96",
+        "--model",
+        "resnet18",
+        "--global_batch_size",
+        "8",
+        "--max_steps",
+        "2",
+    ]
     flags += [
         *("--stem", "standard", "--min_scale", "0.5"),
         *("--crop_padding", "2", "--flip", "alternate", "--random_erasing", "0.5", "--cutout", "5"),
@@ -330,25 +451,47 @@ def test_dropout_differs_between_updates_and_between_pieces():
     flags = ["--max_steps", "3", "--global_batch_size", "32"]
     masks = [mask for rank in returned(2, _dropout_masks, flags) for mask in rank]
     assert len(masks) == 6
-    shared = [sum(a != b for a, b in zip(sum(m, []), sum(n, []), strict=True)) for m, n in combinations(masks, 2)]
+    shared = [
+        sum(a != b for a, b in zip(sum(m, []), sum(n, []), strict=True))
+        for m, n in combinations(masks, 2)
+    ]
     assert min(shared) > 500  # of 16 x 500 units
 
 
 def test_throughput_and_seconds_in_the_log_fit_the_clock():
     began = time.perf_counter()
-    log = train_run(1, "run", *DIGITS, "--max_steps", "60", "--log_every", "20", "--save_every", "7")
+    log = train_run(
+        1, "run", *DIGITS, "--max_steps", "60", "--log_every", "20", "--save_every", "7"
+    )
     took = time.perf_counter() - began
     lines = [record for record in log if record["kind"] == "train"]
     assert 0 < lines[-1]["seconds"] < took
     for before, record in zip([{"seconds": 0.0, "step": 0}, *lines], lines, strict=False):
-        images = sum(120 if step % 12 != 11 else 118 for step in range(before["step"], record["step"]))
-        assert record["images_per_second"] * (record["seconds"] - before["seconds"]) == pytest.approx(images)
+        images = sum(
+            120 if step % 12 != 11 else 118 for step in range(before["step"], record["step"])
+        )
+        assert record["images_per_second"] * (
+            record["seconds"] - before["seconds"]
+        ) == pytest.approx(images)
         assert 0 <= record["data_wait"] < 1
 
 
 @pytest.mark.full
 def test_settling_the_buckets_leaves_batch_statistics_as_they_were():
-    flags = ("--data", "synthetic/3x32x96", "--model", "resnet18", "--global_batch_size", "16", "--max_steps", "1")
+    flags = (
+        "--data",
+        "synthetic/3x32x96",
+        "--model",
+        "resnet18",
+        "--global_batch_size",
+        "16",
+        "--max_steps",
+        "1",
+    )
     train_run(2, "run", *flags, "--stem", "standard", "--max_eval_samples", "4")
-    counts = {tensor.item() for name, tensor in weights("run").items() if name.endswith("num_batches_tracked")}
+    counts = {
+        tensor.item()
+        for name, tensor in weights("run").items()
+        if name.endswith("num_batches_tracked")
+    }
     assert counts == {1}

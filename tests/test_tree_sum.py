@@ -17,7 +17,11 @@ def values(number: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(number)
     scale = 10.0 ** (number % 5)
     kernel = torch.randn(4, 3, 2, 2, generator=generator).to(memory_format=torch.channels_last)
-    return [torch.randn(7, generator=generator) * scale, kernel * scale, torch.randn(5, generator=generator).double()]
+    return [
+        torch.randn(7, generator=generator) * scale,
+        kernel * scale,
+        torch.randn(5, generator=generator).double(),
+    ]
 
 
 def root(microbatches: int) -> list[np.ndarray]:
@@ -39,7 +43,9 @@ def summed(microbatches: int, updates: int) -> list[list[np.ndarray]]:
 
     with distributed_session("train.py", LaunchConfig(cpu=True)) as ranks:
         ranks.join()
-        tree = TreeSum(Plan(64, 64, microbatches, 0).ranges(ranks.topology.world_size), ranks.topology.rank)
+        tree = TreeSum(
+            Plan(64, 64, microbatches, 0).ranges(ranks.topology.world_size), ranks.topology.rank
+        )
         found = []
         for _ in range(updates):
             for number in tree.own:
@@ -58,13 +64,19 @@ def test_ranges_and_subtrees_cover_each_microbatch_once(microbatches):
         assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
         for numbers in ranges:
             nodes = subtrees(numbers)
-            covered = [number for level, index in nodes for number in range(index << level, (index + 1) << level)]
+            covered = [
+                number
+                for level, index in nodes
+                for number in range(index << level, (index + 1) << level)
+            ]
             assert covered == list(numbers)
             siblings = {(level, index ^ 1) for level, index in nodes}
             assert not siblings & set(nodes)  # otherwise both would be one larger node
 
 
-@pytest.mark.parametrize("microbatches,processes", [(1, 1), (8, 1), (2, 2), (8, 2), (8, 3), (4, 4), (8, 5)])
+@pytest.mark.parametrize(
+    "microbatches,processes", [(1, 1), (8, 1), (2, 2), (8, 2), (8, 3), (4, 4), (8, 5)]
+)
 def test_any_number_of_processes_gives_the_bits_of_the_tree(microbatches, processes):
     expected = [tensor.tobytes() for tensor in root(microbatches)]
     for updates in returned(processes, summed, microbatches, 2):
@@ -80,7 +92,9 @@ def test_another_order_gives_other_bits():
 
 
 def test_logged_sums_do_not_depend_on_the_order_up_to_a_hundred_million():
-    sums = 10_000 * torch.rand(20_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    sums = 10_000 * torch.rand(
+        20_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     logged, exact = rounded(sums), math.fsum(sums.tolist())
     assert 9e7 < exact < 2**27
     halves = logged[::2].sum() + logged[1::2].sum()

@@ -14,7 +14,18 @@ from helpers.training_runs import records, weights
 from helpers.waiting import PATIENCE, SOON, has_logged, until
 
 pytestmark = needs_machines
-RUN = ["--model", "mlp", "--threads", "1", "--global_batch_size", "120", "--lr", "0.01", "--log_every", "1"]
+RUN = [
+    "--model",
+    "mlp",
+    "--threads",
+    "1",
+    "--global_batch_size",
+    "120",
+    "--lr",
+    "0.01",
+    "--log_every",
+    "1",
+]
 RUN += ["--timeout", str(PATIENCE), "--run_name", "run"]
 IMPATIENT = ["--timeout", "15"]  # where a rank is to give up
 SHORT = [*RUN, "--max_steps", "30", "--save_every", "10"]
@@ -28,13 +39,20 @@ def machines(tmp_path):
 
 
 def start(places, *flags, script="train.py", **env):
-    """Start rank 0 on the first machine, rank 1 on the second, as by hand: exported variables and plain python."""
+    """Start rank 0 on the first machine, rank 1 on the second, as by hand: exported variables and
+    plain python.
+    """
     return [begin(rank, places, *flags, script=script, **env) for rank in range(len(places))]
 
 
 def begin(rank, places, *flags, script="train.py", **env):
     here = [number for number, place in enumerate(places) if place is places[rank]]
-    numbers = {"RANK": rank, "WORLD_SIZE": len(places), "LOCAL_RANK": here.index(rank), "LOCAL_WORLD_SIZE": len(here)}
+    numbers = {
+        "RANK": rank,
+        "WORLD_SIZE": len(places),
+        "LOCAL_RANK": here.index(rank),
+        "LOCAL_WORLD_SIZE": len(here),
+    }
     variables = {name: str(number) for name, number in numbers.items()}
     if "--init_method" not in flags:
         variables |= {"MASTER_ADDR": places[0].name, "MASTER_PORT": "29500"}
@@ -73,13 +91,19 @@ def one_machine(machines):
     return losses("one")
 
 
-def test_training_on_two_machines_is_that_on_one_bit_for_bit_and_so_is_evaluation(machines, one_machine):
+def test_training_on_two_machines_is_that_on_one_bit_for_bit_and_so_is_evaluation(
+    machines, one_machine
+):
     ended(start(machines, *SHORT, "--run_name", "whole"))
     assert losses("whole") == one_machine
-    assert all(torch.equal(weights("one")[name], tensor) for name, tensor in weights("whole").items())
+    assert all(
+        torch.equal(weights("one")[name], tensor) for name, tensor in weights("whole").items()
+    )
     evaluations = start(machines, "--ckpt", "runs/whole", "--json", "two.json", script="eval.py")
     ended(evaluations)
-    ended([machines[0].start("python", ROOT / "eval.py", "--ckpt", "runs/one", "--json", "one.json")])
+    ended(
+        [machines[0].start("python", ROOT / "eval.py", "--ckpt", "runs/one", "--json", "one.json")]
+    )
     one, two = (json.loads(Path(name).read_text()) for name in ("one.json", "two.json"))
     assert one["count"] == two["count"] == 180 and one["accuracy"] == two["accuracy"]
 
@@ -100,7 +124,9 @@ def test_a_run_killed_on_two_machines_goes_on_on_one_with_the_losses_of_a_whole_
 
 @pytest.mark.machines
 @pytest.mark.parametrize("config", ["2nodes", "nodes"])
-def test_accelerate_launch_with_the_config_and_the_number_of_the_machine(machines, one_machine, config):
+def test_accelerate_launch_with_the_config_and_the_number_of_the_machine(
+    machines, one_machine, config
+):
     flags = ["--num_machines", "2", "--num_processes", "2"] if config == "nodes" else []
     file = ROOT / f"accelerate_configs/{config}.yaml"
     jobs = [
@@ -145,7 +171,9 @@ def test_the_other_ways_to_meet_and_a_file_of_a_killed_run(machines, tmp_path, w
 def test_a_host_name_that_means_loopback_on_its_own_machine_does_no_harm(machines):
     """Debian writes its own name so into /etc/hosts."""
     for machine, other in zip(machines, machines[::-1], strict=True):
-        machine.hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {machine.name}\n{other.address} {other.name}\n")
+        machine.hosts.write_text(
+            f"127.0.0.1 localhost\n127.0.1.1 {machine.name}\n{other.address} {other.name}\n"
+        )
     jobs = start(machines, *SHORT)
     ended(jobs)
     assert "gloo on eth0" in jobs[0].text
@@ -175,7 +203,10 @@ FAULTS = {
 def test_a_wrong_setting_ends_all_ranks_with_the_line_that_names_it(machines, fault):
     settings, rank, line = FAULTS[fault]
     settings = dict(settings)
-    began, jobs = time.monotonic(), start(machines, *SHORT, *IMPATIENT, *settings.pop("flags", []), **settings)
+    began, jobs = (
+        time.monotonic(),
+        start(machines, *SHORT, *IMPATIENT, *settings.pop("flags", []), **settings),
+    )
     seconds = ended(jobs, 2, began)
     report(fault, seconds, *(error_of(job) for job in jobs))
     assert line in error_of(jobs[rank])
@@ -198,7 +229,9 @@ def test_a_machine_that_never_comes_is_named_by_the_other(machines, missing):
     began, job = time.monotonic(), begin(1 - missing, machines, *SHORT, *IMPATIENT)
     seconds = ended([job], 2, began)
     report(f"rank {missing} never comes", seconds, error_of(job))
-    assert ("no answer from ls-a:29500 within 15 s", "rank 1 did not connect to ls-a:29500")[missing] in error_of(job)
+    assert ("no answer from ls-a:29500 within 15 s", "rank 1 did not connect to ls-a:29500")[
+        missing
+    ] in error_of(job)
 
 
 @pytest.mark.machines
@@ -208,8 +241,9 @@ def test_a_firewall_that_passes_the_master_port_only_is_said(machines):
     began, jobs = time.monotonic(), start(machines, *SHORT, "--timeout", str(SOON))
     seconds = ended(jobs, 2, began)
     report("only the master port is open", seconds, *(error_of(job) for job in jobs))
-    assert "found each other but could not connect over gloo, from 10.77.0.1 on interface eth0 of ls-a" in error_of(
-        jobs[0]
+    assert (
+        "found each other but could not connect over gloo, from 10.77.0.1 on interface eth0 of ls-a"
+        in error_of(jobs[0])
     )
     assert "whether a firewall is between the machines" in error_of(jobs[1])
 
@@ -224,13 +258,16 @@ def test_a_link_lost_for_good_ends_both_machines_after_the_timeout(machines, how
     seconds = ended(jobs, 2, lost)
     report(f"link lost: {how}", seconds, *(error_of(job) for job in jobs))
     assert 10 < seconds < 20 + SOON
-    assert "waited for rank 1 (ls-b, process" in error_of(jobs[0]) and "silent for" in error_of(jobs[0])
+    assert "waited for rank 1 (ls-b, process" in error_of(jobs[0]) and "silent for" in error_of(
+        jobs[0]
+    )
     assert "another process of this run exited or stopped answering" in error_of(jobs[1])
 
 
 @pytest.mark.machines
 def test_a_link_cut_for_8_seconds_costs_8_seconds(machines):
-    # TCP doubles the time from one try to the next, so that the first after those 8 s comes before 17 s have passed.
+    # TCP doubles the time from one try to the next, so that the first after those 8 s comes before
+    # 17 s have passed.
     jobs = start(machines, *LONG, "--max_steps", "600", "--timeout", "50")
     until(has_logged(20))
     lost = time.monotonic()
@@ -238,19 +275,23 @@ def test_a_link_cut_for_8_seconds_costs_8_seconds(machines):
     time.sleep(8)
     machines[1].heal()
     seconds = ended(jobs, since=lost)
-    said = [line for line in jobs[0].text.splitlines() if line.startswith("train.py: rank 0 has waited")]
+    said = [
+        line for line in jobs[0].text.splitlines() if line.startswith("train.py: rank 0 has waited")
+    ]
     report("link cut for 8 s", seconds, *said)
     assert "for rank 1 (ls-b, process" in said[0] and len(losses()) == 600
 
 
 @pytest.mark.machines
 def test_a_fifth_of_all_packets_lost_makes_a_run_slow_and_does_not_end_it(machines):
-    """TCP sends a packet again after 0.2 s or a little more, then after twice as long each time, two minutes at most.
+    """TCP sends a packet again after 0.2 s or a little more, then after twice as long each time,
+    two minutes at most.
 
-    Linux gives a connection up after 15 tries more, a quarter of an hour later, and --timeout is longer than that. A
-    try fails when the packet or its receipt is lost, with a chance of 0.36, and all 16 with one of 8e-8. An update has
-    some 20 packets that wait so (none after them tells of the loss sooner): this fails by chance once in 10,000 times.
-    Gloo gives up much sooner while it connects, so packets are lost only after that.
+    Linux gives a connection up after 15 tries more, a quarter of an hour later, and --timeout is
+    longer than that. A try fails when the packet or its receipt is lost, with a chance of 0.36, and
+    all 16 with one of 8e-8. An update has some 20 packets that wait so (none after them tells of
+    the loss sooner): this fails by chance once in 10,000 times. Gloo gives up much sooner while it
+    connects, so packets are lost only after that.
     """
     flags = [*RUN, "--max_steps", "60", "--timeout", "3600", "--save_every", "20"]
     ended(start([machines[0]] * 2, *flags, "--run_name", "one"))

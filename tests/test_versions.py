@@ -19,7 +19,10 @@ def requirements(name: str) -> list[Requirement]:
 
 
 def test_the_newest_entry_of_the_changelog_and_the_citation_have_the_version_of_the_code():
-    assert re.search(r"^## \[(?!Unreleased)(.+)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)[1] == VERSION
+    assert (
+        re.search(r"^## \[(?!Unreleased)(.+)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)[1]
+        == VERSION
+    )
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == VERSION and citation["cff-version"] == "1.2.0"
     assert {"message", "title", "authors"} <= citation.keys()
@@ -27,11 +30,16 @@ def test_the_newest_entry_of_the_changelog_and_the_citation_have_the_version_of_
 
 def test_each_library_has_an_oldest_version_and_a_tested_one_that_is_allowed():
     needed = requirements("requirements.txt") + requirements("requirements-dev.txt")
-    tested = {one.name.lower(): next(iter(one.specifier)).version for one in requirements("constraints.txt")}
+    tested = {
+        one.name.lower(): next(iter(one.specifier)).version
+        for one in requirements("constraints.txt")
+    }
     bounds = lower_bounds()
     for one in needed:
         if "==" not in str(one.specifier):
-            assert one.specifier.contains(bounds[one.name]) and one.specifier.contains(tested[one.name.lower()]), one
+            assert one.specifier.contains(bounds[one.name]) and one.specifier.contains(
+                tested[one.name.lower()]
+            ), one
     assert len(bounds) >= 25
 
 
@@ -40,7 +48,9 @@ def test_the_quick_tests_pass_with_the_oldest_versions(tmp_path):
     command = (ROOT / "tests/versions.py", "oldest", "--table", tmp_path / "table.md")
     code, out, err = start("python", *command, seconds=7200)
     assert code == 0, (out + err)[-3000:]
-    header, _, row = (line.strip("| ").split(" | ") for line in (tmp_path / "table.md").read_text().splitlines())
+    header, _, row = (
+        line.strip("| ").split(" | ") for line in (tmp_path / "table.md").read_text().splitlines()
+    )
     cells = dict(zip(header, row, strict=True))
     assert cells["Python"] == ".".join(map(str, sys.version_info[:3])) and cells["Failed"] == "0"
     assert cells["torch"].startswith(lower_bounds()["torch"]) and int(cells["Passed"]) > 1000

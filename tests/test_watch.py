@@ -1,4 +1,6 @@
-"""A rank that waits long says for whom and where, and at the timeout the waiting ends on all ranks with that line."""
+"""A rank that waits long says for whom and where, and at the timeout the waiting ends on all ranks
+with that line.
+"""
 
 import os
 import re
@@ -23,7 +25,9 @@ ENDLESS = [*FLAGS, "--max_steps", "1000000", "--timeout"]
 
 
 def to_file(function, *arguments):
-    """Call with this rank's errors in a file, which stays when the process ends without a word to Python."""
+    """Call with this rank's errors in a file, which stays when the process ends without a word to
+    Python.
+    """
     with Path(f"err-{os.environ['RANK']}").open("w") as sys.stderr:
         function(*arguments)
 
@@ -38,9 +42,11 @@ def waited(line: str) -> int:
     return int(found[1]) if found else 0
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.full), 1])  # rank 0 has the store
+# rank 0 has the store
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_stopped_rank_is_named_by_one_that_waits_and_again_in_the_last_line(victim):
-    timeout = 8 if victim else 15  # a rank whose store is stopped too says so after some seven seconds
+    # a rank whose store is stopped too says so after some seven seconds
+    timeout = 8 if victim else 15
     launch = start_ranks(3, to_file, slow_train, [*ENDLESS, str(timeout)])
     until(has_logged(10))
     stopped = time.monotonic()
@@ -51,16 +57,27 @@ def test_a_stopped_rank_is_named_by_one_that_waits_and_again_in_the_last_line(vi
     took = time.monotonic() - stopped
     os.kill(launch.pids[victim], signal.SIGKILL)
     outcomes = launch.finish()
-    assert [outcomes[rank].code for rank in waiting] == [2, 2] and timeout / 2 < took < timeout + SOON
-    warnings = [line for rank in waiting for line in said(rank).splitlines() if waited(line) and "error" not in line]
-    place = rf"for .*rank {victim} \(\S+, process.* is at: .*update \d+"  # a slow start may have been reported before
+    assert [outcomes[rank].code for rank in waiting] == [
+        2,
+        2,
+    ] and timeout / 2 < took < timeout + SOON
+    warnings = [
+        line
+        for rank in waiting
+        for line in said(rank).splitlines()
+        if waited(line) and "error" not in line
+    ]
+    # a slow start may have been reported before
+    place = rf"for .*rank {victim} \(\S+, process.* is at: .*update \d+"
     assert any(waited(line) < timeout and re.search(place, line) for line in warnings), warnings
     last = [said(rank).splitlines()[-1] for rank in waiting if said(rank)]
     assert any(f"rank {victim} (" in line and "error" in line for line in last), last
 
 
 def stuck(where: str, rank: str):
-    """Train until one rank never comes back from loading the data, or from reading a batch of a later update."""
+    """Train until one rank never comes back from loading the data, or from reading a batch of a
+    later update.
+    """
 
     def for_ever(*arguments):
         time.sleep(600)
@@ -84,7 +101,8 @@ def stuck(where: str, rank: str):
 @pytest.mark.full
 def test_a_rank_that_never_comes_back_is_named_with_its_place_and_ends_too():
     outcomes = run_ranks(2, stuck, "reading", "1")
-    assert [outcome.code for outcome in outcomes] == [2, 2]  # the stuck one hears that the other has ended
+    # the stuck one hears that the other has ended
+    assert [outcome.code for outcome in outcomes] == [2, 2]
     assert "rank 0 has waited" in said(0)
     assert "for rank 1 (" in said(0) and "at: update 13, reading a batch" in said(0)
     assert "rank 0 ended: " in said(1)
@@ -102,7 +120,10 @@ def test_ranks_that_wait_for_a_slow_download_say_so_and_go_on_waiting():
 
 
 def held(flags):
-    """Train; before update 13 rank 1 waits for a file named `go`. Each look at others adds a byte to a file."""
+    """Train; before update 13 rank 1 waits for a file named `go`.
+
+    Each look at others adds a byte to a file.
+    """
     rank = os.environ["RANK"]
     update, exchange = train.train_update, Watch._exchange
 
@@ -128,7 +149,8 @@ def looks() -> int:
 
 @pytest.mark.full
 def test_a_pause_of_all_ranks_does_not_count_as_waiting():
-    """As when a terminal or a scheduler stops the whole job while one rank waits for another, here for 12 seconds.
+    """As when a terminal or a scheduler stops the whole job while one rank waits for another, here
+    for 12 seconds.
 
     A rank reports that it waits after 10 seconds.
     """
@@ -141,5 +163,7 @@ def test_a_pause_of_all_ranks_does_not_count_as_waiting():
     launch.kill(signal.SIGCONT)
     until(lambda: looks() > before + 3)
     Path("go").touch()
-    assert [outcome.code for outcome in launch.finish()] == [0, 0], [said(rank) for rank in range(2)]
+    assert [outcome.code for outcome in launch.finish()] == [0, 0], [
+        said(rank) for rank in range(2)
+    ]
     assert said(0) == said(1) == ""

@@ -23,7 +23,18 @@ from utils.launch import network, rendezvous
 from utils.launch.environment import Topology, first_node
 
 TRAIN = str(ROOT / "train.py")
-FLAGS = ["--model", "mlp", "--global_batch_size", "120", "--max_steps", "5", "--log_every", "1", "--threads", "1"]
+FLAGS = [
+    "--model",
+    "mlp",
+    "--global_batch_size",
+    "120",
+    "--max_steps",
+    "5",
+    "--log_every",
+    "1",
+    "--threads",
+    "1",
+]
 FLAGS += ["--lr", "0.01", "--timeout", str(PATIENCE), "--report", "false"]
 OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SHELL = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}  # what both shells export
@@ -68,16 +79,40 @@ def check_run(outcomes: list[Outcome], expected) -> None:
 
 WAYS = {
     "torchrun": ["torchrun", "--nproc_per_node", "2", "--master_port", "{port}", TRAIN],
-    "Open MPI": ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, TRAIN],
+    "Open MPI": [
+        "mpirun.openmpi",
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "-n",
+        "2",
+        sys.executable,
+        TRAIN,
+    ],
     "MPICH": ["mpiexec.hydra", "-n", "2", sys.executable, TRAIN],
-    "MPICH through a shell": ["mpiexec.hydra", "-n", "2", "bash", "-c", '"$0" "$@"; exit $?', sys.executable, TRAIN],
+    "MPICH through a shell": [
+        "mpiexec.hydra",
+        "-n",
+        "2",
+        "bash",
+        "-c",
+        '"$0" "$@"; exit $?',
+        sys.executable,
+        TRAIN,
+    ],
     "mp.spawn as in docs/launching.md": [sys.executable, "spawn.py"],
 }
-WAYS["torch.distributed.launch"] = [sys.executable, "-m", "torch.distributed.launch", *WAYS["torchrun"][1:]]
+WAYS["torch.distributed.launch"] = [
+    sys.executable,
+    "-m",
+    "torch.distributed.launch",
+    *WAYS["torchrun"][1:],
+]
 QUICK_WAYS = ("Open MPI",)  # torchrun is in test_launch_faults.py too; the others differ little
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.full] * (way not in QUICK_WAYS)) for way in WAYS])
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.full] * (way not in QUICK_WAYS)) for way in WAYS]
+)
 def test_a_launcher_starts_the_same_run(way, expected):
     port = str(free_port())
     command = [word.format(port=port) for word in WAYS[way]]
@@ -85,10 +120,16 @@ def test_a_launcher_starts_the_same_run(way, expected):
     command[0] = str(program) if program.exists() else command[0]
     if shutil.which(command[0]) is None:
         pytest.skip(f"{command[0]} is not installed")
-    (script,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/launching.md").read_text(), re.M | re.S)
+    (script,) = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs/launching.md").read_text(), re.M | re.S
+    )
     Path("spawn.py").write_text(script.replace("29500", port))
-    env = {name: value for name, value in os.environ.items() if name not in OWN} | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command, *FLAGS, "--run_name", "run"], capture_output=True, text=True, env=env)
+    env = {name: value for name, value in os.environ.items() if name not in OWN} | {
+        "PYTHONPATH": str(ROOT)
+    }
+    done = subprocess.run(
+        [*command, *FLAGS, "--run_name", "run"], capture_output=True, text=True, env=env
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("rank 1 ") == 1 and losses("run") == expected
 
@@ -107,7 +148,8 @@ def test_an_init_method_starts_the_same_run(method, tmp_path, expected):
 def test_the_file_of_a_killed_run_does_not_keep_the_next_from_meeting(tmp_path, expected):
     method = ["--init_method", f"file://{tmp_path}/meeting"]
     rank_0 = SHELL | {"RANK": "0", "LOCAL_RANK": "0"}
-    alone = start_ranks(1, train_with, [*method, "--run_name", "killed"], rank_0)  # rank 1 never comes
+    # rank 1 never comes
+    alone = start_ranks(1, train_with, [*method, "--run_name", "killed"], rank_0)
     until((tmp_path / "meeting").exists)
     alone.kill()
     alone.finish()
@@ -126,21 +168,35 @@ def test_what_one_shell_alone_forgot_is_named_in_that_shell():
     forgetful = {"MASTER_ADDR": "localhost", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
     (done,) = run_ranks(1, train_with, [], forgetful)
     (line,) = error_lines(done.err)
-    assert done.code == 2 and line.startswith("train.py: error: rank 1 on ") and "MASTER_PORT is not set" in line
+    assert (
+        done.code == 2
+        and line.startswith("train.py: error: rank 1 on ")
+        and "MASTER_PORT is not set" in line
+    )
 
 
 def test_processes_of_one_machine_that_count_as_several_learn_what_to_export():
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    where = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+    }
     for done in by_hand(**where):
-        assert done.code == 2 and "export LOCAL_WORLD_SIZE=WORLD_SIZE, and LOCAL_RANK=RANK" in done.err
+        assert (
+            done.code == 2 and "export LOCAL_WORLD_SIZE=WORLD_SIZE, and LOCAL_RANK=RANK" in done.err
+        )
 
 
 def launch_by_a_function(port):
-    accelerate.notebook_launcher(train.main, ([*FLAGS, "--run_name", "run"],), num_processes=2, use_port=str(port))
+    accelerate.notebook_launcher(
+        train.main, ([*FLAGS, "--run_name", "run"],), num_processes=2, use_port=str(port)
+    )
 
 
 def spawn_ranks(port):
-    multiprocessing.start_processes(spawned, (2, port), nprocs=2, start_method="fork")  # as mp.spawn, but quick
+    # as mp.spawn, but quick
+    multiprocessing.start_processes(spawned, (2, port), nprocs=2, start_method="fork")
 
 
 def spawned(rank, processes, port):
@@ -154,21 +210,38 @@ def test_accelerates_notebook_launcher_and_mp_spawn_start_the_same_run(start, ex
     check_run(run_ranks(1, start, free_port()), expected)
 
 
-SLURM = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
-SLURM |= {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "n[007-008]", "SLURM_JOB_ID": "1234"}
+SLURM = {
+    "SLURM_PROCID": "2",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+}
+SLURM |= {
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "n[007-008]",
+    "SLURM_JOB_ID": "1234",
+}
 MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 MPI |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "12345"}
 
 
 def test_slurms_variables_tell_rank_machine_and_meeting_point():
     found = topology_of(SLURM)
-    assert found == Topology(2, 4, 0, 2, "n007", found.port, "SLURM") and 10_000 <= found.port < 30_000
-    assert topology_of(SLURM | {"SLURM_JOB_ID": "1235"}).port != found.port  # another task of an array
-    assert topology_of(SLURM | {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4000"}).address == "10.0.0.9"
+    assert (
+        found == Topology(2, 4, 0, 2, "n007", found.port, "SLURM") and 10_000 <= found.port < 30_000
+    )
+    # another task of an array
+    assert topology_of(SLURM | {"SLURM_JOB_ID": "1235"}).port != found.port
+    assert (
+        topology_of(SLURM | {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4000"}).address
+        == "10.0.0.9"
+    )
     one = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0", "SLURM_LOCALID": "2"}
     assert (topology_of(one).address, topology_of(one).local_world_size) == ("127.0.0.1", 4)
     # The script of a job, and a launcher that srun has started once on each machine.
-    assert topology_of({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}) == Topology()
+    assert (
+        topology_of({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}) == Topology()
+    )
     inside = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     inside |= {"MASTER_ADDR": "a", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
     assert topology_of(SLURM | inside).rank == 1
@@ -179,14 +252,17 @@ def test_mpis_variables_tell_rank_and_meeting_point():
     assert found == Topology(1, 2, 1, 2, "127.0.0.1", found.port, "Open MPI")
     assert topology_of(MPI | {"PMIX_NAMESPACE": "12346"}).port != found.port
     hydra = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
-    assert topology_of(hydra | {"MASTER_PORT": "4000"}) == Topology(0, 2, 0, 2, "127.0.0.1", 4000, "MPICH")
+    assert topology_of(hydra | {"MASTER_PORT": "4000"}) == Topology(
+        0, 2, 0, 2, "127.0.0.1", 4000, "MPICH"
+    )
     assert topology_of({"PMI_RANK": "0", "PMI_SIZE": "2"}) == Topology()
     with pytest.raises(ValueError, match=r"MASTER_PORT is not set.*mpiexec -genv"):
         topology_of(hydra)  # no job of MPICH's started this test
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"), [("n1", "n1"), ("n[007-009,12],m1", "n007"), ("a,b", "a"), ("r[1-2]n[3,5]-x,q", "r1n3-x")]
+    ("nodes", "first"),
+    [("n1", "n1"), ("n[007-009,12],m1", "n007"), ("a,b", "a"), ("r[1-2]n[3,5]-x,q", "r1n3-x")],
 )
 def test_the_first_of_slurms_nodes_is_found(nodes, first):
     assert first_node(nodes) == first
@@ -196,14 +272,29 @@ def test_the_first_of_slurms_nodes_is_found(nodes, first):
     ("env", "text"),
     [
         (SLURM | {"SLURM_NODEID": "2"}, "SLURM_STEP_TASKS_PER_NODE=2(x2) has no node 2"),
-        (MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "mpirun -x MASTER_ADDR=HOST"),
-        (SHELL | {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}, "MASTER_PORT is not set"),
+        (
+            MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+            "mpirun -x MASTER_ADDR=HOST",
+        ),
+        (
+            SHELL | {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"},
+            "MASTER_PORT is not set",
+        ),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK not set although RANK=1 and WORLD_SIZE=2"),
         (
-            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"},
+            {
+                "RANK": "1",
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": "0",
+                "MASTER_ADDR": "node1",
+                "MASTER_PORT": "29500",
+            },
             "LOCAL_WORLD_SIZE is not set; export the number",
         ),
-        ({n: v for n, v in SLURM.items() if n != "SLURM_NODEID"}, "SLURM_NODEID not set although SLURM_PROCID=2"),
+        (
+            {n: v for n, v in SLURM.items() if n != "SLURM_NODEID"},
+            "SLURM_NODEID not set although SLURM_PROCID=2",
+        ),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "accelerate_configs/; fsdp.yaml is for models that"),
     ],
 )
@@ -223,19 +314,28 @@ def test_a_port_is_called_taken_only_if_it_is(monkeypatch):
 
 
 def test_an_address_that_is_translated_leads_here_as_far_as_can_be_seen(monkeypatch):
-    monkeypatch.setattr(rendezvous, "is_own_address", lambda address: False)  # as a cloud's outer address
+    # as a cloud's outer address
+    monkeypatch.setattr(rendezvous, "is_own_address", lambda address: False)
     with socket.create_server(("", 0)) as holder:
-        assert rendezvous.leads_to_this_machine("127.0.0.1", holder.getsockname()[1])  # taken: nothing can be seen
+        # taken: nothing can be seen
+        assert rendezvous.leads_to_this_machine("127.0.0.1", holder.getsockname()[1])
     assert rendezvous.leads_to_this_machine("127.0.0.1", free_port())
 
 
 def test_without_a_default_route_the_only_network_is_the_way_out(monkeypatch):
     known = [
-        SimpleNamespace(family=socket.AF_INET, address=address) for address in ("127.0.0.1", "10.0.0.7", "10.1.0.7")
+        SimpleNamespace(family=socket.AF_INET, address=address)
+        for address in ("127.0.0.1", "10.0.0.7", "10.1.0.7")
     ]
-    monkeypatch.setattr(network, "_address_towards", lambda address: (_ for _ in ()).throw(OSError("no route")))
-    monkeypatch.setattr(network.psutil, "net_if_addrs", lambda: {"lo": known[:1], "eth0": known[1:2]})
+    monkeypatch.setattr(
+        network, "_address_towards", lambda address: (_ for _ in ()).throw(OSError("no route"))
+    )
+    monkeypatch.setattr(
+        network.psutil, "net_if_addrs", lambda: {"lo": known[:1], "eth0": known[1:2]}
+    )
     assert network.outward_address() == "10.0.0.7"
-    monkeypatch.setattr(network.psutil, "net_if_addrs", lambda: {"eth0": known[1:2], "eth1": known[2:]})
+    monkeypatch.setattr(
+        network.psutil, "net_if_addrs", lambda: {"eth0": known[1:2], "eth1": known[2:]}
+    )
     with pytest.raises(ValueError, match="has 2 networks and no default route; set --interface"):
         network.outward_address()

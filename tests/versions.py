@@ -1,12 +1,15 @@
-"""Run `make train` and the quick tests with the oldest, the tested or the newest versions, in a new environment.
+"""Run `make train` and the quick tests with the oldest, the tested or the newest versions, in a new
+environment.
 
     python3 tests/versions.py oldest --python python3.11
 
-oldest: the lower bounds in requirements.txt and requirements-dev.txt. tested: constraints.txt. newest: the newest
-versions that both files allow. Except with `tested`, dependencies of these packages have the newest version that fits.
+oldest: the lower bounds in requirements.txt and requirements-dev.txt. tested: constraints.txt.
+newest: the newest versions that both files allow. Except with `tested`, dependencies of these
+packages have the newest version that fits.
 
-Prints a table with one row; the exit code is that of `make`. Needs Python, make and network. The environment takes
-7 GB in a temporary folder (`TMPDIR`), which is deleted at the end unless --venv names another place.
+Prints a table with one row; the exit code is that of `make`. Needs Python, make and network. The
+environment takes 7 GB in a temporary folder (`TMPDIR`), which is deleted at the end unless --venv
+names another place.
 """
 
 import argparse
@@ -39,8 +42,13 @@ def constraints(kind: str, folder: Path) -> str:
 
 
 def make(target: str, *variables: str) -> int:
-    """Run `make` without the settings of a `make` that started this script. Returns the exit code."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    """Run `make` without the settings of a `make` that started this script.
+
+    Returns the exit code.
+    """
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))
+    }
     return subprocess.run(["make", "-C", ROOT, target, *variables], env=environment).returncode
 
 
@@ -48,24 +56,43 @@ def row(kind: str, venv: Path, results: Path) -> list[str]:
     """The cells below HEADER, from the environment and the JUnit file of the tests."""
     code = "import platform, sys; from importlib.metadata import version"
     code += "; print(platform.python_version(), *map(version, sys.argv[1:]))"
-    installed = subprocess.check_output([venv / "bin/python", "-c", code, *SHOWN], text=True).split()
+    installed = subprocess.check_output(
+        [venv / "bin/python", "-c", code, *SHOWN], text=True
+    ).split()
     suite = ElementTree.parse(results).getroot()[0]
-    total, errors, failures, skipped = (int(suite.get(k, 0)) for k in ("tests", "errors", "failures", "skipped"))
+    total, errors, failures, skipped = (
+        int(suite.get(k, 0)) for k in ("tests", "errors", "failures", "skipped")
+    )
     failed, minutes = errors + failures, float(suite.get("time", 0)) / 60
-    return [kind, *installed, *map(str, (total - failed - skipped, failed, skipped)), f"{minutes:.0f}"]
+    return [
+        kind,
+        *installed,
+        *map(str, (total - failed - skipped, failed, skipped)),
+        f"{minutes:.0f}",
+    ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("kind", choices=("oldest", "tested", "newest"))
-    parser.add_argument("--python", default=sys.executable, help="the interpreter (default: the one that runs this)")
-    parser.add_argument("--venv", type=Path, help="keep the environment in this folder, and use it if it exists")
+    parser.add_argument(
+        "--python", default=sys.executable, help="the interpreter (default: the one that runs this)"
+    )
+    parser.add_argument(
+        "--venv", type=Path, help="keep the environment in this folder, and use it if it exists"
+    )
     parser.add_argument("--table", type=Path, metavar="FILE", help="also append the table to FILE")
     args = parser.parse_args()
     with TemporaryDirectory(prefix="lockstep-versions-") as name:
         folder = Path(name)
         venv, results = (args.venv or folder / "venv").absolute(), folder / "tests.xml"
-        chosen = (f"VENV={venv}", f"PYTHON={args.python}", f"CONSTRAINTS={constraints(args.kind, folder)}")
+        chosen = (
+            f"VENV={venv}",
+            f"PYTHON={args.python}",
+            f"CONSTRAINTS={constraints(args.kind, folder)}",
+        )
         code = make("train", *chosen, f"ARGS=--output_dir {folder / 'runs'}")
         code = code or make("test", *chosen, f"ARGS=--junitxml {results}")
         if results.exists():

@@ -28,20 +28,33 @@ class Terminal:
 
 
 def table(title: str, rows: list[tuple[str, Any]]) -> str:
-    """Two aligned columns under a title. The lines above and below them are not wider than a terminal."""
+    """Two aligned columns under a title.
+
+    The lines above and below them are not wider than a terminal.
+    """
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
     longest = max(len(line) for line in [title, *lines])
-    rule = "─" * (min(longest, shutil.get_terminal_size().columns) if sys.stdout.isatty() else longest)
+    rule = "─" * (
+        min(longest, shutil.get_terminal_size().columns) if sys.stdout.isatty() else longest
+    )
     return "\n".join([title, rule, *lines, rule])
 
 
 def join_names(names: Iterable, most: int = 12) -> str:
-    """The first `most` names on one line, and the total number if there are more. Names with a comma are quoted."""
-    texts = [repr(text) if "," in text else text for text in (printable(str(name)) for name in names)]
+    """The first `most` names on one line, and the total number if there are more.
+
+    Names with a comma are quoted.
+    """
+    texts = [
+        repr(text) if "," in text else text for text in (printable(str(name)) for name in names)
+    ]
     return ", ".join(texts[:most]) + (f", ... ({len(texts)} in all)" if len(texts) > most else "")
 
 
 def nfc(name: Any) -> Any:
-    """Text in the form in which names are compared: é may be one character, or e and an accent. Others unchanged."""
+    """Text in the form in which names are compared: é may be one character, or e and an accent.
+
+    Others unchanged.
+    """
     return unicodedata.normalize("NFC", name) if isinstance(name, str) else name

@@ -3,11 +3,19 @@
 import re
 
 _LOST_RANK = (
-    *("closed by peer", "connection reset", "broken pipe", "timed out", "connectfullmesh", "socket closed"),
+    *(
+        "closed by peer",
+        "connection reset",
+        "broken pipe",
+        "timed out",
+        "connectfullmesh",
+        "socket closed",
+    ),
     *("likely closed", "ncclremoteerror", "nccl communicator was aborted", "nccl operation failed"),
     "remote process exited",
 )
-USER_ERRORS = (ValueError, OSError, ImportError)  # caused by the input or the system; any other error is a bug
+# caused by the input or the system; any other error is a bug
+USER_ERRORS = (ValueError, OSError, ImportError)
 
 
 class UserError(ValueError):
@@ -22,7 +30,10 @@ class UserError(ValueError):
 
 
 class AgreedError(UserError):
-    """An error of one rank that is raised on all ranks. The ranks are still in step, so they can continue."""
+    """An error of one rank that is raised on all ranks.
+
+    The ranks are still in step, so they can continue.
+    """
 
 
 class InUse(UserError):
@@ -39,12 +50,19 @@ def shorten(text: str, most: int = 60) -> str:
 
 
 def printable(name: str) -> str:
-    """The name on one line. Characters that cannot be seen, such as a zero-width space, become their code points."""
-    return "".join(char if char.isprintable() else f"<U+{ord(char):04X}>" for char in " ".join(name.split()))
+    """The name on one line.
+
+    Characters that cannot be seen, such as a zero-width space, become their code points.
+    """
+    return "".join(
+        char if char.isprintable() else f"<U+{ord(char):04X}>" for char in " ".join(name.split())
+    )
 
 
 def one_line(error: BaseException) -> str:
-    """The error's text on one line, see `printable`; for an OSError the name of the file comes first."""
+    """The error's text on one line, see `printable`; for an OSError the name of the file comes
+    first.
+    """
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return printable(str(error)) or type(error).__name__
@@ -59,14 +77,25 @@ def split_error(error: BaseException) -> tuple[str, str]:
 
 def is_lost_rank(error: BaseException) -> bool:
     """Whether this is a message of gloo or NCCL that a peer has exited, hangs or cannot be reached."""
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _LOST_RANK)
+    return isinstance(error, RuntimeError) and any(
+        sign in str(error).lower() for sign in _LOST_RANK
+    )
 
 
 def as_lost_rank(error: BaseException, place: str, waited_for: str) -> BaseException:
-    """A `LostRank` with the place of this rank and the rank that it waited for, if known; other errors unchanged."""
+    """A `LostRank` with the place of this rank and the rank that it waited for, if known; other
+    errors unchanged.
+    """
     if not is_lost_rank(error):
         return error
-    what = re.sub(r"^\[\S+\] ", "", one_line(error)).split(". ")[0]  # gloo puts its source file first
-    where = f", at: {place}; waited for {waited_for}" if waited_for else f", at: {place}" if place else ""
+    # gloo puts its source file first
+    what = re.sub(r"^\[\S+\] ", "", one_line(error)).split(". ")[0]
+    where = (
+        f", at: {place}; waited for {waited_for}"
+        if waited_for
+        else f", at: {place}"
+        if place
+        else ""
+    )
     problem = f"another process of this run exited or stopped answering ({what[:160]}){where}"
     return LostRank(problem, "read its output; if there is none, it was killed (out of memory?)")

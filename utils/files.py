@@ -16,12 +16,16 @@ from typing import BinaryIO, TextIO
 from utils.errors import InUse, UserError, one_line
 
 LOCK = ".lock"  # in a locked folder
-LACKS = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)  # of a file system that lacks an operation
+# of a file system that lacks an operation
+LACKS = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)
 _MAX_JSON = 2**23  # bytes; the names of a hundred thousand classes need four million
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file to read bytes. Raises UserError for a FIFO or a device, which could block all ranks."""
+    """Open a regular file to read bytes.
+
+    Raises UserError for a FIFO or a device, which could block all ranks.
+    """
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise UserError(f"{path}: is not a regular file", "write its contents to a regular file")
     return path.open("rb")
@@ -35,7 +39,10 @@ def read_text(path: Path, max_bytes: int) -> str:
     with open_regular(path) as file, naming_file(path):
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise UserError(f"{path}: is larger than {max_bytes >> 10} KiB, the limit for such a file", "use a smaller one")
+        raise UserError(
+            f"{path}: is larger than {max_bytes >> 10} KiB, the limit for such a file",
+            "use a smaller one",
+        )
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -43,17 +50,24 @@ def read_text(path: Path, max_bytes: int) -> str:
 
 
 def read_json(path: Path):
-    """The value in a JSON file. Raises UserError, which names the file, if it is not valid JSON or is too large."""
+    """The value in a JSON file.
+
+    Raises UserError, which names the file, if it is not valid JSON or is too large.
+    """
     text = read_text(path, _MAX_JSON)
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # not JSON, a number that is too long, or nested too deeply
+    # not JSON, a number that is too long, or nested too deeply
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({one_line(error)})") from None
 
 
 @contextmanager
 def naming_file(path: Path) -> Iterator[None]:
-    """Add `path` to an OSError raised inside. The system names the file if opening fails, but not if writing fails."""
+    """Add `path` to an OSError raised inside.
+
+    The system names the file if opening fails, but not if writing fails.
+    """
     try:
         yield
     except OSError as error:
@@ -85,10 +99,11 @@ def write_output(path: Path, contents: str | bytes) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder that becomes `path`, with its files flushed, at the end of the block, and is deleted after an error.
+    """A folder that becomes `path`, with its files flushed, at the end of the block, and is deleted
+    after an error.
 
-    A leftover of a killed process is replaced. Raises OSError if `path` exists, and UserError if another process is
-    writing it.
+    A leftover of a killed process is replaced. Raises OSError if `path` exists, and UserError if
+    another process is writing it.
     """
     path = path.absolute()
     partial = path.with_name(f".{path.name}.partial")
@@ -110,8 +125,8 @@ def new_folder(path: Path) -> Iterator[Path]:
 def put_in_place(partial: Path, final: Path) -> None:
     """Flush a finished folder to the disk and rename it to `final`, which may exist.
 
-    A kill between the two renames leaves the older folder as .NAME.old. Raises OSError if the file system
-    cannot rename folders.
+    A kill between the two renames leaves the older folder as .NAME.old. Raises OSError if the file
+    system cannot rename folders.
     """
     for path in [*partial.rglob("*"), partial]:
         sync(path)
@@ -125,7 +140,9 @@ def put_in_place(partial: Path, final: Path) -> None:
     except OSError as error:
         if error.errno not in LACKS:
             raise
-        problem = f"this file system cannot rename folders ({error.strerror}); choose another file system"
+        problem = (
+            f"this file system cannot rename folders ({error.strerror}); choose another file system"
+        )
         raise OSError(error.errno, problem, str(partial)) from error
     finally:
         if final.exists():
@@ -146,7 +163,9 @@ def size_of(folder: Path) -> int:
 
 @cache
 def report_once(error: int, what: str) -> None:
-    """Print once that the file system has refused something, as `error` says, without which the run can go on."""
+    """Print once that the file system has refused something, as `error` says, without which the run
+    can go on.
+    """
     print(f"this file system {what} ({os.strerror(error)})")
 
 
@@ -159,27 +178,34 @@ def sync(path: Path) -> None:
     except OSError as error:
         if error.errno not in LACKS or not path.is_dir():
             raise
-        report_once(error.errno, "cannot flush folders: if the machine fails, the newest files may be lost")
+        report_once(
+            error.errno, "cannot flush folders: if the machine fails, the newest files may be lost"
+        )
     finally:
         os.close(descriptor)
 
 
-def lock(folder: Path, patience: float, fix: str = "stop it, or choose another --run_name") -> TextIO:
+def lock(
+    folder: Path, patience: float, fix: str = "stop it, or choose another --run_name"
+) -> TextIO:
     """Lock `folder` until the returned file is closed or this process exits, even if it is killed.
 
-    Waits up to `patience` seconds if another process holds it, then raises UserError with its host, process ID and
-    `fix`.
+    Waits up to `patience` seconds if another process holds it, then raises UserError with its host,
+    process ID and `fix`.
     """
     file = (folder / LOCK).open("a+")
     deadline, printed = time.monotonic() + patience, False
     while True:
         try:
-            # Unlike an flock lock, a POSIX lock is not inherited by loader workers, which may outlive a killed rank.
+            # Unlike an flock lock, a POSIX lock is not inherited by loader workers, which may
+            # outlive a killed rank.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                print(f"{folder}: this file system has no locks ({error.strerror}); do not let another run write there")
+                print(
+                    f"{folder}: this file system has no locks ({error.strerror}); do not let another run write there"
+                )
                 break
         file.seek(0)
         holder = file.read().strip() or "another process"
@@ -193,7 +219,8 @@ def lock(folder: Path, patience: float, fix: str = "stop it, or choose another -
         file.truncate(0)
         file.write(holder_text())
         file.flush()
-        os.fsync(file.fileno())  # ranks on other machines read it to check that they share the folder
+        # ranks on other machines read it to check that they share the folder
+        os.fsync(file.fileno())
     return file
 
 
@@ -225,4 +252,6 @@ def check_output_file(flag: str, path: Path) -> None:
     if path.exists() and not path.is_file():
         raise UserError(f"{flag} {path}: is not a regular file", "give the path of a file")
     if not os.access(path.parent, os.W_OK):
-        raise UserError(f"{flag} {path}: {path.parent} does not exist or is not writable", "give another path")
+        raise UserError(
+            f"{flag} {path}: {path.parent} does not exist or is not writable", "give another path"
+        )

@@ -1,4 +1,6 @@
-"""Memory and processor cores: how much is available, and how to avoid memory management in the training loop."""
+"""Memory and processor cores: how much is available, and how to avoid memory management in the
+training loop.
+"""
 
 import ctypes
 import gc
@@ -22,17 +24,23 @@ MB = 1e6
 def keep_freed_memory() -> None:
     """Let glibc's malloc keep freed memory for the next update. Does nothing without glibc.
 
-    By default glibc returns large buffers to the system at once, so each update has page faults for its activations.
+    By default glibc returns large buffers to the system at once, so each update has page faults for
+    its activations.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    # The second call alone is slower than no call. Before about 2.36, glibc accepts at most 32 MiB in the first call.
-    if mallopt is not None and (mallopt(_M_MMAP_THRESHOLD, _LARGEST) or mallopt(_M_MMAP_THRESHOLD, 2**25)):
+    # The second call alone is slower than no call. Before about 2.36, glibc accepts at most 32 MiB
+    # in the first call.
+    if mallopt is not None and (
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST) or mallopt(_M_MMAP_THRESHOLD, 2**25)
+    ):
         mallopt(_M_TRIM_THRESHOLD, _LARGEST)
 
 
 @contextmanager
 def gc_frozen() -> Iterator[None]:
-    """Exclude all objects created so far from garbage collection, so that full collections stay short."""
+    """Exclude all objects created so far from garbage collection, so that full collections stay
+    short.
+    """
     gc.collect()
     gc.freeze()
     try:
@@ -42,18 +50,28 @@ def gc_frozen() -> Iterator[None]:
 
 
 def free_memory() -> tuple[int, int]:
-    """Free and total memory in bytes, of this machine or of the container that this process runs in."""
+    """Free and total memory in bytes, of this machine or of the container that this process runs
+    in.
+    """
     system = psutil.virtual_memory()
-    with suppress(OSError, ValueError, KeyError):  # no container, no limit, or a different version of cgroups
-        limit, used = (int((CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
+    # no container, no limit, or a different version of cgroups
+    with suppress(OSError, ValueError, KeyError):
+        limit, used = (
+            int((CONTAINER / name).read_text()) for name in ("memory.max", "memory.current")
+        )
         kept = dict(line.split() for line in (CONTAINER / "memory.stat").read_text().splitlines())
-        return min(system.available, limit - used + int(kept["inactive_file"])), min(system.total, limit)
+        return min(system.available, limit - used + int(kept["inactive_file"])), min(
+            system.total, limit
+        )
     return system.available, system.total
 
 
 def usable_cores() -> int:
     """The number of processor cores that this process, or the container that it runs in, may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS
+    # macOS
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     with suppress(OSError, ValueError):  # as for the memory
         quota, period = map(int, (CONTAINER / "cpu.max").read_text().split())
         return min(cores, max(1, quota // period))
@@ -61,19 +79,27 @@ def usable_cores() -> int:
 
 
 def usable_physical_cores() -> int:
-    """The number of physical cores among them, if every core has the same number of hardware threads."""
+    """The number of physical cores among them, if every core has the same number of hardware
+    threads.
+    """
     threads = psutil.cpu_count() or 1
     return max(1, usable_cores() * (psutil.cpu_count(logical=False) or threads) // threads)
 
 
 def shm_space() -> tuple[int, int] | None:
-    """Free and total bytes of /dev/shm; (0, 0) if it cannot be used, None if shared memory has no limit."""
+    """Free and total bytes of /dev/shm; (0, 0) if it cannot be used, None if shared memory has no
+    limit.
+    """
     if sys.platform != "linux":
         return None
     if not os.access(SHM, os.W_OK | os.X_OK):
         return 0, 0
     system = os.statvfs(SHM)
-    return (system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize) if system.f_blocks else None
+    return (
+        (system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize)
+        if system.f_blocks
+        else None
+    )
 
 
 def bytes_text(count: int) -> str:
@@ -87,4 +113,8 @@ def describe_shm() -> str:
     if found is None:
         return "no limit"
     free, size = found
-    return f"{free / MB:.0f} of {size / MB:.0f} MB free" if size else "it does not exist or is not writable"
+    return (
+        f"{free / MB:.0f} of {size / MB:.0f} MB free"
+        if size
+        else "it does not exist or is not writable"
+    )

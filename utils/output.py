@@ -1,9 +1,11 @@
-"""Keep a run alive if its output cannot be printed: closed descriptors, broken pipes, full disks, limited encodings.
+"""Keep a run alive if its output cannot be printed: closed descriptors, broken pipes, full disks,
+limited encodings.
 
-Import this module before any other. If descriptor 1 is closed, the next file or socket that is opened becomes standard
-output, and printed text, including that of C++ code, is written to it. On a system without POSIX file locks, such as
-Windows, the import exits with one line and code 2, because later imports would fail with a traceback. The imports take
-seconds, so Ctrl-C ends a script silently until `restore_interrupt` is called.
+Import this module before any other. If descriptor 1 is closed, the next file or socket that is
+opened becomes standard output, and printed text, including that of C++ code, is written to it. On a
+system without POSIX file locks, such as Windows, the import exits with one line and code 2, because
+later imports would fail with a traceback. The imports take seconds, so Ctrl-C ends a script
+silently until `restore_interrupt` is called.
 """
 
 import atexit
@@ -24,9 +26,10 @@ _ended_with: int | None = None  # the exit code, once the script has ended
 def guard_output() -> None:
     """Replace sys.stdout and sys.stderr with streams to the same place that never raise.
 
-    A character that the encoding lacks is printed as an escape. Output that cannot be written is dropped. On stdout, a
-    control character becomes a question mark, because an untrusted file may contain it. The streams of tests and
-    notebooks, which are not plain text files, are not replaced.
+    A character that the encoding lacks is printed as an escape. Output that cannot be written is
+    dropped. On stdout, a control character becomes a question mark, because an untrusted file may
+    contain it. The streams of tests and notebooks, which are not plain text files, are not
+    replaced.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -70,7 +73,10 @@ def _text(raw: "_Guarded | io.FileIO", encoding: str) -> io.TextIOWrapper:
 
 
 class _Guarded(io.RawIOBase):
-    """Writes bytes to the file of a text stream. Keeps the stream, because deleting it would close its file."""
+    """Writes bytes to the file of a text stream.
+
+    Keeps the stream, because deleting it would close its file.
+    """
 
     def __init__(self, stream: io.TextIOWrapper, is_plain: bool):
         self._stream, self._is_plain = stream, is_plain
@@ -102,12 +108,15 @@ class _Guarded(io.RawIOBase):
 
 
 def _open_what_is_closed() -> None:
-    """Open /dev/null for each closed descriptor among 0, 1 and 2, and set the streams that Python lacks."""
+    """Open /dev/null for each closed descriptor among 0, 1 and 2, and set the streams that Python
+    lacks.
+    """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the system assigns the lowest free number, which is `descriptor`
+            # the system assigns the lowest free number, which is `descriptor`
+            os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(descriptor, True)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -115,19 +124,27 @@ def _open_what_is_closed() -> None:
 
 
 def _check_system() -> None:
-    """Exit with code 2 if POSIX file locks are missing, as on Windows; one process per machine prints why."""
+    """Exit with code 2 if POSIX file locks are missing, as on Windows; one process per machine
+    prints why.
+    """
     try:
         import fcntl  # noqa: F401
     except ImportError:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            sys.stderr.write(f"{Path(sys.argv[0]).name}: error: Lockstep needs Linux; on Windows use WSL 2\n")
+            sys.stderr.write(
+                f"{Path(sys.argv[0]).name}: error: Lockstep needs Linux; on Windows use WSL 2\n"
+            )
         raise SystemExit(2) from None
 
 
 def _is_own_script() -> bool:
-    """Whether this process runs a script of Lockstep, and not a notebook or a test that imports one."""
+    """Whether this process runs a script of Lockstep, and not a notebook or a test that imports
+    one.
+    """
     script = getattr(sys.modules["__main__"], "__file__", None)
-    return script is not None and Path(script).resolve().parent == Path(__file__).resolve().parents[1]
+    return (
+        script is not None and Path(script).resolve().parent == Path(__file__).resolve().parents[1]
+    )
 
 
 _open_what_is_closed()

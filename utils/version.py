@@ -10,8 +10,17 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 def code_commit() -> str:
     """The Git commit of this code, with "-dirty" if files have changed since; empty without Git."""
-    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(_ROOT.parent)}  # a copy inside another repository
+    command = [
+        "git",
+        "--no-optional-locks",
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
+    ]
+    # a copy inside another repository
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(_ROOT.parent)}
     try:
         return subprocess.check_output(
             command, cwd=_ROOT, env=environment, stderr=subprocess.DEVNULL, text=True, timeout=10

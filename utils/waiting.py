@@ -18,9 +18,11 @@ _SECONDS_TO_END = 2.0  # after this time, a worker that lost its connection has 
 
 @dataclass(eq=False)
 class DataWait:
-    """A wait of the main thread for data: `what` names it, and `current` is the wait of this moment, if any.
+    """A wait of the main thread for data: `what` names it, and `current` is the wait of this
+    moment, if any.
 
-    The watchdog sets the rest: the seconds so far, those after a request to stop, and whether it reported the wait.
+    The watchdog sets the rest: the seconds so far, those after a request to stop, and whether it
+    reported the wait.
     """
 
     what: str
@@ -31,22 +33,27 @@ class DataWait:
 
 
 def wait_for_items(items: Iterable[Item], what: str) -> Iterator[Item]:
-    """Yield the items while the watchdog measures how long each takes to arrive. `what` names an item.
+    """Yield the items while the watchdog measures how long each takes to arrive. `what` names an
+    item.
 
-    The workers of a loader start with SIGTERM blocked, so that only their own rank can stop them: a worker already has
-    threads when our code starts in it, and any of them could receive the signal.
+    The workers of a loader start with SIGTERM blocked, so that only their own rank can stop them: a
+    worker already has threads when our code starts in it, and any of them could receive the signal.
     """
     iterator = None
     while True:
         DataWait.current = DataWait(what)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM} if iterator is None else set())
+        before = signal.pthread_sigmask(
+            signal.SIG_BLOCK, {signal.SIGTERM} if iterator is None else set()
+        )
         try:
             iterator = iter(items) if iterator is None else iterator
-            item = next(iterator)  # a prepared loader starts its workers here, and others in the line above
+            # a prepared loader starts its workers here, and others in the line above
+            item = next(iterator)
         except StopIteration:
             return
         except (ConnectionError, EOFError) as error:  # a worker exited while it was sending an item
-            time.sleep(_SECONDS_TO_END)  # if PyTorch's SIGCHLD handler knows the reason, it raises it here
+            # if PyTorch's SIGCHLD handler knows the reason, it raises it here
+            time.sleep(_SECONDS_TO_END)
             problem = f"a loader process exited while it was sending {what} ({one_line(error)})"
             raise UserError(problem, "if memory ran out, lower --num_workers") from error
         finally:

@@ -1,4 +1,5 @@
-"""Compare the batches of a loader on the CPU, of one on the GPU, and of images on the GPU. Prints one JSON line.
+"""Compare the batches of a loader on the CPU, of one on the GPU, and of images on the GPU. Prints
+one JSON line.
 
 It is run by test_speed_on_gpus.py. The argument is the device.
 """
@@ -24,7 +25,9 @@ config = TrainConfig(crop_padding=4, flip="alternate", random_erasing=0.5, cutou
 spec, device = InputSpec(32, 32, 3, [0.5] * 3, [0.25] * 3), torch.device(sys.argv[1])
 pixels = np.random.default_rng(0).integers(0, 256, (4000, 32, 32, 3), np.uint8)
 order = np.random.default_rng(1).permutation(4000)
-microbatches = [Microbatch(0, 0, n, order[start : start + 256]) for n, start in enumerate(range(0, 4000, 256))]
+microbatches = [
+    Microbatch(0, 0, n, order[start : start + 256]) for n, start in enumerate(range(0, 4000, 256))
+]
 microbatches.append(Microbatch(1, 0, 0, order[:0]))
 
 
@@ -32,7 +35,9 @@ def read(place: torch.device, resident: bool) -> list[list[torch.Tensor]]:
     """The images and labels of all batches, on the CPU."""
     decoded = DecodedImages(pixels, np.arange(4000), make_augmentation(config, spec, training=True))
     dataset = ResidentImages(decoded, place) if resident else decoded
-    batches = Batches(make_loader(dataset, microbatches, config, 1, place), spec, config, place, training=True)
+    batches = Batches(
+        make_loader(dataset, microbatches, config, 1, place), spec, config, place, training=True
+    )
     return [[batch.images.cpu(), batch.labels.cpu()] for batch in batches]
 
 

@@ -1,6 +1,8 @@
-"""Checks of everything that needs a GPU; `run.py` runs them in parts. The table is written after each check.
+"""Checks of everything that needs a GPU; `run.py` runs them in parts. The table is written after
+each check.
 
-Without a GPU they are skipped. With LOCKSTEP_GPU_TESTS_ON_CPU=1, their parts that need no GPU run on the CPU.
+Without a GPU they are skipped. With LOCKSTEP_GPU_TESTS_ON_CPU=1, their parts that need no GPU run
+on the CPU.
 """
 
 import json
@@ -39,7 +41,9 @@ def in_time_and_clean(gpus):
 
 @pytest.fixture(scope="session")
 def shared_gpu(gpus, tmp_path_factory) -> bool:
-    """Whether two ranks have to use gloo, because there is one GPU, which NCCL does not let them share."""
+    """Whether two ranks have to use gloo, because there is one GPU, which NCCL does not let them
+    share.
+    """
     if gpus != 1 or ask("print(torch.cuda.nccl.version() < (2, 30))") == "True":
         return gpus == 1
     folder = tmp_path_factory.mktemp("pair")
@@ -53,7 +57,10 @@ def shared_gpu(gpus, tmp_path_factory) -> bool:
 
 @pytest.fixture
 def pair(shared_gpu, record_property) -> list[str]:
-    """Flags for two ranks: none for NCCL, or those for gloo. The table says which of them is used."""
+    """Flags for two ranks: none for NCCL, or those for gloo.
+
+    The table says which of them is used.
+    """
     record_property("backend", "gloo" if shared_gpu or ON_CPU else "nccl")
     return ["--backend", "gloo"] * shared_gpu
 
@@ -77,7 +84,11 @@ def pytest_runtest_logreport(report):
     done = report.when == "call" or report.outcome != "passed"
     if done and "tests/gpu/" in report.nodeid and not IS_WORKER:
         name = report.nodeid.split("::")[1].removeprefix("test_").replace("_", " ")
-        row = {"outcome": report.outcome, "seconds": report.duration, "figures": dict(report.user_properties)}
+        row = {
+            "outcome": report.outcome,
+            "seconds": report.duration,
+            "figures": dict(report.user_properties),
+        }
         crash = getattr(report.longrepr, "reprcrash", None)
         reason = report.longrepr[2] if report.skipped else crash.message[-200:] if crash else ""
         row["reason"] = reason.removeprefix("Skipped: ")
@@ -85,7 +96,9 @@ def pytest_runtest_logreport(report):
 
 
 def add_row(name: str, row: dict) -> None:
-    """Add a check to the table, which may have rows of other parts; a check that ran again replaces its row."""
+    """Add a check to the table, which may have rows of other parts; a check that ran again replaces
+    its row.
+    """
     path = REPORT / "gpu.json"
     tables = json.loads(path.read_text()) if path.exists() else {}  # by machine, then by check
     rows = tables.setdefault(machine(), {})
@@ -107,7 +120,14 @@ def as_markdown(machine: str, rows: dict[str, dict]) -> str:
     """The table of the checks on a machine, in Markdown."""
     lines = ["| check | result | seconds | figures |", "| --- | --- | --- | --- |"]
     for name, row in rows.items():
-        figures = [f"{key} {value}" for key, value in row["figures"].items()] + [row["reason"]] * bool(row["reason"])
-        cells = name, row["outcome"], f"{row['seconds']:.0f}", ", ".join(figures).replace("\n", " ").replace("|", "/")
+        figures = [f"{key} {value}" for key, value in row["figures"].items()] + [
+            row["reason"]
+        ] * bool(row["reason"])
+        cells = (
+            name,
+            row["outcome"],
+            f"{row['seconds']:.0f}",
+            ", ".join(figures).replace("\n", " ").replace("|", "/"),
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", machine])

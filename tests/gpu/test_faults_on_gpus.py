@@ -10,13 +10,25 @@ from helpers.waiting import SOON, error_lines, until
 
 pytestmark = pytest.mark.gpu
 
-ENDLESS = [*MLP, "--max_steps", "1000000", "--run_name", "run", "--timeout", "15", "--eval_every", "1000000"]
+ENDLESS = [
+    *MLP,
+    "--max_steps",
+    "1000000",
+    "--run_name",
+    "run",
+    "--timeout",
+    "15",
+    "--eval_every",
+    "1000000",
+]
 ENDLESS += ["--save_every", "1000000", "--log_every", "1"]
 
 
 @pytest.mark.parametrize("nccl", pick(["NCCL2", "NCCL"], ["NCCL"]))
 @pytest.mark.parametrize("fault", ["killed", "stopped", "raises"])
-def test_a_lost_rank_ends_the_run_with_at_most_one_line(fault, nccl, pair, over_nccl, record_property):
+def test_a_lost_rank_ends_the_run_with_at_most_one_line(
+    fault, nccl, pair, over_nccl, record_property
+):
     env = {"TORCH_DIST_USE_NCCL2": "1" if nccl == "NCCL2" else "0", "LOCKSTEP_WATCHED": "raise"}
     script = "tests/gpu/watched/train.py" if fault == "raises" else "train.py"
     started = begin(command(2, script, *ENDLESS, *pair), **env)

@@ -1,4 +1,6 @@
-"""Runs on GPUs: the numbers of the CPU, every precision, one and two ranks, the same bits, stopped and resumed."""
+"""Runs on GPUs: the numbers of the CPU, every precision, one and two ranks, the same bits, stopped
+and resumed.
+"""
 
 import gzip
 import hashlib
@@ -9,7 +11,19 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.gpu_runs import ON_CPU, ROOT, await_update, begin, command, end_started, finish, pick, run, stop, train
+from helpers.gpu_runs import (
+    ON_CPU,
+    ROOT,
+    await_update,
+    begin,
+    command,
+    end_started,
+    finish,
+    pick,
+    run,
+    stop,
+    train,
+)
 from helpers.training_runs import MLP
 from helpers.waiting import error_lines
 
@@ -38,8 +52,13 @@ def newest(name):
 
 
 def bits(name):
-    """A hash of each file of tensors in the newest checkpoint: the weights, their average, the loss scale."""
-    return {file.stem: hashlib.sha256(file.read_bytes()).hexdigest() for file in newest(name).glob("*.safetensors")}
+    """A hash of each file of tensors in the newest checkpoint: the weights, their average, the loss
+    scale.
+    """
+    return {
+        file.stem: hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in newest(name).glob("*.safetensors")
+    }
 
 
 def evaluated(processes, ckpt, *flags):
@@ -53,7 +72,14 @@ def evaluated(processes, ckpt, *flags):
 def test_the_doctor_finds_nothing_wrong(launcher, request):
     doctor = str(ROOT / "doctor.py")
     words = {"python": [sys.executable, doctor], "two ranks": command(2, "doctor.py")}
-    words["torchrun"] = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", doctor]
+    words["torchrun"] = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "1",
+        doctor,
+    ]
     backend = request.getfixturevalue("pair") if launcher == "two ranks" else []
     ended = finish(begin([*words[launcher], *backend, "--json", "doctor.json"]), seconds=300)
     findings = json.loads(Path("doctor.json").read_text())["findings"]
@@ -86,7 +112,9 @@ def test_an_exact_run_has_the_numbers_of_the_cpu(places, request, record_propert
     expected = train(1, "cpu", *flags, "--max_steps", "40", "--cpu")
     for place, steps in zip(places, ("20", "40"), strict=True):
         more = {"cpu": ["--cpu"], "gpu": []}.get(place, pair)
-        launcher = ("--dynamo_backend", pick("inductor", "aot_eager")) if "compiled" in place else ()
+        launcher = (
+            ("--dynamo_backend", pick("inductor", "aot_eager")) if "compiled" in place else ()
+        )
         resumed = ["--max_steps", steps, "--resume", "auto", *more]
         found = train(1 + ("two" in place), "gpu", *flags, *resumed, launcher=launcher)
     apart = max(abs(a - b) for a, b in zip(losses(expected), losses(found), strict=True))
@@ -96,20 +124,29 @@ def test_an_exact_run_has_the_numbers_of_the_cpu(places, request, record_propert
     # eval.py uses TF32 on a GPU.
     for result, near in (evaluation(found), 2e-4), (evaluated(1, newest("gpu"), *elsewhere), 2e-3):
         assert abs(result["loss"] - evaluation(expected)["loss"]) < near
-        assert result["accuracy"] == pytest.approx(evaluation(expected)["accuracy"], abs=0.006)  # one image
+        # one image
+        assert result["accuracy"] == pytest.approx(evaluation(expected)["accuracy"], abs=0.006)
 
 
 def test_every_precision_learns_the_same(record_property):
-    logs = {p: train(1, p, *RESNET, "--mixed_precision", p) for p in pick(("no", "bf16", "fp16"), ("no",))}
+    logs = {
+        p: train(1, p, *RESNET, "--mixed_precision", p)
+        for p in pick(("no", "bf16", "fp16"), ("no",))
+    }
     found = {precision: losses(log) for precision, log in logs.items()}
     for precision, values in found.items():
         record_property(f"loss, {precision}", f"{values[-1]:.4f}")
-        record_property(f"skipped updates, {precision}", sum(r.get("skipped", 0) for r in trained(logs[precision])))
-        apart = 0.1 if precision == "fp16" else 0.05  # fp16 skips the first updates, until its loss scale is low enough
+        record_property(
+            f"skipped updates, {precision}",
+            sum(r.get("skipped", 0) for r in trained(logs[precision])),
+        )
+        # fp16 skips the first updates, until its loss scale is low enough
+        apart = 0.1 if precision == "fp16" else 0.05
         assert len(values) == pick(8, 1) and values[-1] == pytest.approx(found["no"][-1], rel=apart)
 
 
-MUON = ["--optimizer", "muon", "--model", "mnist_cnn", "--image_size", "12"]  # a model with hidden matrices
+# a model with hidden matrices
+MUON = ["--optimizer", "muon", "--model", "mnist_cnn", "--image_size", "12"]
 EMA = ["--mixed_precision", pick("fp16", "no"), "--ema_decay", "0.9"]
 STOPPED = {
     "one rank": ["--mixed_precision", "no"],
@@ -121,7 +158,9 @@ if not ON_CPU:
 
 
 @pytest.mark.parametrize("kind", STOPPED)
-def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(kind, request, record_property):
+def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(
+    kind, request, record_property
+):
     processes, pair = (2, request.getfixturevalue("pair")) if "two" in kind else (1, [])
     flags = [*MLP, *STOPPED[kind], "--deterministic", "--max_steps", str(pick(2000, 600))]
     flags += [*pair, "--save_every", "1000", "--eval_every", "1000"]
@@ -136,26 +175,50 @@ def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(kind, req
     record_property("stopped", ended.out.split("Stopped after ")[1].split(" (")[0])
     saved = bits("run")
     assert saved == bits("whole") and "model" in saved
-    assert ("ema" in saved) == ("--ema_decay" in flags) and ("loss_scale" in saved) == ("fp16" in flags)
+    assert ("ema" in saved) == ("--ema_decay" in flags) and ("loss_scale" in saved) == (
+        "fp16" in flags
+    )
 
 
-@pytest.mark.parametrize(("model", "precision"), pick([("mnist_cnn", "no"), ("resnet18", "bf16")], [("mlp", "no")]))
+@pytest.mark.parametrize(
+    ("model", "precision"), pick([("mnist_cnn", "no"), ("resnet18", "bf16")], [("mlp", "no")])
+)
 def test_microbatches_give_the_same_bits_on_two_ranks_and_then_on_one(model, precision, pair):
-    flags = ["--model", model, "--microbatches", "4", "--global_batch_size", "64", "--lr", "0.01", "--log_every", "1"]
+    flags = [
+        "--model",
+        model,
+        "--microbatches",
+        "4",
+        "--global_batch_size",
+        "64",
+        "--lr",
+        "0.01",
+        "--log_every",
+        "1",
+    ]
     flags += ["--mixed_precision", precision, "--lr_schedule", "constant", "--resume", "auto"]
     for steps in ("20", "40"):
         one = train(1, "one", *flags, "--max_steps", steps)
-        two = train(*((2, "two", *pair) if steps == "20" else (1, "two")), *flags, "--max_steps", steps)
+        two = train(
+            *((2, "two", *pair) if steps == "20" else (1, "two")), *flags, "--max_steps", steps
+        )
         assert losses(two) == losses(one) and bits("two") == bits("one")
     replayed = run(command(1, "replay.py", "--run", "runs/two", "--update", "15"))
     assert "all bit-identical" in replayed.out, replayed.out
 
 
-# More than the memory of any GPU for the outputs of the first layer. A block of an evaluation has 3,750 images.
+# More than the memory of any GPU for the outputs of the first layer. A block of an evaluation has
+# 3,750 images.
 HUGE = ["--data", "synthetic/10x2x600000", "--model", "mlp", "--model_args", "{hidden: 10000000}"]
 HUGE += ["--mixed_precision", "no"]
 FAULTS = {
-    "deterministic implementation; use another model": ["--model", "vgg11", "--image_size", "32", "--deterministic"],
+    "deterministic implementation; use another model": [
+        "--model",
+        "vgg11",
+        "--image_size",
+        "32",
+        "--deterministic",
+    ],
     "; raise --grad_accum": [*HUGE, "--global_batch_size", "60000"],
     "; lower --eval_batch_size": [*HUGE, "--global_batch_size", "8", "--eval_batch_size", "60000"],
 }
@@ -166,31 +229,57 @@ FAULTS = {
 def test_a_fault_of_the_gpu_is_one_line_with_the_fix(fix):
     ended = finish(begin(command(1, "train.py", "--max_steps", "1", *FAULTS[fix])))
     (line,) = error_lines(ended.out)
-    assert ended.code and fix in line and ("out of memory" in line) == ("--data" in FAULTS[fix]), ended.out
+    assert ended.code and fix in line and ("out of memory" in line) == ("--data" in FAULTS[fix]), (
+        ended.out
+    )
 
 
 def test_a_rank_may_have_no_sample_in_an_update(pair):
-    flags = ["--data", "synthetic/5x224x80", "--model", pick("vit_b_16", "mlp"), "--max_train_samples", "65"]
-    log = train(2, "run", *flags, *pair, "--global_batch_size", "64", "--max_steps", "2", "--log_every", "1")
+    flags = [
+        "--data",
+        "synthetic/5x224x80",
+        "--model",
+        pick("vit_b_16", "mlp"),
+        "--max_train_samples",
+        "65",
+    ]
+    log = train(
+        2, "run", *flags, *pair, "--global_batch_size", "64", "--max_steps", "2", "--log_every", "1"
+    )
     assert len(losses(log)) == 2 and all(map(math.isfinite, losses(log)))
 
 
 def test_a_run_with_loader_processes_exits_at_once():
     """Older versions of PyTorch would wait 5 s for each of them."""
-    flags = ["--data", "synthetic/5x224x80", "--model", "mlp", "--max_steps", "2", "--num_workers", "4"]
+    flags = [
+        "--data",
+        "synthetic/5x224x80",
+        "--model",
+        "mlp",
+        "--max_steps",
+        "2",
+        "--num_workers",
+        "4",
+    ]
     train(1, "run", *flags)
     assert time.time() - Path("runs/run/log.jsonl").stat().st_mtime < pick(6, 20)
 
 
 def test_synchronised_batch_statistics_are_those_of_one_rank(pair, record_property):
     flags = [*RESNET, *EXACT, "--sync_batchnorm", "--max_steps", "5", "--log_every", "1"]
-    flags += ["--lr", "1e-4", "--lr_schedule", "constant"]  # a higher one amplifies differences in rounding
+    # a higher one amplifies differences in rounding
+    flags += ["--lr", "1e-4", "--lr_schedule", "constant"]
     one, two = (losses(train(n, f"on-{n}", *flags, *(pair if n == 2 else []))) for n in (1, 2))
-    record_property("largest difference of a loss", f"{max(abs(a - b) for a, b in zip(one, two, strict=True)):.1e}")
+    record_property(
+        "largest difference of a loss",
+        f"{max(abs(a - b) for a, b in zip(one, two, strict=True)):.1e}",
+    )
     assert two == pytest.approx(one, rel=1e-3)
 
 
 def test_an_evaluation_has_the_same_result_each_time_and_on_two_ranks(pair):
     train(1, "run", *RESNET)
-    results = [evaluated(n, "runs/run", *(pair if n == 2 else [])) for n in pick((1, 1, 1, 2, 2), (1, 2))]
+    results = [
+        evaluated(n, "runs/run", *(pair if n == 2 else [])) for n in pick((1, 1, 1, 2, 2), (1, 2))
+    ]
     assert all(result == results[0] for result in results) and results[0]["count"] > 100

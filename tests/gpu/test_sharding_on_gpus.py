@@ -1,4 +1,6 @@
-"""FSDP2 on GPUs: losses equal to DDP, checkpoints that move to one GPU, CPU offload, memory and speed beside DDP."""
+"""FSDP2 on GPUs: losses equal to DDP, checkpoints that move to one GPU, CPU offload, memory and
+speed beside DDP.
+"""
 
 import pytest
 from helpers.gpu_runs import ON_CPU, command, pick, run, train
@@ -7,11 +9,51 @@ from helpers.training_runs import records
 pytestmark = pytest.mark.gpu
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-VIT = ["--data", "digits", "--image_size", "32", "--model", "timm/test_vit", "--model_args", "{img_size: 32}"]
-VIT += ["--optimizer", "adamw", "--lr", "0.001", "--global_batch_size", "64", "--log_every", "1", "--report", "false"]
+VIT = [
+    "--data",
+    "digits",
+    "--image_size",
+    "32",
+    "--model",
+    "timm/test_vit",
+    "--model_args",
+    "{img_size: 32}",
+]
+VIT += [
+    "--optimizer",
+    "adamw",
+    "--lr",
+    "0.001",
+    "--global_batch_size",
+    "64",
+    "--log_every",
+    "1",
+    "--report",
+    "false",
+]
 VIT += ["--lr_schedule", "constant", "--save_every", "5", "--eval_every", "1000"]
-LARGE = ["--data", "synthetic/10x224x512", "--model", "vit_b_16", "--optimizer", "adamw", "--mixed_precision", "bf16"]
-LARGE += ["--global_batch_size", "128", "--log_every", "10", "--max_steps", "40", "--report", "false", "--lr", "1e-4"]
+LARGE = [
+    "--data",
+    "synthetic/10x224x512",
+    "--model",
+    "vit_b_16",
+    "--optimizer",
+    "adamw",
+    "--mixed_precision",
+    "bf16",
+]
+LARGE += [
+    "--global_batch_size",
+    "128",
+    "--log_every",
+    "10",
+    "--max_steps",
+    "40",
+    "--report",
+    "false",
+    "--lr",
+    "1e-4",
+]
 LARGE += ["--eval_every", "1000", "--max_eval_samples", "64"]
 
 
@@ -53,7 +95,16 @@ def test_a_sharded_run_has_the_losses_of_ddp(precision, rounding, record_propert
 
 
 def test_a_run_moves_from_fsdp_to_one_gpu_and_back(record_property):
-    flags = [*VIT, "--mixed_precision", "no", "--deterministic", "--ema_decay", "0.9", "--clip_norm", "1"]
+    flags = [
+        *VIT,
+        "--mixed_precision",
+        "no",
+        "--deterministic",
+        "--ema_decay",
+        "0.9",
+        "--clip_norm",
+        "1",
+    ]
     whole = losses(train(1, "whole", *flags, "--max_steps", "15"))
     for processes, steps in ((2, "5"), (1, "10"), (2, "15")):
         log = train(processes, "run", *flags, "--resume", "auto", "--max_steps", steps, **FSDP)
@@ -62,7 +113,17 @@ def test_a_run_moves_from_fsdp_to_one_gpu_and_back(record_property):
 
 
 def test_offloaded_parameters_train_clip_save_and_resume():
-    flags = [*VIT, "--mixed_precision", "no", "--clip_norm", "1", "--resume", "auto", "--ema_decay", "0.9"]
+    flags = [
+        *VIT,
+        "--mixed_precision",
+        "no",
+        "--clip_norm",
+        "1",
+        "--resume",
+        "auto",
+        "--ema_decay",
+        "0.9",
+    ]
     offload = FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}
     for steps in ("2", "4"):
         log = train(2, "offload", *flags, "--max_steps", steps, **offload)

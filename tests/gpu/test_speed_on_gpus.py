@@ -14,9 +14,33 @@ from helpers.training_runs import same_tensors, weights
 pytestmark = pytest.mark.gpu
 
 WATCHED = "tests/gpu/watched/train.py"
-SYNTHETIC = ["--eval_every", "100000", "--save_every", "100000", "--max_eval_samples", "64", "--lr", "0.01"]
-MNIST = [*SYNTHETIC, "--data", f"synthetic/10x28x{pick(60000, 600)}", "--channels", "1", "--crop_padding", "2"]
-CIFAR = [*SYNTHETIC, "--data", f"synthetic/10x32x{pick(50000, 600)}", "--crop_padding", "4", "--flip"]
+SYNTHETIC = [
+    "--eval_every",
+    "100000",
+    "--save_every",
+    "100000",
+    "--max_eval_samples",
+    "64",
+    "--lr",
+    "0.01",
+]
+MNIST = [
+    *SYNTHETIC,
+    "--data",
+    f"synthetic/10x28x{pick(60000, 600)}",
+    "--channels",
+    "1",
+    "--crop_padding",
+    "2",
+]
+CIFAR = [
+    *SYNTHETIC,
+    "--data",
+    f"synthetic/10x32x{pick(50000, 600)}",
+    "--crop_padding",
+    "4",
+    "--flip",
+]
 
 
 def trained(log):
@@ -31,11 +55,26 @@ def trained(log):
         ["--mixed_precision", pick("fp16", "no"), "--clip_norm", "1"],
         ["--mixed_precision", "no", "--loss", "binary_cross_entropy", "--flip"],
         ["--mixed_precision", "no", "--grad_accum", "2", "--crop_padding", "2"],
-        ["--mixed_precision", "no", "--flip", "alternate", "--random_erasing", "0.5", "--cutout", "8"],
+        [
+            "--mixed_precision",
+            "no",
+            "--flip",
+            "alternate",
+            "--random_erasing",
+            "0.5",
+            "--cutout",
+            "8",
+        ],
         ["--mixed_precision", "no", "--auto_augment", "trivialaugment"],
     ],
     ids=[
-        *("fp32", "bf16, images on the host", "fp16, clipping", "BCE, flips", "accumulation, shifts"),
+        *(
+            "fp32",
+            "bf16, images on the host",
+            "fp16, clipping",
+            "BCE, flips",
+            "accumulation, shifts",
+        ),
         *("alternating flips, erasing", "augmented by loader processes"),
     ],
 )
@@ -47,27 +86,63 @@ def test_the_host_waits_for_the_gpu_in_no_update(flags):
 
 
 def test_a_run_has_the_same_weights_with_images_on_the_gpu_and_on_the_host():
-    flags = [*MNIST, "--flip", "alternate", "--random_erasing", "0.5", "--cutout", "8", "--model", "mlp"]
-    flags += ["--deterministic", "--mixed_precision", "no", "--log_every", "1", "--max_steps", pick("200", "20")]
-    places = {"yes": ["--data_on_device", "yes"], "no": ["--data_on_device", "no"], "cpu": ["--cpu"]}
-    losses = {name: [r["loss"] for r in trained(train(1, name, *flags, *more))] for name, more in places.items()}
+    flags = [
+        *MNIST,
+        "--flip",
+        "alternate",
+        "--random_erasing",
+        "0.5",
+        "--cutout",
+        "8",
+        "--model",
+        "mlp",
+    ]
+    flags += [
+        "--deterministic",
+        "--mixed_precision",
+        "no",
+        "--log_every",
+        "1",
+        "--max_steps",
+        pick("200", "20"),
+    ]
+    places = {
+        "yes": ["--data_on_device", "yes"],
+        "no": ["--data_on_device", "no"],
+        "cpu": ["--cpu"],
+    }
+    losses = {
+        name: [r["loss"] for r in trained(train(1, name, *flags, *more))]
+        for name, more in places.items()
+    }
     assert same_tensors(weights("yes"), weights("no"))
     assert losses["yes"][:5] == pytest.approx(losses["cpu"][:5], rel=1e-3)  # also the augmentation
 
 
-# The GPU computes an update in about a millisecond, of which the host needs a tenth to hand over a batch (estimated).
+# The GPU computes an update in about a millisecond, of which the host needs a tenth to hand over a
+# batch (estimated).
 SMALL = [(MNIST, "mnist_cnn", "no", 0.2), (CIFAR, pick("resnet18", "mlp"), "bf16", 0.05)]
 
 
 @pytest.mark.parametrize(("data", "model", "precision", "most"), SMALL, ids=["MNIST", "CIFAR"])
 def test_small_images_are_hardly_waited_for(data, model, precision, most, record_property):
-    flags = [*data, "--model", model, "--global_batch_size", pick("1024", "64"), "--log_every", pick("100", "5")]
+    flags = [
+        *data,
+        "--model",
+        model,
+        "--global_batch_size",
+        pick("1024", "64"),
+        "--log_every",
+        pick("100", "5"),
+    ]
     flags += ["--max_steps", pick("600", "20"), "--mixed_precision", pick(precision, "no")]
     for place in ("yes", "no"):
         records = trained(train(1, place, *flags, "--data_on_device", place))[1:]
         wait = median(record["data_wait"] for record in records)
         name = "on the device" if place == "yes" else "on the host"
-        record_property(f"images/s {name}", round(median(record["images_per_second"] for record in records)))
+        record_property(
+            f"images/s {name}", round(median(record["images_per_second"] for record in records))
+        )
         record_property(f"data_wait {name}", f"{wait:.1%}")
         assert wait < pick(most, 1) or place == "no"
 
@@ -85,10 +160,19 @@ def photos(tmp_path_factory):
 @pytest.mark.parametrize("precision", ["no", "bf16", "compiled"])
 def test_photographs_arrive_in_time(precision, photos, record_property):
     flags = [*SYNTHETIC, "--data", photos, "--model", pick("resnet50", "mlp"), "--drop_last"]
-    flags += ["--global_batch_size", pick("256", "8"), "--max_steps", pick("60", "8"), "--log_every", pick("15", "2")]
+    flags += [
+        "--global_batch_size",
+        pick("256", "8"),
+        "--max_steps",
+        pick("60", "8"),
+        "--log_every",
+        pick("15", "2"),
+    ]
     flags += ["--num_workers", pick("16", "1"), "--image_size", pick("224", "112")]
     flags += ["--mixed_precision", pick("no" if precision == "no" else "bf16", "no")]
-    compiled = ("--dynamo_backend", pick("inductor", "aot_eager")) if precision == "compiled" else ()
+    compiled = (
+        ("--dynamo_backend", pick("inductor", "aot_eager")) if precision == "compiled" else ()
+    )
     records = trained(train(1, "run", *flags, launcher=compiled))[1:]
     wait = median(record["data_wait"] for record in records)
     record_property("images/s", round(median(record["images_per_second"] for record in records)))
@@ -97,8 +181,19 @@ def test_photographs_arrive_in_time(precision, photos, record_property):
 
 
 @pytest.mark.parametrize("nccl", pick(["NCCL2", "NCCL"], ["NCCL"]))
-def test_the_exchange_of_gradients_overlaps_with_the_backward_pass(nccl, pair, over_nccl, record_property):
-    flags = [*CIFAR, "--model", pick("resnet50", "mlp"), "--max_steps", "40", "--log_every", "10", "--profile"]
+def test_the_exchange_of_gradients_overlaps_with_the_backward_pass(
+    nccl, pair, over_nccl, record_property
+):
+    flags = [
+        *CIFAR,
+        "--model",
+        pick("resnet50", "mlp"),
+        "--max_steps",
+        "40",
+        "--log_every",
+        "10",
+        "--profile",
+    ]
     flags += ["--global_batch_size", pick("256", "32"), *pair]
     log = train(2, "run", *flags, TORCH_DIST_USE_NCCL2="1" if nccl == "NCCL2" else "0")
     record_property("images/s", round(trained(log)[-1]["images_per_second"]))
@@ -111,7 +206,11 @@ def test_the_exchange_of_gradients_overlaps_with_the_backward_pass(nccl, pair, o
 
 def overlap(events):
     """Microseconds of NCCL's kernels in a trace, and how many of them other kernels ran too."""
-    kernels = [(e["ts"], e["ts"] + e["dur"], "nccl" in e["name"].lower()) for e in events if e.get("cat") == "kernel"]
+    kernels = [
+        (e["ts"], e["ts"] + e["dur"], "nccl" in e["name"].lower())
+        for e in events
+        if e.get("cat") == "kernel"
+    ]
     others = sorted((begun, end) for begun, end, is_nccl in kernels if not is_nccl)
     exchanged = hidden = 0.0
     for begun, end, is_nccl in kernels:
@@ -129,22 +228,51 @@ def overlap(events):
 def test_train_py_is_as_fast_as_its_step_and_as_timm(kind, gpus, record_property):
     if kind == "all GPUs" and gpus < 2 and not ON_CPU:
         pytest.skip("needs two GPUs")
-    words = [sys.executable, ROOT / "benchmarks/gpus.py", "--kinds", kind, "--rounds", pick(3, 1), "--json", "gpu.json"]
-    trial = ["--model", "resnet18", "--image_size", 32, "--batch_size", 8, "--small_batch_size", 64, "--steps", 8]
+    words = [
+        sys.executable,
+        ROOT / "benchmarks/gpus.py",
+        "--kinds",
+        kind,
+        "--rounds",
+        pick(3, 1),
+        "--json",
+        "gpu.json",
+    ]
+    trial = [
+        "--model",
+        "resnet18",
+        "--image_size",
+        32,
+        "--batch_size",
+        8,
+        "--small_batch_size",
+        64,
+        "--steps",
+        8,
+    ]
     words += pick([], [*trial, "--photos_count", 40, "--num_workers", 1])
     ended = finish(begin(list(map(str, words))))
     assert ended.code == 0, ended.out
     results = json.loads(Path("gpu.json").read_text())["results"].get(kind, {})
     for side, runs in results.items():
-        record_property(f"images/s, {side}", round(median(run["images_per_second"] for run in runs)))
+        record_property(
+            f"images/s, {side}", round(median(run["images_per_second"] for run in runs))
+        )
         if memory := [run["gpu_memory"] for run in runs if run["gpu_memory"]]:
             record_property(f"GB, {side}", round(max(memory) / 1e9, 2))
-    # The host hands over a batch of small images in a third of the time of a step. The others are equal but for noise.
-    least = {"small images": ("its step alone", 0.6), "generated": ("timm", 0.9), "all GPUs": ("DataParallel", 1)}
+    # The host hands over a batch of small images in a third of the time of a step. The others are
+    # equal but for noise.
+    least = {
+        "small images": ("its step alone", 0.6),
+        "generated": ("timm", 0.9),
+        "all GPUs": ("DataParallel", 1),
+    }
     side, ratio = least.get(kind, ("", 0))
     if side in results:
         pairs = zip(results["train.py"], results[side], strict=True)  # of the same round
-        found = median(ours["images_per_second"] / theirs["images_per_second"] for ours, theirs in pairs)
+        found = median(
+            ours["images_per_second"] / theirs["images_per_second"] for ours, theirs in pairs
+        )
         record_property(f"beside {side}", f"{found:.2f}")
         assert found >= pick(ratio, 0)
     assert results or kind == "all GPUs"

@@ -10,12 +10,21 @@ from typing import Any
 
 from helpers.waiting import PATIENCE, until
 
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--no-first-run",
+]
 FLAGS += ["--disable-3d-apis", "--disable-dev-shm-usage", "--remote-debugging-pipe"]
 
 
 class Browser:
-    """One page. `events` has what it reported since it was opened, such as requests and messages on its console."""
+    """One page.
+
+    `events` has what it reported since it was opened, such as requests and messages on its console.
+    """
 
     def __init__(self, commands: int, answers: int):
         self.commands, self.answers, self.rest = commands, answers, b""
@@ -50,7 +59,9 @@ class Browser:
 
     def value(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page."""
-        return self.ask("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
+        return self.ask("Runtime.evaluate", expression=expression, returnByValue=True)[
+            "result"
+        ].get("value")
 
     def named(self, method: str) -> list[dict[str, Any]]:
         """The events of this name."""
@@ -73,7 +84,9 @@ def browser(folder: Path) -> Iterator[Browser]:
     # Chromium reads from descriptor 3 and writes to 4.
     script = f'exec "$@" 3<&{commands_in} 4>&{answers_out}'
     process = subprocess.Popen(
-        ["bash", "-c", script, "bash", *words], pass_fds=(commands_in, answers_out), stderr=subprocess.DEVNULL
+        ["bash", "-c", script, "bash", *words],
+        pass_fds=(commands_in, answers_out),
+        stderr=subprocess.DEVNULL,
     )
     os.close(commands_in)
     os.close(answers_out)

@@ -4,7 +4,9 @@ import hashlib
 
 
 def plain_uniform(seed: int, epoch: int, index: int, counter: int, occurrence: int = 0) -> float:
-    """SplitMix64's output function over sample and occurrence, then over the counter, in integers of any size."""
+    """SplitMix64's output function over sample and occurrence, then over the counter, in integers
+    of any size.
+    """
 
     def scramble(x):
         x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64

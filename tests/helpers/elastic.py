@@ -1,4 +1,6 @@
-"""Launchers of an elastic run, on this machine or on machines of Linux namespaces, and what can happen to them."""
+"""Launchers of an elastic run, on this machine or on machines of Linux namespaces, and what can
+happen to them.
+"""
 
 import os
 import random
@@ -21,7 +23,8 @@ _SERVE = (
     "import sys, time, torch.distributed as d; s = d.TCPStore('0.0.0.0', int(sys.argv[1]), is_master=True, "
     "wait_for_workers=False); print('serving', flush=True); time.sleep(10000)"
 )
-_FILE = "store_type=file,last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3"  # as in docs/elastic.md
+# as in docs/elastic.md
+_FILE = "store_type=file,last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3"
 _SERVED = "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=3,join_timeout=60,read_timeout=20"
 TIMEOUT = 20  # seconds, of --timeout
 SHARED = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_WORKER_IDENTICAL": "1"}
@@ -33,7 +36,9 @@ class Launchers:
     They meet in a file, or, if `served`, in a store that another process serves.
     """
 
-    def __init__(self, flags: list[str], served: bool, machines: list[Machine] | None = None, most: int = 3):
+    def __init__(
+        self, flags: list[str], served: bool, machines: list[Machine] | None = None, most: int = 3
+    ):
         self.flags, self.most, self.machines = flags, most, machines
         self.alive: dict[int, subprocess.Popen] = {}  # by the number of the machine
         self.cut: dict[int, subprocess.Popen] = {}  # those whose machine has no network
@@ -44,7 +49,10 @@ class Launchers:
             self.start_store()
 
     def start_store(self) -> None:
-        """Serve the store of the rendezvous. Launchers run on machines 1 and up, the store on machine 0."""
+        """Serve the store of the rendezvous.
+
+        Launchers run on machines 1 and up, the store on machine 0.
+        """
         port = free_port()
         self.store, output = self._run(0, sys.executable, "-c", _SERVE, str(port))
         until(lambda: "serving" in output.read_text())
@@ -57,9 +65,13 @@ class Launchers:
             process, output = job.process, job.output
         else:
             output = Path(f"launcher-{len(self.outputs)}.txt").absolute()
-            clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "ACCELERATE_"))}
+            clean = {
+                k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "ACCELERATE_"))
+            }
             with output.open("w") as file:
-                process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=clean | SHARED)
+                process = subprocess.Popen(
+                    command, stdout=file, stderr=subprocess.STDOUT, env=clean | SHARED
+                )
         self.outputs.append(output)
         self.started.append(process)
         return process, output
@@ -71,7 +83,15 @@ class Launchers:
             end_commands([self.cut.pop(machine)])
             self.machines[machine].heal()
         command = [str(BIN / "torchrun"), "--nnodes", f"1:{self.most}", "--nproc_per_node", "1"]
-        command += ["--max_restarts", "1000", "--rdzv_backend", "c10d", "--rdzv_id", "run", *self.rendezvous]
+        command += [
+            "--max_restarts",
+            "1000",
+            "--rdzv_backend",
+            "c10d",
+            "--rdzv_id",
+            "run",
+            *self.rendezvous,
+        ]
         command += [f"{ROOT}/train.py", *self.flags]
         self.alive[machine], _ = self._run(machine, *command)
 
@@ -82,7 +102,9 @@ class Launchers:
 
     def reap(self) -> list[int]:
         """Forget launchers that have exited; returns their exit codes."""
-        ended = {machine: code for machine, p in self.alive.items() if (code := p.poll()) is not None}
+        ended = {
+            machine: code for machine, p in self.alive.items() if (code := p.poll()) is not None
+        }
         for machine in ended:
             del self.alive[machine]
         return list(ended.values())
@@ -133,22 +155,32 @@ def _continue(process: psutil.Process) -> None:
         process.send_signal(signal.SIGCONT)
 
 
-EVENTS = ("launcher added", "rank killed", "rank stopped", "SIGTERM to a launcher", "launcher killed", "machine lost")
+EVENTS = (
+    "launcher added",
+    "rank killed",
+    "rank stopped",
+    "SIGTERM to a launcher",
+    "launcher killed",
+    "machine lost",
+)
 BETWEEN_MACHINES = (*EVENTS, "network cut", "network cut")
 
 
 def possible(event: str, launchers: Launchers) -> bool:
-    """Whether the event can happen now, with at least one launcher left and a rank that others wait for."""
+    """Whether the event can happen now, with at least one launcher left and a rank that others wait
+    for.
+    """
     if event == "launcher added":
         return len(launchers.alive) < launchers.most
     return event in ("rank killed", "store lost", "all machines lost") or len(launchers.alive) > 1
 
 
 def wait_for_progress(log: Path, after: int, more: int, launchers: Launchers) -> None:
-    """Wait until all launchers train together and have logged `more` updates, or until all have exited.
+    """Wait until all launchers train together and have logged `more` updates, or until all have
+    exited.
 
-    They must have started again after the first `after` records of the log, or have logged 50 more: the event may
-    have hit a launcher that had not joined yet.
+    They must have started again after the first `after` records of the log, or have logged 50 more:
+    the event may have hit a launcher that had not joined yet.
     """
 
     def progressed() -> bool:

@@ -1,4 +1,6 @@
-"""Start commands on the GPUs of this machine, as users do: by accelerate launch, in processes of their own."""
+"""Start commands on the GPUs of this machine, as users do: by accelerate launch, in processes of
+their own.
+"""
 
 import os
 import signal
@@ -16,10 +18,12 @@ from helpers.launched_runs import end_commands
 from helpers.training_runs import ROOT
 from helpers.waiting import PATIENCE, has_logged, records_so_far, until
 
-# Run the tests of tests/gpu/ on the CPU, in a small size and without their figures, to find mistakes in them.
+# Run the tests of tests/gpu/ on the CPU, in a small size and without their figures, to find
+# mistakes in them.
 ON_CPU = os.environ.get("LOCKSTEP_GPU_TESTS_ON_CPU") == "1"
 LIMIT = 540.0  # seconds of a command; none may take ten minutes
-UNTIL = float(os.environ.get("LOCKSTEP_GPU_UNTIL", "inf"))  # the time at which tests/gpu/run.py ends its part
+# the time at which tests/gpu/run.py ends its part
+UNTIL = float(os.environ.get("LOCKSTEP_GPU_UNTIL", "inf"))
 _STARTED: list[subprocess.Popen] = []
 
 
@@ -38,8 +42,14 @@ class Ended:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The user's environment, in which the GPUs are visible; conftest.py has hidden them from the tests."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "ACCELERATE_", "RANK", "WORLD_"))}
+    """The user's environment, in which the GPUs are visible; conftest.py has hidden them from the
+    tests.
+    """
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("OMP_", "ACCELERATE_", "RANK", "WORLD_"))
+    }
     del env["CUDA_VISIBLE_DEVICES"]
     visible = "" if ON_CPU else os.environ["LOCKSTEP_TESTS_GPUS"]
     if visible != "all":
@@ -49,9 +59,18 @@ def environment(**more: str) -> dict[str, str]:
 
 @cache
 def ask(script: str) -> str:
-    """What a line of Python prints in a process that sees the GPUs. It can use torch and benchmarks/common.py."""
-    words = [sys.executable, "-c", f"import sys; sys.path[:0] = ['.', 'benchmarks']; import common, torch; {script}"]
-    return subprocess.run(words, capture_output=True, text=True, env=environment(), cwd=ROOT, check=True).stdout.strip()
+    """What a line of Python prints in a process that sees the GPUs.
+
+    It can use torch and benchmarks/common.py.
+    """
+    words = [
+        sys.executable,
+        "-c",
+        f"import sys; sys.path[:0] = ['.', 'benchmarks']; import common, torch; {script}",
+    ]
+    return subprocess.run(
+        words, capture_output=True, text=True, env=environment(), cwd=ROOT, check=True
+    ).stdout.strip()
 
 
 def gpu_count() -> int:
@@ -64,7 +83,9 @@ def seconds_left() -> float:
     return UNTIL - time.time()
 
 
-def command(processes: int, script: str | Path, *flags: str, launcher: tuple[str, ...] = ()) -> list[str]:
+def command(
+    processes: int, script: str | Path, *flags: str, launcher: tuple[str, ...] = ()
+) -> list[str]:
     """`accelerate launch` of a script with the project's configuration, and flags of the launcher."""
     config = ROOT / "accelerate_configs" / ("1gpu.yaml" if processes == 1 else "2gpu.yaml")
     words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, *launcher]
@@ -88,7 +109,9 @@ def finish(process: subprocess.Popen, out: str = "out.txt", seconds: float = LIM
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:
         end_started()
-        raise AssertionError(f"still running after {seconds:.0f} s:\n{Path(out).read_text()[-3000:]}") from None
+        raise AssertionError(
+            f"still running after {seconds:.0f} s:\n{Path(out).read_text()[-3000:]}"
+        ) from None
     return Ended(code, Path(out).read_text(), time.monotonic() - begun)
 
 
@@ -99,15 +122,23 @@ def run(words: list[str], seconds: float = LIMIT, **env: str) -> Ended:
     return ended
 
 
-def train(processes: int, name: str, *flags: str, script: str = "train.py", launcher=(), **env: str) -> list[dict]:
+def train(
+    processes: int, name: str, *flags: str, script: str = "train.py", launcher=(), **env: str
+) -> list[dict]:
     """Train in runs/NAME; returns the records of its log."""
     run(command(processes, script, "--run_name", name, *flags, launcher=launcher), **env)
     return records_so_far(Path("runs") / name / "log.jsonl")
 
 
 def await_update(process: subprocess.Popen, step: int) -> None:
-    """Wait until runs/run has logged an update. Fails with the output if the command ends before that."""
-    until(lambda: has_logged(step)() or process.poll() is not None, seconds=min(PATIENCE, seconds_left()))
+    """Wait until runs/run has logged an update.
+
+    Fails with the output if the command ends before that.
+    """
+    until(
+        lambda: has_logged(step)() or process.poll() is not None,
+        seconds=min(PATIENCE, seconds_left()),
+    )
     assert process.poll() is None, Path("out.txt").read_text()[-3000:]
 
 
@@ -123,12 +154,16 @@ def ranks(process: subprocess.Popen) -> list[psutil.Process]:
         pairs = []
         for child in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.Error):
-                if any(Path(word).name == "train.py" for word in child.cmdline()) and "RANK" in child.environ():
+                if (
+                    any(Path(word).name == "train.py" for word in child.cmdline())
+                    and "RANK" in child.environ()
+                ):
                     pairs.append((child.environ()["RANK"], child))
         return pairs if len({rank for rank, _ in pairs}) == 2 else None
 
     pairs = sorted(until(found), key=lambda pair: (pair[0], pair[1].create_time()))
-    return [next(child for rank, child in pairs if rank == number) for number in ("0", "1")]  # not their workers
+    # not their workers
+    return [next(child for rank, child in pairs if rank == number) for number in ("0", "1")]
 
 
 def stop(process: subprocess.Popen) -> None:

@@ -11,12 +11,31 @@ from helpers.ranks import free_port
 from helpers.training_runs import BIN, ROOT
 from helpers.waiting import PATIENCE
 
-FLAGS = ["--data", "synthetic/10x28x20000", "--model", "mlp", "--global_batch_size", "120", "--lr", "0.01"]
+FLAGS = [
+    "--data",
+    "synthetic/10x28x20000",
+    "--model",
+    "mlp",
+    "--global_batch_size",
+    "120",
+    "--lr",
+    "0.01",
+]
 FLAGS += ["--log_every", "1", "--save_every", "20", "--eval_every", "1000", "--run_name", "run"]
 FLAGS += ["--timeout", str(PATIENCE)]
 LAUNCHERS = {
-    "accelerate launch, 2 processes": ["accelerate", "launch", "--config_file", f"{ROOT}/accelerate_configs/2cpu.yaml"],
-    "accelerate launch, 1 process": ["accelerate", "launch", "--config_file", f"{ROOT}/accelerate_configs/cpu.yaml"],
+    "accelerate launch, 2 processes": [
+        "accelerate",
+        "launch",
+        "--config_file",
+        f"{ROOT}/accelerate_configs/2cpu.yaml",
+    ],
+    "accelerate launch, 1 process": [
+        "accelerate",
+        "launch",
+        "--config_file",
+        f"{ROOT}/accelerate_configs/cpu.yaml",
+    ],
     "torchrun, 2 processes": ["torchrun", "--nproc_per_node", "2", "--master_port", "0"],
     "python": ["python"],
 }
@@ -24,12 +43,17 @@ _STARTED: list[subprocess.Popen] = []
 
 
 def begin(launcher: str, *flags: str, restarts: int = 0) -> subprocess.Popen:
-    """Start train.py in runs/run, with its output in out.txt; `restarts` is the launcher's --max_restarts."""
+    """Start train.py in runs/run, with its output in out.txt; `restarts` is the launcher's
+    --max_restarts.
+    """
     program, *more = LAUNCHERS[launcher]
     if "--master_port" in more:
         more[more.index("--master_port") + 1] = str(free_port())
     if restarts:
-        more[more.index("launch") + 1 if "launch" in more else 0 : 0] = ["--max_restarts", str(restarts)]
+        more[more.index("launch") + 1 if "launch" in more else 0 : 0] = [
+            "--max_restarts",
+            str(restarts),
+        ]
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "ACCELERATE_"))}
     command = [str(BIN / program), *more, f"{ROOT}/train.py", *FLAGS, *flags]
     with Path("out.txt").open("w") as out:
@@ -56,7 +80,9 @@ def end_commands(started: list[subprocess.Popen]) -> None:
 
 def ranks_of(process: subprocess.Popen) -> list[psutil.Process]:
     """The training processes: the launcher's children, or the process itself under plain python."""
-    children = [child for child in psutil.Process(process.pid).children() if "train.py" in _command(child)]
+    children = [
+        child for child in psutil.Process(process.pid).children() if "train.py" in _command(child)
+    ]
     return children or [psutil.Process(process.pid)]
 
 

@@ -1,7 +1,8 @@
-"""Machines of a network, made of Linux network namespaces: each has its own host name, hosts file and interfaces.
+"""Machines of a network, made of Linux network namespaces: each has its own host name, hosts file
+and interfaces.
 
-They share the disk and the processors. `eth0` of each leads to a switch, 10.77.0.0/24; `docker0` is a bridge that leads
-nowhere, with the same address on all, as Docker makes it.
+They share the disk and the processors. `eth0` of each leads to a switch, 10.77.0.0/24; `docker0` is
+a bridge that leads nowhere, with the same address on all, as Docker makes it.
 """
 
 import os
@@ -34,8 +35,14 @@ def why_not() -> str:
         return f"needs {', '.join(missing)} (packages iproute2, nftables, util-linux)"
     if os.geteuid() != 0:
         return "needs root, to make network namespaces"
-    probe = subprocess.run(["unshare", "--net", "--mount", "--uts", "true"], capture_output=True, text=True)
-    return f"network namespaces are not allowed here: {probe.stderr.strip()}" if probe.returncode else ""
+    probe = subprocess.run(
+        ["unshare", "--net", "--mount", "--uts", "true"], capture_output=True, text=True
+    )
+    return (
+        f"network namespaces are not allowed here: {probe.stderr.strip()}"
+        if probe.returncode
+        else ""
+    )
 
 
 needs_machines = pytest.mark.skipif(why_not() != "", reason=why_not() or "-")
@@ -57,7 +64,9 @@ class Job:
         try:
             return self.process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
-            pytest.fail(f"{self.output.name} still runs after {seconds:.0f} s:\n{self.text[-3000:]}")
+            pytest.fail(
+                f"{self.output.name} still runs after {seconds:.0f} s:\n{self.text[-3000:]}"
+            )
 
     def lines(self, start: str) -> list[str]:
         return [line for line in self.text.splitlines() if line.startswith(start)]
@@ -87,8 +96,14 @@ class Machine:
         return self.folder / f"hosts-{self.name}"
 
     def start(self, *command: str, env: Mapping[str, str] | None = None) -> Job:
-        """Start a command of this environment's bin folder, with the variables in addition to the test's own."""
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "ACCELERATE_", "GLOO_", "NCCL_"))}
+        """Start a command of this environment's bin folder, with the variables in addition to the
+        test's own.
+        """
+        clean = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("OMP_", "ACCELERATE_", "GLOO_", "NCCL_"))
+        }
         output = self.folder / f"{self.name}-{len(self.jobs)}.txt"
         inside = [*self._inside, "unshare", "--uts", "--mount", "sh", "-c", _ENTER, "sh"]
         with output.open("w") as file:
@@ -106,7 +121,8 @@ class Machine:
         for pid in map(int, run_command("ip", "netns", "pids", self.namespace).split()):
             with suppress(psutil.Error):
                 words = [Path(word).name for word in psutil.Process(pid).cmdline()]
-                if words and words[0].startswith("python") and script in words[1:3]:  # python -u train.py
+                # python -u train.py
+                if words and words[0].startswith("python") and script in words[1:3]:
                     found.append(psutil.Process(pid))
         return found
 
@@ -118,13 +134,17 @@ class Machine:
         run_command("ip", "-n", _SWITCH, "link", "set", self.name, "up")
 
     def firewall(self, rule: str) -> None:
-        """Let nft judge what comes in, such as `drop` or `numgen random mod 100 < 20 drop`; what it sends passes."""
+        """Let nft judge what comes in, such as `drop` or `numgen random mod 100 < 20 drop`; what it
+        sends passes.
+        """
         chain = "chain inet tests in { type filter hook input priority 0 ; }"
         for what in ("table inet tests", chain, f"rule inet tests in iifname eth0 {rule}"):
             run_command(*self._inside, "nft", f"add {what}")
 
     def dropped(self) -> int:
-        """The packets that matched rules with a counter, such as `numgen random mod 100 < 20 counter drop`."""
+        """The packets that matched rules with a counter, such as `numgen random mod 100 < 20
+        counter drop`.
+        """
         rules = run_command(*self._inside, "nft", "list", "chain", "inet", "tests", "in")
         return sum(map(int, re.findall(r"counter packets (\d+)", rules)))
 
@@ -149,7 +169,9 @@ class Machine:
 def network(folder: Path, count: int = 2):
     """Yield machines ls-a, ls-b and so on, that know each other's names; afterwards they are gone."""
     machines = [Machine(f"ls-{chr(97 + n)}", f"10.77.0.{n + 1}", folder) for n in range(count)]
-    hosts = "127.0.0.1 localhost\n" + "".join(f"{machine.address} {machine.name}\n" for machine in machines)
+    hosts = "127.0.0.1 localhost\n" + "".join(
+        f"{machine.address} {machine.name}\n" for machine in machines
+    )
     try:
         run_command("ip", "netns", "add", _SWITCH)
         run_command("ip", "-n", _SWITCH, "link", "add", "switch", "type", "bridge")
@@ -167,10 +189,28 @@ def network(folder: Path, count: int = 2):
 def _plug_in(machine: Machine) -> None:
     name, plug = machine.namespace, machine.name
     run_command("ip", "netns", "add", name)
-    run_command("ip", "link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", plug, "netns", _SWITCH)
+    run_command(
+        "ip",
+        "link",
+        "add",
+        "eth0",
+        "netns",
+        name,
+        "type",
+        "veth",
+        "peer",
+        "name",
+        plug,
+        "netns",
+        _SWITCH,
+    )
     run_command("ip", "-n", _SWITCH, "link", "set", plug, "master", "switch", "up")
     run_command("ip", "-n", name, "link", "add", "docker0", "type", "bridge")
-    for interface, address in (("lo", ""), ("eth0", f"{machine.address}/24"), ("docker0", "172.17.0.1/16")):
+    for interface, address in (
+        ("lo", ""),
+        ("eth0", f"{machine.address}/24"),
+        ("docker0", "172.17.0.1/16"),
+    ):
         if address:
             run_command("ip", "-n", name, "addr", "add", address, "dev", interface)
         run_command("ip", "-n", name, "link", "set", interface, "up")

@@ -1,4 +1,6 @@
-"""Small data sets for the tests, written on the fly: image files and folders, tables, MNIST's IDX files."""
+"""Small data sets for the tests, written on the fly: image files and folders, tables, MNIST's IDX
+files.
+"""
 
 import io
 import struct
@@ -13,7 +15,9 @@ from PIL import Image
 CPU = SimpleNamespace(device=torch.device("cpu"), threads=1)  # what a loader asks of the ranks
 
 
-def pictures(count: int, size: tuple[int, int] = (8, 8), channels: int = 3, seed: int = 0) -> np.ndarray:
+def pictures(
+    count: int, size: tuple[int, int] = (8, 8), channels: int = 3, seed: int = 0
+) -> np.ndarray:
     """Random pixels: uint8 [count, H, W, 3], or [count, H, W] for one channel."""
     shape = (count, *size, 3) if channels == 3 else (count, *size)
     return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
@@ -22,14 +26,20 @@ def pictures(count: int, size: tuple[int, int] = (8, 8), channels: int = 3, seed
 def smooth(height: int, width: int) -> np.ndarray:
     """A colour picture without edges, as JPEG compresses it well: uint8 [H, W, 3]."""
     y, x = np.mgrid[0:height, 0:width]
-    planes = (x * 255 // max(1, width - 1), y * 255 // max(1, height - 1), (x + y) * 255 // max(1, width + height - 2))
+    planes = (
+        x * 255 // max(1, width - 1),
+        y * 255 // max(1, height - 1),
+        (x + y) * 255 // max(1, width + height - 2),
+    )
     return np.stack(planes, -1).astype(np.uint8)
 
 
 def encoded(image, kind: str, **options) -> bytes:
     """An array or a Pillow image as a file's bytes."""
     file = io.BytesIO()
-    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(file, kind, **options)
+    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(
+        file, kind, **options
+    )
     return file.getvalue()
 
 
@@ -37,15 +47,24 @@ def png_of_16_bits(pixels: np.ndarray) -> bytes:
     """uint16 [H, W, 3] as a PNG file, which Pillow does not write."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     height, width, _ = pixels.shape
     rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
     header = struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(rows))
+        + chunk(b"IEND", b"")
+    )
 
 
-def image_folder(root: str | Path, counts: dict[str, int], size=(8, 8), kind: str = "png", seed: int = 0) -> list[Path]:
+def image_folder(
+    root: str | Path, counts: dict[str, int], size=(8, 8), kind: str = "png", seed: int = 0
+) -> list[Path]:
     """Write root/CLASS/N.kind with so many images for each class; returns their paths in order."""
     images, paths = iter(pictures(sum(counts.values()), size, seed=seed)), []
     for name, count in sorted(counts.items()):
@@ -58,13 +77,19 @@ def image_folder(root: str | Path, counts: dict[str, int], size=(8, 8), kind: st
 
 
 def table(labels: list, feature, images=None, image_column: str = "image", **columns):
-    """A Hugging Face data set with an image and a label column; further columns as (values, feature)."""
+    """A Hugging Face data set with an image and a label column; further columns as (values,
+    feature).
+    """
     from datasets import Dataset, Features
     from datasets import Image as ImageFeature
 
     images = list(pictures(len(labels))) if images is None else images
-    values = {image_column: images, "label": labels} | {name: column[0] for name, column in columns.items()}
-    features = {image_column: ImageFeature(), "label": feature} | {name: column[1] for name, column in columns.items()}
+    values = {image_column: images, "label": labels} | {
+        name: column[0] for name, column in columns.items()
+    }
+    features = {image_column: ImageFeature(), "label": feature} | {
+        name: column[1] for name, column in columns.items()
+    }
     return Dataset.from_dict(values, features=Features(features))
 
 

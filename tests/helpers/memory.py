@@ -5,7 +5,9 @@ from pathlib import Path
 
 
 def peak_of(action: Callable[[], object]) -> int:
-    """How many bytes of memory this process holds during the action, at most, beyond those before it."""
+    """How many bytes of memory this process holds during the action, at most, beyond those before
+    it.
+    """
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now the current size
     before = memory("VmHWM")
     action()

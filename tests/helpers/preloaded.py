@@ -33,7 +33,9 @@ is_datasets_available()
 
 
 def _keep_parsers() -> None:
-    """Forked ranks use the parsers of flags that are made here: making one takes longer than a small training run."""
+    """Forked ranks use the parsers of flags that are made here: making one takes longer than a
+    small training run.
+    """
     make, made = cli._parser, {}
 
     def parser(cls, prog, tables):

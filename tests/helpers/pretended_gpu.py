@@ -1,16 +1,18 @@
 """A pretended GPU: a tensor that says it is on cuda:0, and whose values a CPU computes.
 
-After `PretendedGpu().install()`, train.py and the other scripts run in this process as if it had one GPU, with real
-numbers. `faults` has a line for each of these, with the place in the project:
+After `PretendedGpu().install()`, train.py and the other scripts run in this process as if it had
+one GPU, with real numbers. `faults` has a line for each of these, with the place in the project:
 
 * an operation on tensors of both devices; only single numbers may be on the host,
 * a wait of the host for the GPU in an update after the second,
 * a tensor that is used on another stream than the one that wrote it, without waiting for that one.
 
-`operations` has, for each update, how many operations the host starts on the GPU; views are not counted.
+`operations` has, for each update, how many operations the host starts on the GPU; views are not
+counted.
 
-It knows nothing of kernels, memory and speed. C++ sees tensors on "meta", so autocast is imitated, only for
-the functions in LOWER and FLOAT, and only when Python calls them. There is no DDP and no torch.compile.
+It knows nothing of kernels, memory and speed. C++ sees tensors on "meta", so autocast is imitated,
+only for the functions in LOWER and FLOAT, and only when Python calls them. There is no DDP and no
+torch.compile.
 """
 
 import os
@@ -31,7 +33,8 @@ import train
 ROOT = Path(__file__).parents[2]
 GPU = torch.device("cuda", 0)
 COPIES = torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default
-INDEXED = "aten::index", "aten::index_put_", "aten::_index_put_impl_"  # CUDA accepts indices on the host
+# CUDA accepts indices on the host
+INDEXED = "aten::index", "aten::index_put_", "aten::_index_put_impl_"
 # What autocast computes in its own type, and what it computes in float32.
 LOWER = "linear conv1d conv2d conv3d matmul __matmul__ mm bmm addmm scaled_dot_product_attention"
 FLOAT = "cross_entropy nll_loss binary_cross_entropy_with_logits softmax log_softmax layer_norm group_norm"
@@ -57,7 +60,9 @@ class OnGpu(Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name == "to":  # C++ would copy from "meta"
-            args = tuple(None if isinstance(each, torch.device) and each == GPU else each for each in args)
+            args = tuple(
+                None if isinstance(each, torch.device) and each == GPU else each for each in args
+            )
             kwargs = {key: value for key, value in kwargs.items() if value != GPU}
             if args[1:2] in ((), (None,)) and not kwargs and torch.dtype not in map(type, args):
                 return args[0]
@@ -83,7 +88,8 @@ class OnGpu(Tensor):
         return repr(self.cpu())
 
     def __reduce_ex__(self, protocol):
-        return self.detach().cpu().__reduce_ex__(protocol)  # a file has no tensor of the pretended kind
+        # a file has no tensor of the pretended kind
+        return self.detach().cpu().__reduce_ex__(protocol)
 
 
 def _cast(dtype: torch.dtype) -> Callable[[Any], Any]:
@@ -114,13 +120,17 @@ class Event:
 
 
 class Stream:
-    """`seen` has, for each stream, the last operation that is complete before the next one of this stream begins."""
+    """`seen` has, for each stream, the last operation that is complete before the next one of this
+    stream begins.
+    """
 
     def __init__(self, *_given, **_options):
         self.seen: dict[Stream, int] = {}
 
     def wait_event(self, event: "Event | Stream") -> None:
-        self.seen |= {stream: max(number, self.seen.get(stream, 0)) for stream, number in event.seen.items()}
+        self.seen |= {
+            stream: max(number, self.seen.get(stream, 0)) for stream, number in event.seen.items()
+        }
 
     wait_stream = wait_event
 
@@ -147,7 +157,8 @@ class PretendedGpu(TorchDispatchMode):
         self.operations: list[int] = []
         self.in_update, self.launched = False, 0
         self.stream = Stream()
-        self.host, self.all = Stream(), Stream()  # they have no operations: what the host has waited for, and all
+        # they have no operations: what the host has waited for, and all
+        self.host, self.all = Stream(), Stream()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return self.run(func, args, kwargs or {})
@@ -160,7 +171,9 @@ class PretendedGpu(TorchDispatchMode):
         to_gpu = bool(ours) if device is None else torch.device(device).type in ("cuda", "meta")
         if not ours and not to_gpu:
             return func(*args, **kwargs)
-        self.check(func, args, kwargs, to_gpu, [each for each in tensors if not isinstance(each, OnGpu)])
+        self.check(
+            func, args, kwargs, to_gpu, [each for each in tensors if not isinstance(each, OnGpu)]
+        )
         if not func.is_view and "empty" not in func.name():
             self.launch(func, ours)
         given = kwargs | ({} if device is None else {"device": "cpu"})
@@ -169,16 +182,23 @@ class PretendedGpu(TorchDispatchMode):
             return result
         wrapped = tree_map(lambda each: OnGpu(each) if isinstance(each, Tensor) else each, result)
         if not func.is_view:
-            for each in ours if result is None else tree_leaves(wrapped):  # None: lists were changed in place
+            # None: lists were changed in place
+            for each in ours if result is None else tree_leaves(wrapped):
                 if isinstance(each, OnGpu):
-                    each.held.untyped_storage().written = self.stream, self.stream.seen.get(self.stream, 0)
+                    each.held.untyped_storage().written = (
+                        self.stream,
+                        self.stream.seen.get(self.stream, 0),
+                    )
         return return_and_correct_aliasing(func, args, kwargs, wrapped) if ours else wrapped
 
-    def check(self, func: Any, args: tuple, kwargs: dict, to_gpu: bool, on_host: list[Tensor]) -> None:
+    def check(
+        self, func: Any, args: tuple, kwargs: dict, to_gpu: bool, on_host: list[Tensor]
+    ) -> None:
         """Find operations on both devices, and waits."""
         name = func.name()  # of the operation and its overload, such as aten::add.Tensor
         if func in COPIES:
-            pinned = all(each.is_pinned() for each in on_host)  # a new copy on the host is pinned, if non_blocking
+            # a new copy on the host is pinned, if non_blocking
+            pinned = all(each.is_pinned() for each in on_host)
             non_blocking = kwargs.get("non_blocking") or args[2:] == (True,)
             if (on_host or not to_gpu) and not (non_blocking and pinned):
                 self.wait(f"{name}, a copy between host and GPU,", self.stream.seen)
@@ -186,7 +206,9 @@ class PretendedGpu(TorchDispatchMode):
         wait = waits(func)
         if name.split(".")[0] in INDEXED:
             indices, values = [each for each in args[1] if each is not None], args[2:3]
-            masks = any(each.dtype == torch.bool for each in indices) and not (values and values[0].numel() == 1)
+            masks = any(each.dtype == torch.bool for each in indices) and not (
+                values and values[0].numel() == 1
+            )
             wait = masks or any(not isinstance(each, OnGpu) for each in indices)
             on_host = [each for each in (args[0], *values) if not isinstance(each, OnGpu)]
         if any(each.dim() for each in on_host):
@@ -214,7 +236,9 @@ class PretendedGpu(TorchDispatchMode):
     def find(self, what: str) -> None:
         """Record a fault, with the line of the project that it comes from."""
         frame: Any = sys._getframe(1)
-        while frame and (frame.f_code.co_filename == __file__ or not _is_ours(frame.f_code.co_filename)):
+        while frame and (
+            frame.f_code.co_filename == __file__ or not _is_ours(frame.f_code.co_filename)
+        ):
             frame = frame.f_back
         place = "outside the project"
         if frame:
@@ -243,7 +267,8 @@ class PretendedGpu(TorchDispatchMode):
     def install(self) -> None:
         """Use this GPU from now on in this thread; nothing removes it."""
         PretendedGpu.installed = self
-        os.environ["ACCELERATE_TORCH_DEVICE"] = str(GPU)  # without a number, PyTorch would ask the driver for it
+        # without a number, PyTorch would ask the driver for it
+        os.environ["ACCELERATE_TORCH_DEVICE"] = str(GPU)
         self.train_update, train.train_update = train.train_update, self.update
         answers: dict[str, Any] = {
             "is_available": True, "device_count": 1, "current_device": 0, "is_bf16_supported": True,
@@ -258,7 +283,10 @@ class PretendedGpu(TorchDispatchMode):
         torch.cuda.current_stream = lambda *_given: self.stream
         torch.cuda.synchronize = lambda *_given: self.wait("torch.cuda.synchronize", self.all.seen)
         torch.cuda.default_generators = (torch.default_generator,)
-        Tensor.pin_memory, Tensor.is_pinned = _pin, lambda each, *_given: hasattr(each.untyped_storage(), "pinned")
+        Tensor.pin_memory, Tensor.is_pinned = (
+            _pin,
+            lambda each, *_given: hasattr(each.untyped_storage(), "pinned"),
+        )
         sys.modules["torch.optim.optimizer"]._foreach_supported_types.append(OnGpu)
         for name in ("tensor", "as_tensor", "asarray"):
             setattr(torch, name, _through_the_host(getattr(torch, name)))
@@ -266,10 +294,14 @@ class PretendedGpu(TorchDispatchMode):
 
         def grouped(*given):  # C++ sees "meta"
             groups = group(*given).items()
-            return {(GPU if device.type == "meta" else device, dtype): each for (device, dtype), each in groups}
+            return {
+                (GPU if device.type == "meta" else device, dtype): each
+                for (device, dtype), each in groups
+            }
 
         torch._C._group_tensors_by_device_and_dtype = grouped
-        torch.__future__.set_swap_module_params_on_conversion(True)  # so that an optimizer keeps its parameters
+        # so that an optimizer keeps its parameters
+        torch.__future__.set_swap_module_params_on_conversion(True)
         self.__enter__()
 
 
@@ -292,7 +324,10 @@ def _pin(tensor: Tensor, *_given) -> Tensor:
 @cache
 def waits(func: Any) -> bool:
     """Whether a result, or its size, depends on values that the host has to read."""
-    return any(tag in func.tags for tag in (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
+    return any(
+        tag in func.tags
+        for tag in (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+    )
 
 
 @cache

@@ -24,9 +24,9 @@ from helpers.waiting import PATIENCE
 from utils.config.settings import TrainConfig
 from utils.data.sources import SOURCES, open_digits
 
-# The first backward pass of a process starts autograd's threads, one per device, and a process that has such threads
-# can have no forked child with a backward pass. torch.export and FakeTensorMode pretend that there is a CUDA device; so
-# the first backward pass has to come before them.
+# The first backward pass of a process starts autograd's threads, one per device, and a process that
+# has such threads can have no forked child with a backward pass. torch.export and FakeTensorMode
+# pretend that there is a CUDA device; so the first backward pass has to come before them.
 torch.ones(1, requires_grad=True).backward()
 
 ALONE: Any = SimpleNamespace(
@@ -43,9 +43,11 @@ _RUNNING: list["Launch"] = []
 
 
 def free_port() -> int:
-    """A port that nobody listens on, and that the system gives to nobody else until 32 more have been requested.
+    """A port that nobody listens on, and that the system gives to nobody else until 32 more have
+    been requested.
 
-    It stays bound here, but nobody listens: a server that sets SO_REUSEADDR, as those of PyTorch do, may listen on it.
+    It stays bound here, but nobody listens: a server that sets SO_REUSEADDR, as those of PyTorch
+    do, may listen on it.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -75,7 +77,9 @@ class Launch:
     launcher: int | None = None
 
     def __post_init__(self):
-        self.processes = _processes([*self.pids, *([] if self.launcher is None else [self.launcher])])
+        self.processes = _processes(
+            [*self.pids, *([] if self.launcher is None else [self.launcher])]
+        )
         _RUNNING.append(self)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
@@ -91,7 +95,9 @@ class Launch:
             with os.fdopen(self.pipes.pop(0), "rb") as pipe:
                 data = pipe.read()
             value, code, out, err = (
-                pickle.loads(data) if data else (None, None, "", "no answer: it hung, or was killed")
+                pickle.loads(data)
+                if data
+                else (None, None, "", "no answer: it hung, or was killed")
             )
             if self.launcher is None:
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -115,7 +121,9 @@ class Launch:
 
 
 def end_leftovers() -> None:
-    """End the ranks and loader processes that nobody has waited for, so that they disturb no other test."""
+    """End the ranks and loader processes that nobody has waited for, so that they disturb no other
+    test.
+    """
     while _RUNNING:
         _RUNNING.pop().end()
     for child in multiprocessing.active_children():
@@ -131,24 +139,36 @@ def _processes(pids: list[int]) -> list[psutil.Process]:
     return found
 
 
-def run_ranks(processes: int, function: Callable, *arguments: Any, seconds: float = PATIENCE) -> list[Outcome]:
-    """Run `function(*arguments)` on that many ranks at once, with the environment that torchrun would set.
+def run_ranks(
+    processes: int, function: Callable, *arguments: Any, seconds: float = PATIENCE
+) -> list[Outcome]:
+    """Run `function(*arguments)` on that many ranks at once, with the environment that torchrun
+    would set.
 
-    One process gets no such environment, as under plain python. A rank still running after `seconds` is killed, and
-    the test fails.
+    One process gets no such environment, as under plain python. A rank still running after
+    `seconds` is killed, and the test fails.
     """
     return start_ranks(processes, function, *arguments, seconds=seconds).finish()
 
 
 def start_ranks(
-    processes: int, function: Callable, *arguments: Any, seconds: float = PATIENCE, launcher: bool = False
+    processes: int,
+    function: Callable,
+    *arguments: Any,
+    seconds: float = PATIENCE,
+    launcher: bool = False,
 ) -> Launch:
-    """Start the ranks and come back at once; with `launcher` they have a parent of their own, as under torchrun."""
+    """Start the ranks and come back at once; with `launcher` they have a parent of their own, as
+    under torchrun.
+    """
     port, pipes = free_port(), [os.pipe() for _ in range(processes)]
     sys.stdout.flush()
 
     def fork_all() -> list[int]:
-        return [_fork(rank, processes, port, pipes, function, arguments, seconds) for rank in range(processes)]
+        return [
+            _fork(rank, processes, port, pipes, function, arguments, seconds)
+            for rank in range(processes)
+        ]
 
     if not launcher:
         started = Launch(fork_all(), [reading for reading, _ in pipes])
@@ -158,7 +178,9 @@ def start_ranks(
         if not parent:
             try:
                 # torchrun's sign, or that of accelerate's launcher for one process
-                os.environ["TORCHELASTIC_RUN_ID" if processes > 1 else "ACCELERATE_DYNAMO_BACKEND"] = "no"
+                os.environ[
+                    "TORCHELASTIC_RUN_ID" if processes > 1 else "ACCELERATE_DYNAMO_BACKEND"
+                ] = "no"
                 pids = fork_all()
                 os.write(tell, pickle.dumps(pids))
                 for _, writing in pipes:
@@ -167,7 +189,9 @@ def start_ranks(
                     os.waitpid(pid, 0)
             finally:
                 os._exit(0)
-        started = Launch(pickle.loads(os.read(hear, 65536)), [reading for reading, _ in pipes], parent)
+        started = Launch(
+            pickle.loads(os.read(hear, 65536)), [reading for reading, _ in pipes], parent
+        )
         os.close(hear)
         os.close(tell)
     for _, writing in pipes:
@@ -178,7 +202,8 @@ def start_ranks(
 def as_nobody(function: Callable, *arguments: Any) -> Any:
     """Run it in a rank without root's rights, for whom no folder is read-only."""
     if os.geteuid() == 0:
-        digits = open_digits("", TrainConfig())  # scikit-learn may be in a folder that only root may enter
+        # scikit-learn may be in a folder that only root may enter
+        digits = open_digits("", TrainConfig())
         SOURCES["digits"] = lambda *_: digits
         os.setgroups([])
         os.setgid(NOBODY)
@@ -186,16 +211,31 @@ def as_nobody(function: Callable, *arguments: Any) -> Any:
     return function(*arguments)
 
 
-def returned(processes: int, function: Callable, *arguments: Any, seconds: float = PATIENCE) -> list[Any]:
-    """What `function(*arguments)` returns on each rank; fails with a rank's output if one ended badly."""
+def returned(
+    processes: int, function: Callable, *arguments: Any, seconds: float = PATIENCE
+) -> list[Any]:
+    """What `function(*arguments)` returns on each rank; fails with a rank's output if one ended
+    badly.
+    """
     outcomes = run_ranks(processes, function, *arguments, seconds=seconds)
     for rank, outcome in enumerate(outcomes):
-        assert outcome.code == 0, f"rank {rank} of {processes} ended with {outcome.code}:\n{outcome.err}{outcome.out}"
+        assert outcome.code == 0, (
+            f"rank {rank} of {processes} ended with {outcome.code}:\n{outcome.err}{outcome.out}"
+        )
     return [outcome.value for outcome in outcomes]
 
 
-def _fork(rank: int, processes: int, port: int, pipes: list, function: Callable, arguments: tuple, seconds: float):
-    gc.freeze()  # else the first collection in the child copies all of this process's memory to count references
+def _fork(
+    rank: int,
+    processes: int,
+    port: int,
+    pipes: list,
+    function: Callable,
+    arguments: tuple,
+    seconds: float,
+):
+    # else the first collection in the child copies all of this process's memory to count references
+    gc.freeze()
     child = os.fork()
     if child:
         gc.unfreeze()
@@ -207,14 +247,26 @@ def _fork(rank: int, processes: int, port: int, pipes: list, function: Callable,
     writing = pipes[rank][1]
     code, value, out, err = 1, None, io.StringIO(), io.StringIO()
     try:
-        for number in (signal.SIGALRM, signal.SIGHUP):  # nohup hides the latter from all that it starts
+        # nohup hides the latter from all that it starts
+        for number in (signal.SIGALRM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         signal.alarm(int(seconds))
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        for name in (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        ):
             os.environ.pop(name, None)
         if processes > 1:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
-            os.environ |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_PORT": str(port)}
+            os.environ |= {
+                "WORLD_SIZE": str(processes),
+                "LOCAL_WORLD_SIZE": str(processes),
+                "MASTER_PORT": str(port),
+            }
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
                 value, code = function(*arguments), 0

@@ -1,9 +1,11 @@
-"""A SLURM cluster of two nodes on this machine: each has a network, a host name and a process table of its own.
+"""A SLURM cluster of two nodes on this machine: each has a network, a host name and a process table
+of its own.
 
     python -m helpers.slurm_lab    # starts it, says how to use it, and takes it away at Enter
 
-Needs root and the packages slurm-wlm, munge and iproute2. SLURM is told that each node has 16 cores and 2 GPUs; the
-GPUs are /dev/null, enough to deal them out. The partition `low` is preempted by `high`.
+Needs root and the packages slurm-wlm, munge and iproute2. SLURM is told that each node has 16 cores
+and 2 GPUs; the GPUs are /dev/null, enough to deal them out. The partition `low` is preempted by
+`high`.
 """
 
 import os
@@ -22,7 +24,8 @@ from helpers.waiting import until
 
 ROOT = Path(__file__).parents[2]
 NODES = ("slm1", "slm2")
-_ADDRESSES = {"slm0": "10.79.0.10", "slm1": "10.79.0.11", "slm2": "10.79.0.12"}  # slm0 is where the controller runs
+# slm0 is where the controller runs
+_ADDRESSES = {"slm0": "10.79.0.10", "slm1": "10.79.0.11", "slm2": "10.79.0.12"}
 _BRIDGE, _OWN_ADDRESS = "slmbr", "10.79.0.1/24"
 _CONF = """
 ClusterName=lockstep
@@ -63,7 +66,11 @@ _NODE = "hostname {name} && mount --bind {folder}/hosts /etc/hosts && {daemon} -
 
 def why_not() -> str:
     """Why no cluster can be started here; empty when it can."""
-    missing = [tool for tool in ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter") if not shutil.which(tool)]
+    missing = [
+        tool
+        for tool in ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter")
+        if not shutil.which(tool)
+    ]
     if missing:
         return f"needs {', '.join(missing)}: apt-get install slurm-wlm munge iproute2"
     return "needs root, to make network namespaces" if os.geteuid() else ""
@@ -78,17 +85,27 @@ class Slurm:
         for name in ("munge", "state", *(f"spool/{node}" for node in NODES)):
             (folder / name).mkdir(parents=True)
         hosts = {"localhost": "127.0.0.1"} | _ADDRESSES
-        (folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in hosts.items()))
+        (folder / "hosts").write_text(
+            "".join(f"{address} {name}\n" for name, address in hosts.items())
+        )
         self.conf.write_text(_CONF.format(folder=folder, kill_wait=kill_wait))
         (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-1]\n")
         for number in (0, 1):
-            os.mknod(folder / f"gpu{number}", stat.S_IFCHR | 0o600, os.makedev(1, 3))  # as /dev/null
+            # as /dev/null
+            os.mknod(folder / f"gpu{number}", stat.S_IFCHR | 0o600, os.makedev(1, 3))
 
     @property
     def env(self) -> dict[str, str]:
         """The variables for commands to the cluster, and for its jobs."""
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "OMP_"))}
-        return clean | {"SLURM_CONF": str(self.conf), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        clean = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("ACCELERATE_", "OMP_"))
+        }
+        return clean | {
+            "SLURM_CONF": str(self.conf),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
 
     def start(self) -> None:
         """Start the network and the daemons, and wait until both nodes are there."""
@@ -99,7 +116,8 @@ class Slurm:
         for node in _ADDRESSES:
             self._make_network(node)
             self.power_on(node)
-            until(self.states, 30)  # a node that finds no controller tries again only after ten seconds
+            # a node that finds no controller tries again only after ten seconds
+            until(self.states, 30)
         until(lambda: self.states() == ["idle", "idle"], 60)
 
     def stop(self) -> None:
@@ -110,8 +128,12 @@ class Slurm:
 
     def __call__(self, *command: str, check: bool = True, **env: str) -> str:
         """The output of a SLURM command such as `scontrol`; an error has all it wrote."""
-        result = subprocess.run(command, capture_output=True, text=True, env=self.env | env, cwd=ROOT, timeout=60)
-        assert result.returncode == 0 or not check, f"{' '.join(command)}: {result.stdout}{result.stderr}"
+        result = subprocess.run(
+            command, capture_output=True, text=True, env=self.env | env, cwd=ROOT, timeout=60
+        )
+        assert result.returncode == 0 or not check, (
+            f"{' '.join(command)}: {result.stdout}{result.stderr}"
+        )
         return result.stdout
 
     def states(self) -> list[str]:
@@ -127,10 +149,14 @@ class Slurm:
         """What runs on the nodes with the pattern in its command."""
         found = []
         for node in NODES:
-            pids = subprocess.run(["ip", "netns", "pids", node], capture_output=True, text=True).stdout.split()
+            pids = subprocess.run(
+                ["ip", "netns", "pids", node], capture_output=True, text=True
+            ).stdout.split()
             for pid in pids:
                 with suppress(OSError):  # it may have ended
-                    if re.search(pattern, Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")):
+                    if re.search(
+                        pattern, Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+                    ):
                         found.append(int(pid))
         return found
 
@@ -143,7 +169,10 @@ class Slurm:
 
     def slow_down(self, node: str) -> None:
         """Let 20 Mbit/s through to a node."""
-        run_command("tc", *f"qdisc add dev {node}-port root tbf rate 20mbit burst 32kb latency 400ms".split())
+        run_command(
+            "tc",
+            *f"qdisc add dev {node}-port root tbf rate 20mbit burst 32kb latency 400ms".split(),
+        )
 
     def speed_up(self, node: str) -> None:
         run_command("tc", "qdisc", "delete", "dev", f"{node}-port", "root")
@@ -151,14 +180,26 @@ class Slurm:
     def power_off(self, node: str) -> None:
         """End everything that runs on a node at once."""
         process = self._daemons.pop(node)
-        process.kill()  # unshare, whose --kill-child takes process 1 of the node with it, and that all the others
+        # unshare, whose --kill-child takes process 1 of the node with it, and that all the others
+        process.kill()
         process.wait()
 
     def power_on(self, node: str) -> None:
         """Start a node; it takes a few seconds until SLURM knows."""
         daemon = f"slurmd -N {node}" if node in NODES else "slurmctld"
         shell = _NODE.format(name=node, folder=self.folder, daemon=daemon)
-        inside = ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", shell]
+        inside = [
+            "unshare",
+            "--uts",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            "sh",
+            "-c",
+            shell,
+        ]
         self._spawn(node, "nsenter", f"--net=/run/netns/{node}", *inside)
 
     def _start_munge(self) -> None:
@@ -170,18 +211,37 @@ class Slurm:
         for path in (folder, folder / "key"):
             shutil.chown(path, "munge", "munge")
         user = ["--reuid=munge", "--regid=munge", "--clear-groups"]
-        self._spawn("munged", *user, "munged", "--foreground", f"--socket={folder}/socket", *files.values())
+        self._spawn(
+            "munged", *user, "munged", "--foreground", f"--socket={folder}/socket", *files.values()
+        )
         until((folder / "socket").exists, 10)
 
     def _make_network(self, node: str) -> None:
         run_command("ip", "netns", "add", node)
-        run_command("ip", "link", "add", f"{node}-port", "type", "veth", "peer", "name", "eth0", "netns", node)
+        run_command(
+            "ip",
+            "link",
+            "add",
+            f"{node}-port",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            node,
+        )
         run_command("ip", "link", "set", f"{node}-port", "master", _BRIDGE, "up")
-        for words in (f"address add {_ADDRESSES[node]}/24 dev eth0", "link set eth0 up", "link set lo up"):
+        for words in (
+            f"address add {_ADDRESSES[node]}/24 dev eth0",
+            "link set eth0 up",
+            "link set lo up",
+        ):
             run_command("ip", "-n", node, *words.split())
 
     def _spawn(self, name: str, *command: str) -> None:
-        # In a session of its own, as a daemon: Ctrl-C is not for it. It ends with the tests, however those end.
+        # In a session of its own, as a daemon: Ctrl-C is not for it. It ends with the tests,
+        # however those end.
         with (self.folder / f"{name}.out").open("a") as out:
             self._daemons[name] = subprocess.Popen(
                 ["setpriv", "--pdeathsig=KILL", *command],
@@ -216,5 +276,7 @@ def _remove_network() -> None:
 
 if __name__ == "__main__":
     with slurm_cluster() as slurm:
-        input(f"export SLURM_CONF={slurm.env['SLURM_CONF']}    # then sinfo, sbatch; Enter ends it\n")
+        input(
+            f"export SLURM_CONF={slurm.env['SLURM_CONF']}    # then sinfo, sbatch; Enter ends it\n"
+        )
         sys.exit()

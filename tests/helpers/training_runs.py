@@ -25,14 +25,28 @@ from utils.runs.writing import complete_files, new_partial, partial_of, publish
 template("page.html")  # compiled once, before ranks are forked
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-MLP = ["--model", "mlp", "--global_batch_size", "120", "--threads", "1", "--lr", "0.01", "--log_every", "5"]
-MLP += ["--max_train_samples", "480", "--eval_every", "40", "--save_every", "30"]  # 4 updates an epoch
+MLP = [
+    "--model",
+    "mlp",
+    "--global_batch_size",
+    "120",
+    "--threads",
+    "1",
+    "--lr",
+    "0.01",
+    "--log_every",
+    "5",
+]
+# 4 updates an epoch
+MLP += ["--max_train_samples", "480", "--eval_every", "40", "--save_every", "30"]
 MLP += ["--report", "false"]  # the page takes longer than a few updates
 
 
 @contextmanager
 def working_in(folder: Path) -> Iterator[None]:
-    """Caches and runs are in that folder: each test is in one of its own, and so are fixtures that tests share."""
+    """Caches and runs are in that folder: each test is in one of its own, and so are fixtures that
+    tests share.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(folder / "home"))
@@ -43,14 +57,18 @@ def working_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def kept_in(folder: Path) -> Iterator[None]:
-    """Caches and runs are in that folder, and a copy of it as it is at the end is kept for `restore`."""
+    """Caches and runs are in that folder, and a copy of it as it is at the end is kept for
+    `restore`.
+    """
     with working_in(folder):
         yield
     folder.rename(folder.with_name("kept"))
 
 
 def restore(folder: Path) -> Path:
-    """Put the folder back as `kept_in` left it, under the name that its runs know; whatever was there is deleted."""
+    """Put the folder back as `kept_in` left it, under the name that its runs know; whatever was
+    there is deleted.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     return Path(shutil.copytree(folder.with_name("kept"), folder))
 
@@ -73,8 +91,8 @@ def refused(function: Callable, *flags: str, processes: int = 1) -> str:
 def slow_train(flags: list[str], pause: float = 0.01, hold_at: int | None = None) -> None:
     """Train in runs/run with a pause in each update.
 
-    Before update `hold_at`, counted from 0, the ranks wait, so that the run does not end before the test has acted on
-    it.
+    Before update `hold_at`, counted from 0, the ranks wait, so that the run does not end before the
+    test has acted on it.
     """
     update = train.train_update
 
@@ -93,7 +111,9 @@ class Average:
 
     def __init__(self, module: torch.nn.Module):
         self.module = module
-        self.tensors = {name: torch.zeros_like(weight) for name, weight in module.named_parameters()}
+        self.tensors = {
+            name: torch.zeros_like(weight) for name, weight in module.named_parameters()
+        }
 
     @torch.no_grad()
     def update(self) -> None:
@@ -129,7 +149,10 @@ def train_with_average(flags: list[str]) -> None:
 
 
 def await_save(run) -> None:
-    """Wait until the main process's thread has completed the last save, or failed. Not collective."""
+    """Wait until the main process's thread has completed the last save, or failed.
+
+    Not collective.
+    """
     if run.checkpoints._saving is not None:
         run.checkpoints._saving.exception()
 
@@ -164,8 +187,12 @@ def optimizer_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
-def make_saver(module: torch.nn.Module, optimizer: torch.optim.Optimizer, parts: dict) -> Callable[[Path, int], Path]:
-    """A function that writes a checkpoint through Accelerate, as CheckpointManager does; in a rank of its own."""
+def make_saver(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, parts: dict
+) -> Callable[[Path, int], Path]:
+    """A function that writes a checkpoint through Accelerate, as CheckpointManager does; in a rank
+    of its own.
+    """
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(module, optimizer)
     write_parts(accelerator, module, optimizer, parts)
@@ -193,7 +220,11 @@ def same_tensors(one: dict, other: dict) -> bool:
 
 def start(*command: str, seconds: float = 2 * PATIENCE, **env: str) -> tuple[int, str, str]:
     """Run a command of this environment's bin folder; returns its exit code, stdout and stderr."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "ACCELERATE_", "RANK", "WORLD_"))}
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("OMP_", "ACCELERATE_", "RANK", "WORLD_"))
+    }
     result = subprocess.run(
         [str(BIN / command[0]), *map(str, command[1:])],
         capture_output=True, text=True, timeout=seconds, env=clean | env, stdin=subprocess.DEVNULL,
@@ -202,6 +233,8 @@ def start(*command: str, seconds: float = 2 * PATIENCE, **env: str) -> tuple[int
 
 
 def launch(config: str, script: str | Path, *flags: str, **env: str) -> tuple[int, str, str]:
-    """Run a script by `accelerate launch` with one of our configs; returns its exit code, stdout and stderr."""
+    """Run a script by `accelerate launch` with one of our configs; returns its exit code, stdout
+    and stderr.
+    """
     return start("accelerate", "launch", "--config_file", ROOT / f"accelerate_configs/{config}.yaml", ROOT / script,
                  *flags, **env)  # fmt: skip

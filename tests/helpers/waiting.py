@@ -1,7 +1,7 @@
 """Wait for what other processes do, and read what they are still writing.
 
-A wait ends when its condition is true, however long that takes on a busy machine. Its limit only ends a test that
-cannot succeed any more, so it is far longer than any test waits.
+A wait ends when its condition is true, however long that takes on a busy machine. Its limit only
+ends a test that cannot succeed any more, so it is far longer than any test waits.
 """
 
 import json

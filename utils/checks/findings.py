@@ -18,8 +18,8 @@ _MARKS = {True: "✓", False: "✗", None: " "}
 class Finding:
     """The result of one check.
 
-    `ok` is True (green), False (red) or None (information only). `fix` says what a red finding means and how to fix it.
-    `numbers` are for programs that read the findings.
+    `ok` is True (green), False (red) or None (information only). `fix` says what a red finding
+    means and how to fix it. `numbers` are for programs that read the findings.
     """
 
     name: str
@@ -48,7 +48,11 @@ def merge(ranks: Ranks, findings: Sequence[Finding]) -> list[Finding]:
     """The main process's findings, and the red findings of other ranks; collective."""
     (_, result), *others = ranks.gather((socket.gethostname(), list(findings)))
     for rank, (host, found) in enumerate(others, 1):
-        result += [replace(each, value=f"rank {rank} on {host}: {each.value}") for each in found if each.red]
+        result += [
+            replace(each, value=f"rank {rank} on {host}: {each.value}")
+            for each in found
+            if each.red
+        ]
     return result
 
 
@@ -56,14 +60,22 @@ def show(title: str, findings: Sequence[Finding]) -> str:
     """The findings as a table. Each red one is followed by its fix."""
     rows: list[tuple[str, str]] = []
     for finding in findings:
-        text = f"{_MARKS[finding.ok]} {finding.value}" + f"\n→ {finding.fix}" * (finding.red and finding.fix != "")
+        text = f"{_MARKS[finding.ok]} {finding.value}" + f"\n→ {finding.fix}" * (
+            finding.red and finding.fix != ""
+        )
         paragraphs = text.replace("\n", "\n  ").split("\n")
-        lines = [line for each in paragraphs for line in textwrap.wrap(each, _WIDTH, subsequent_indent="    ")]
+        lines = [
+            line
+            for each in paragraphs
+            for line in textwrap.wrap(each, _WIDTH, subsequent_indent="    ")
+        ]
         rows += zip([finding.name, *[""] * len(lines)], lines, strict=False)
     return "\n".join(line.rstrip() for line in table(title, rows).splitlines())
 
 
 def as_json(findings: Sequence[Finding]) -> str:
     """The findings as JSON, for programs."""
-    entries = [asdict(finding) | {"fix": finding.fix if finding.red else ""} for finding in findings]
+    entries = [
+        asdict(finding) | {"fix": finding.fix if finding.red else ""} for finding in findings
+    ]
     return json.dumps({"healthy": not any_red(findings), "findings": entries}, indent=1) + "\n"

@@ -22,7 +22,8 @@ _SCRIPTS = ("train.py", "eval.py", "predict.py", "replay.py", "export.py")
 
 
 def check_machine(config: DoctorConfig) -> tuple[list[Finding], Topology | None]:
-    """Check this machine; returns (findings, of which the launch is the first, and the topology if it is valid).
+    """Check this machine; returns (findings, of which the launch is the first, and the topology if
+    it is valid).
 
     Resources that the ranks of a machine share are checked by its first rank only.
     """
@@ -35,11 +36,14 @@ def check_machine(config: DoctorConfig) -> tuple[list[Finding], Topology | None]
 
 
 def check_launch(config: DoctorConfig) -> tuple[Finding, Topology | None]:
-    """Check that the launcher's environment variables are consistent, and that this machine has the devices."""
+    """Check that the launcher's environment variables are consistent, and that this machine has the
+    devices.
+    """
     before, topology = dict(os.environ), None
     try:
         topology = read_topology(init_method=config.init_method)
-        check_sharding(TrainConfig(), Ranks(topology, config, "doctor.py"))  # raises the same errors as in train.py
+        # raises the same errors as in train.py
+        check_sharding(TrainConfig(), Ranks(topology, config, "doctor.py"))
     except ValueError as error:
         return Finding.of("launch", error), topology
     finally:  # the topology is read again later, from the launcher's variables
@@ -47,7 +51,11 @@ def check_launch(config: DoctorConfig) -> tuple[Finding, Topology | None]:
         os.environ.update(before)
     if topology.source == "nobody":
         return Finding("launch", "one process, no launcher", True), topology
-    machines = "" if topology.local_world_size == topology.world_size else f", {topology.local_world_size} on this one"
+    machines = (
+        ""
+        if topology.local_world_size == topology.world_size
+        else f", {topology.local_world_size} on this one"
+    )
     value = f"{topology.world_size} process{'es' * (topology.world_size > 1)}{machines}, according to {topology.source}"
     return Finding("launch", value, True), topology
 
@@ -62,10 +70,14 @@ def check_leftovers() -> Finding:
             if script not in _SCRIPTS or not Path(words[0]).name.startswith("python"):
                 continue
             parent = process.parent()
-            waits = parent is not None and any(Path(word).name == script for word in parent.cmdline())
+            waits = parent is not None and any(
+                Path(word).name == script for word in parent.cmdline()
+            )
             if process.uids().real == os.getuid() and is_launched(process.environ()) and not waits:
                 age = (time.time() - process.create_time()) / 60
-                found[process.pid] = f"process {process.pid} ({script}, {age:.0f} min old): its launcher has exited"
+                found[process.pid] = (
+                    f"process {process.pid} ({script}, {age:.0f} min old): its launcher has exited"
+                )
     if not found:
         return Finding("leftovers", "no process of an earlier run", True)
     fix = f"they slow this run down or use its memory; unless they should continue, kill {' '.join(map(str, found))}"
@@ -76,7 +88,9 @@ def check_memory(processes: int) -> Finding:
     """Check that there is at least 1 GB of free memory for each process on this machine."""
     free, total = free_memory()
     fix = "the system kills a rank when memory runs out; stop other programs, or start fewer processes"
-    return Finding("memory", f"{free / GB:.1f} of {total / GB:.1f} GB free", free >= GB * processes, fix)
+    return Finding(
+        "memory", f"{free / GB:.1f} of {total / GB:.1f} GB free", free >= GB * processes, fix
+    )
 
 
 def check_disk(config: DoctorConfig) -> Finding:
@@ -86,5 +100,7 @@ def check_disk(config: DoctorConfig) -> Finding:
         free = shutil.disk_usage(check_output_folder("--output_dir", folder)).free
     except ValueError as error:
         return Finding.of("disk", error)
-    fix = "a run ends if a checkpoint cannot be written; delete old runs, or set another --output_dir"
+    fix = (
+        "a run ends if a checkpoint cannot be written; delete old runs, or set another --output_dir"
+    )
     return Finding("disk", f"{free / GB:.1f} GB free for {folder}", free >= GB, fix)

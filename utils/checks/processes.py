@@ -1,4 +1,5 @@
-"""Check that the processes of a launch fit together, how fast they exchange data, and that a training step is correct.
+"""Check that the processes of a launch fit together, how fast they exchange data, and that a
+training step is correct.
 
 The functions that take `ranks` are collective and must be called by all ranks or none.
 """
@@ -32,13 +33,20 @@ from utils.models.sharded import whole
 from utils.ranks.accelerator import compile_model, make_accelerator
 from utils.ranks.ranks import Ranks
 
-_PATIENCE = 5.0  # seconds until a new file must be visible; NFS caches the list of a folder for a few seconds
+# seconds until a new file must be visible; NFS caches the list of a folder for a few seconds
+_PATIENCE = 5.0
 
 
 def facts_of_all(ranks: Ranks) -> list[dict]:
-    """Machine, device, memory, network and versions of each rank, in the order of the ranks; collective."""
+    """Machine, device, memory, network and versions of each rank, in the order of the ranks;
+    collective.
+    """
     gpu, device = ranks.device.type == "cuda", ranks.device
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "accelerate": accelerate.__version__}
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "accelerate": accelerate.__version__,
+    }
     if gpu:
         driver = next(iter(nvidia_smi("--query-gpu=driver_version")), "?")
         versions |= {"CUDA": str(torch.version.cuda), "driver": driver}
@@ -98,24 +106,38 @@ def _free(pair: tuple[int, int]) -> str:
 
 
 def versions(facts: Sequence[dict]) -> Finding:
-    """Check that all ranks have the same torch, accelerate and code. Other differences are listed, but not red."""
-    differ = any(len({fact["versions"][name] for fact in facts}) > 1 for name in ("torch", "accelerate", "code"))
-    texts = _ranks_by(", ".join(f"{name} {version}" for name, version in fact["versions"].items()) for fact in facts)
-    value = "\n".join(text + f" on {_name_ranks(ranks)}" * (len(texts) > 1) for text, ranks in texts.items())
+    """Check that all ranks have the same torch, accelerate and code.
+
+    Other differences are listed, but not red.
+    """
+    differ = any(
+        len({fact["versions"][name] for fact in facts}) > 1
+        for name in ("torch", "accelerate", "code")
+    )
+    texts = _ranks_by(
+        ", ".join(f"{name} {version}" for name, version in fact["versions"].items())
+        for fact in facts
+    )
+    value = "\n".join(
+        text + f" on {_name_ranks(ranks)}" * (len(texts) > 1) for text, ranks in texts.items()
+    )
     fix = "the ranks may compute different numbers; on every machine, copy the same code (train.py and utils/) and run "
     fix += "`pip install -r requirements.txt -c constraints.txt`"
     return Finding("versions", value, not differ, fix, facts[0]["versions"])
 
 
 def folder(ranks: Ranks, config: DoctorConfig) -> Finding | list[Finding]:
-    """Check that the ranks see the files that rank 0 writes to the output folder, if there are several."""
+    """Check that the ranks see the files that rank 0 writes to the output folder, if there are
+    several.
+    """
     names = ranks.gather(f".doctor-{uuid.uuid4().hex}")
     if len(names) == 1:
         return []
     with ranks.agree():
         path = expand(config.output_dir)
         existing = check_output_folder("--output_dir", path)
-        # Ranks may name different folders that do not exist yet: their names become part of the file's name.
+        # Ranks may name different folders that do not exist yet: their names become part of the
+        # file's name.
         missing = path.absolute().relative_to(existing.absolute())
         file = existing / "-".join([names[0], *missing.parts])
     try:
@@ -129,17 +151,24 @@ def folder(ranks: Ranks, config: DoctorConfig) -> Finding | list[Finding]:
     finally:  # also if a rank fails meanwhile
         if ranks.is_main:
             file.unlink(missing_ok=True)
-    value = f"no files of rank 0 seen by {_name_ranks(unseen)}" if unseen else "all ranks see the files of rank 0"
+    value = (
+        f"no files of rank 0 seen by {_name_ranks(unseen)}"
+        if unseen
+        else "all ranks see the files of rank 0"
+    )
     fix = "all machines must use the same run folder; set --output_dir to a folder on a disk that they share"
     return Finding("folder", f"{value} in {config.output_dir}", not unseen, fix)
 
 
-_SIZES = {"4 KB": 2**12, "64 KB": 2**16, "1 MB": 2**20, "16 MB": 2**24, "64 MB": 2**26}  # bytes that are summed
+# bytes that are summed
+_SIZES = {"4 KB": 2**12, "64 KB": 2**16, "1 MB": 2**20, "16 MB": 2**24, "64 MB": 2**26}
 _SECONDS = 1.5  # for all sizes together
 
 
 def bandwidth(ranks: Ranks, config: DoctorConfig, facts: Sequence[dict]) -> Finding | list[Finding]:
-    """Measure how fast gradients of several sizes are summed, in GB/s over each connection, if there are any."""
+    """Measure how fast gradients of several sizes are summed, in GB/s over each connection, if
+    there are any.
+    """
     if len(facts) == 1:
         return []
     interfaces = ", ".join(dict.fromkeys(fact["network"] for fact in facts))
@@ -157,10 +186,14 @@ def bandwidth(ranks: Ranks, config: DoctorConfig, facts: Sequence[dict]) -> Find
         seconds, spent = ranks.gather((end - second, end - begun))[0]
         numbers[name] = 2 * (count - 1) / count * size * rounds / seconds / GB
         left -= spent
-        if left < 4 * spent:  # the next size may take that long; all ranks use the time of the main process
+        # the next size may take that long; all ranks use the time of the main process
+        if left < 4 * spent:
             break
     rates = ", ".join(f"{rate:.2g} at {name}" for name, rate in numbers.items())
-    value, healthy = f"{ranks.backend} over {interfaces}, GB/s: {rates}", max(numbers.values()) >= config.slow
+    value, healthy = (
+        f"{ranks.backend} over {interfaces}, GB/s: {rates}",
+        max(numbers.values()) >= config.slow,
+    )
     fix = f"below --slow {config.slow} GB/s, training waits for gradients; check --interface and the switch port, "
     return Finding("all-reduce", value, healthy, fix + "or try --comm_hook bf16", numbers)
 
@@ -172,20 +205,27 @@ def _now(ranks: Ranks) -> float:
 
 
 def gradients(ranks: Ranks) -> Finding:
-    """Check that a training step of a small model on all ranks has the gradients of one process with the same batch."""
+    """Check that a training step of a small model on all ranks has the gradients of one process
+    with the same batch.
+    """
     count, rank = ranks.topology.world_size, ranks.topology.rank
     accelerator = make_accelerator(ranks, TrainConfig(mixed_precision="no"))
     torch.manual_seed(0)  # the same samples and weights on all ranks
     samples, targets = (torch.randn(4 * count + 3, size, dtype=torch.float64) for size in (20, 5))
     single = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5)).double()
     module = deepcopy(single)
-    compile_model(accelerator, nn.Identity())  # so that Accelerate does not compile the model for one step
+    # so that Accelerate does not compile the model for one step
+    compile_model(accelerator, nn.Identity())
     if accelerator.is_fsdp2:
-        accelerator.state.fsdp_plugin.auto_wrap_policy = None  # it may name layers that only the user's model has
-    model, _ = accelerator.prepare(module, torch.optim.SGD(module.parameters()))  # FSDP2 needs both in one call
+        # it may name layers that only the user's model has
+        accelerator.state.fsdp_plugin.auto_wrap_policy = None
+    # FSDP2 needs both in one call
+    model, _ = accelerator.prepare(module, torch.optim.SGD(module.parameters()))
 
     ((single(samples) - targets) ** 2).sum().div(len(samples)).backward()
-    mine, wanted = (values.tensor_split(count)[rank].to(ranks.device) for values in (samples, targets))
+    mine, wanted = (
+        values.tensor_split(count)[rank].to(ranks.device) for values in (samples, targets)
+    )
     ((model(mine) - wanted) ** 2).sum().mul(count / len(samples)).backward()  # DDP and FSDP average
     expected, found = _gradient(single), _gradient(module)
     error = ((expected - found).norm() / expected.norm()).item()
@@ -200,4 +240,6 @@ def gradients(ranks: Ranks) -> Finding:
 
 def _gradient(module: nn.Module) -> Tensor:
     """All gradients of a module, concatenated, on the CPU; collective if the module is sharded."""
-    return torch.cat([whole(p.grad).flatten().cpu() for p in module.parameters() if p.grad is not None])
+    return torch.cat(
+        [whole(p.grad).flatten().cpu() for p in module.parameters() if p.grad is not None]
+    )

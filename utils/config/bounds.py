@@ -1,11 +1,23 @@
-"""Types of settings and of saved values: which values a field takes, and how a setting is saved and resumed."""
+"""Types of settings and of saved values: which values a field takes, and how a setting is saved and
+resumed.
+"""
 
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import MISSING, fields
 from math import isfinite
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from utils.errors import UserError
 
@@ -35,7 +47,10 @@ def at_most(limit: int) -> Bound:
     return Bound(f"at most {limit}", lambda number: number <= limit)
 
 
-_ABOVE_0, _BELOW_1 = Bound("above 0", lambda number: number > 0), Bound("below 1", lambda number: number < 1)
+_ABOVE_0, _BELOW_1 = (
+    Bound("above 0", lambda number: number > 0),
+    Bound("below 1", lambda number: number < 1),
+)
 PositiveInt = Annotated[int, at_least(1), at_most(2**31 - 1)]
 NonNegativeInt = Annotated[int, at_least(0), at_most(2**31 - 1)]
 Number = Annotated[float, Bound("a finite number", isfinite)]
@@ -50,18 +65,31 @@ NotEmpty = Annotated[str, Bound("a name", bool)]
 Arguments = dict[str, Any]  # keyword arguments, in YAML
 
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-_WORDS = {bool: ["true", "false"], int: ["an integer"], float: ["a number"], str: ["text"], dict: ["'{NAME: VALUE}'"]}
+_WORDS = {
+    bool: ["true", "false"],
+    int: ["an integer"],
+    float: ["a number"],
+    str: ["text"],
+    dict: ["'{NAME: VALUE}'"],
+}
 _LISTS = {int: "integers such as 160 224", float: "numbers such as 0.5 0.5 0.5", str: "names"}
 
 
 def find_marked(cls: type, *marks: Any) -> tuple[str, ...]:
     """The names of the settings whose type has one of these marks, such as `OneStart`."""
     wanted = {mark.__metadata__[0] for mark in marks}
-    return tuple(setting.name for setting in fields(cls) if wanted & set(getattr(setting.type, "__metadata__", ())))
+    return tuple(
+        setting.name
+        for setting in fields(cls)
+        if wanted & set(getattr(setting.type, "__metadata__", ()))
+    )
 
 
 def check_fields(config: Any) -> None:
-    """Convert the values of a settings class to the types of its fields. Raises UserError for one that does not fit."""
+    """Convert the values of a settings class to the types of its fields.
+
+    Raises UserError for one that does not fit.
+    """
     for setting in fields(config):
         value = getattr(config, setting.name)
         try:
@@ -69,18 +97,24 @@ def check_fields(config: Any) -> None:
                 setattr(config, setting.name, fit(value, setting.type))
         except (TypeError, ValueError, OverflowError) as error:
             valid = error if isinstance(error, ValueError) else describe(setting.type)
-            raise UserError(f"--{setting.name} must be {valid}, got {str(value)[:80] or repr(value)}") from None
+            raise UserError(
+                f"--{setting.name} must be {valid}, got {str(value)[:80] or repr(value)}"
+            ) from None
 
 
 def read_fields(cls: Any, values: Any) -> Any:
     """A dataclass from untrusted JSON. Raises ValueError, which names the first malformed field.
 
-    Fields are required, even if they have a default, unless their metadata has "optional". A field whose
-    type is a class with `from_dict` is read by that.
+    Fields are required, even if they have a default, unless their metadata has "optional". A field
+    whose type is a class with `from_dict` is read by that.
     """
     values = values if isinstance(values, dict) else {}
     hints, found = get_type_hints(cls, include_extras=True), {}
-    for name in (each.name for each in fields(cls) if each.name in values or not each.metadata.get("optional")):
+    for name in (
+        each.name
+        for each in fields(cls)
+        if each.name in values or not each.metadata.get("optional")
+    ):
         kind, value = hints[name], values.get(name, MISSING)
         try:
             found[name] = kind.from_dict(value) if hasattr(kind, "from_dict") else fit(value, kind)
@@ -123,7 +157,10 @@ def describe(hint: Any) -> str:
 
 
 def fit(value: Any, hint: Any) -> Any:
-    """The value as this type. Raises TypeError if it is of another, and ValueError if it is out of bounds."""
+    """The value as this type.
+
+    Raises TypeError if it is of another, and ValueError if it is out of bounds.
+    """
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
         value = fit(value, parts[0])

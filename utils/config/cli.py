@@ -1,4 +1,7 @@
-"""Fill a settings class from --config FILE, then from the flags. An error is reported on one line."""
+"""Fill a settings class from --config FILE, then from the flags.
+
+An error is reported on one line.
+"""
 
 import argparse
 import ast
@@ -26,10 +29,14 @@ PATHS = "paths"  # the field for words of the command line that are not flags
 _NUMBER = re.compile(r"[-+]?\.?(\d|inf|nan)")  # how the values of numbers begin
 
 
-def parse_args(cls: type[Config], prog: str, argv: Sequence[str] | None = None, tables: Sequence[Table] = ()) -> Config:
-    """Fill `cls` from --config FILE, then from the flags. An error prints one line and exits with code 2.
+def parse_args(
+    cls: type[Config], prog: str, argv: Sequence[str] | None = None, tables: Sequence[Table] = ()
+) -> Config:
+    """Fill `cls` from --config FILE, then from the flags. An error prints one line and exits with
+    code 2.
 
-    `tables` are those of settings whose value is a name. --help lists names and arguments, `Table.check` checks them.
+    `tables` are those of settings whose value is a name. --help lists names and arguments,
+    `Table.check` checks them.
     """
     return parse_given(cls, prog, argv, tables)[0]
 
@@ -39,7 +46,8 @@ def parse_given(
 ) -> tuple[Config, set[str]]:
     """As `parse_args`, and the names of the settings that are given, in the file or as flags.
 
-    With --resume, others come from a checkpoint later, so a table is checked only if its name is given.
+    With --resume, others come from a checkpoint later, so a table is checked only if its name is
+    given.
     """
     try:
         values = _read_words(cls, prog, list(sys.argv[1:] if argv is None else argv), tables)
@@ -64,11 +72,14 @@ def read_config(path: Path) -> TrainConfig:
 def _read_words(cls: type, prog: str, argv: list[str], tables: Sequence[Table]) -> dict[str, Any]:
     """The settings that are given."""
     names = [setting.name for setting in fields(cls)]
-    end = argv.index("--") if "--" in argv else len(argv)  # the words after it are paths, also if they begin with -
+    # the words after it are paths, also if they begin with -
+    end = argv.index("--") if "--" in argv else len(argv)
     found, words = _parser(cls, prog, tables).parse_known_args(argv[:end])
     vars(found).pop("local_rank", None)
     unknown = dict.fromkeys(word.split("=")[0] for word in words if word.startswith("-"))
-    answers = [f"unknown flag {flag}; {fix_for_unknown(flag.lstrip('-'), names, '--')}" for flag in unknown]
+    answers = [
+        f"unknown flag {flag}; {fix_for_unknown(flag.lstrip('-'), names, '--')}" for flag in unknown
+    ]
     require(not answers, "; ".join(answers))
     values: dict[str, Any] = {}
     for path in vars(found).pop("config", []):
@@ -84,9 +95,15 @@ def _read_words(cls: type, prog: str, argv: list[str], tables: Sequence[Table]) 
     if PATHS in names:
         values[PATHS] = paths
     elif paths:
-        fix = f"to name the data, write --data {paths[0]}" if cls is TrainConfig else f"--ckpt {paths[0]} names a run"
+        fix = (
+            f"to name the data, write --data {paths[0]}"
+            if cls is TrainConfig
+            else f"--ckpt {paths[0]} names a run"
+        )
         raise UserError(f"unexpected argument {paths[0]}", fix)
-    required = [setting.name for setting in fields(cls) if setting.default is setting.default_factory]
+    required = [
+        setting.name for setting in fields(cls) if setting.default is setting.default_factory
+    ]
     missing = [f"--{name}" for name in required if name not in values]
     require(not missing, f"missing {', '.join(missing)}", "see --help")
     return values
@@ -105,19 +122,25 @@ def _parser(cls: type, prog: str, tables: Sequence[Table]) -> argparse.ArgumentP
         argument_default=argparse.SUPPRESS,
     )
     parser._negative_number_matcher = _NUMBER  # argparse would take -1e-3 and -0.1,0.2 for flags
-    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # of torch.distributed.launch
+    # of torch.distributed.launch
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     if cls is TrainConfig:
-        parser.add_argument("--config", action="append", help="YAML file of settings, applied before all flags.")
+        parser.add_argument(
+            "--config", action="append", help="YAML file of settings, applied before all flags."
+        )
     more = {name: text for table in tables for name, text in table.helps().items()}
     groups = [group for group in reversed(cls.__mro__) if is_dataclass(group)]
     for group in sorted(groups, key=lambda group: group is LaunchConfig):  # its flags are the last
         title = f"flags of {prog}" if group is cls else str(group.__doc__).rstrip(".").lower()
         section = parser.add_argument_group(title)
         for name, text in _texts(group.__module__)[group.__name__].items():
-            text = _texts(cls.__module__)[cls.__name__].get(name, text)  # a script may describe a flag differently
+            # a script may describe a flag differently
+            text = _texts(cls.__module__)[cls.__name__].get(name, text)
             if setting := settings.pop(name, None):
                 text = text.rstrip(".") + more[name] if name in more else text
-                section.add_argument(f"--{name}", help=_help(text, setting), **_words(setting, alone=has_paths))
+                section.add_argument(
+                    f"--{name}", help=_help(text, setting), **_words(setting, alone=has_paths)
+                )
     return parser
 
 
@@ -144,12 +167,16 @@ def _help(text: str, setting: Field) -> str:
 
 
 def _words(setting: Field, alone: bool) -> dict[str, Any]:
-    """How many words the flag takes, and their type: text, or YAML. With `alone`, boolean flags take none."""
+    """How many words the flag takes, and their type: text, or YAML.
+
+    With `alone`, boolean flags take none.
+    """
     types = kinds(setting.type)
     text = str in types or list[str] in types
     options: dict[str, Any] = {"type": _text if text else _yaml}
     if any(get_origin(kind) is list for kind in types):
-        return options | {"nargs": "+"} | ({"action": "extend"} if text else {})  # names may be given one by one
+        # names may be given one by one
+        return options | {"nargs": "+"} | ({"action": "extend"} if text else {})
     if bool in types:
         return {"action": "store_true"} if alone else options | {"nargs": "?", "const": True}
     words = [word for kind in types if get_origin(kind) is Literal for word in get_args(kind)]
@@ -158,7 +185,8 @@ def _words(setting: Field, alone: bool) -> dict[str, Any]:
 
 def _yaml(word: str) -> Any:
     try:
-        return load_yaml(f"[{word}]" if "," in word and _NUMBER.match(word) else word)  # such as 11,5
+        # such as 11,5
+        return load_yaml(f"[{word}]" if "," in word and _NUMBER.match(word) else word)
     except ValueError as error:
         raise argparse.ArgumentTypeError(one_line(error)) from None
 
@@ -170,7 +198,9 @@ def _text(word: str) -> Any:
 def _read_file(path: Path, cls: type) -> dict[str, Any]:
     values = read_yaml(path)
     if not isinstance(values, dict):
-        raise UserError(f"{path}: is not a file of settings", "write one 'name: value' on each line")
+        raise UserError(
+            f"{path}: is not a file of settings", "write one 'name: value' on each line"
+        )
     if (found := values.pop("format", FORMAT)) != FORMAT:
         problem = f"{path}: has format {str(found)[:40]}; this version reads format {FORMAT}"
         raise UserError(problem, OTHER_FORMAT)

@@ -1,4 +1,6 @@
-"""Batch sizes, settings that follow from the data, and hints about settings that do not suit the data."""
+"""Batch sizes, settings that follow from the data, and hints about settings that do not suit the
+data.
+"""
 
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
@@ -17,8 +19,8 @@ _RANDOM = "crop_padding min_scale auto_augment color_jitter random_erasing cutou
 class Rates(NamedTuple):
     """The defaults of an optimizer.
 
-    The learning rates of a new and of a pretrained model are those for 128 samples per update. For n samples, they are
-    multiplied by (n / 128) ** power, but not increased.
+    The learning rates of a new and of a pretrained model are those for 128 samples per update. For
+    n samples, they are multiplied by (n / 128) ** power, but not increased.
     """
 
     new: float
@@ -27,13 +29,16 @@ class Rates(NamedTuple):
     weight_decay: float
 
 
-# SGD's rule is that of Goyal et al., 2017, whose 0.1 for 256 samples is 0.05 for 128. The square root for Adam is that
-# of Malladi et al., 2022. An optimizer without values of its own has those of adamw; muon's updates have the same size.
-# The optimizers listed after adamw have a weight decay of 0, as in PyTorch. It is not decoupled (except in adafactor),
-# so it would be divided by the size of the gradients. Their learning rates are PyTorch's, except that adamax and nadam
-# have that of adam, and rmsprop has a lower one, because --momentum makes its steps up to 10 times as large.
+# SGD's rule is that of Goyal et al., 2017, whose 0.1 for 256 samples is 0.05 for 128. The square
+# root for Adam is that of Malladi et al., 2022. An optimizer without values of its own has those of
+# adamw; muon's updates have the same size. The optimizers listed after adamw have a weight decay of
+# 0, as in PyTorch. It is not decoupled (except in adafactor), so it would be divided by the size of
+# the gradients. Their learning rates are PyTorch's, except that adamax and nadam have that of adam,
+# and rmsprop has a lower one, because --momentum makes its steps up to 10 times as large.
 RATES = {
-    **dict.fromkeys(("sgd", "asgd"), Rates(new=0.05, pretrained=0.01, power=1.0, weight_decay=5e-4)),
+    **dict.fromkeys(
+        ("sgd", "asgd"), Rates(new=0.05, pretrained=0.01, power=1.0, weight_decay=5e-4)
+    ),
     "adamw": Rates(new=1e-3, pretrained=1e-4, power=0.5, weight_decay=0.05),
     **dict.fromkeys(("adam", "adamax", "nadam", "radam"), Rates(1e-3, 1e-4, 0.5, 0.0)),
     "rmsprop": Rates(new=3e-4, pretrained=3e-5, power=0.5, weight_decay=0.0),
@@ -42,22 +47,31 @@ RATES = {
 }
 
 
-def choose_sizes(config: TrainConfig, samples: int, processes: int) -> tuple[TrainConfig, list[str]]:
-    """Fill the batch size, drop_last, log interval, learning rate and weight decay for this number of training samples.
+def choose_sizes(
+    config: TrainConfig, samples: int, processes: int
+) -> tuple[TrainConfig, list[str]]:
+    """Fill the batch size, drop_last, log interval, learning rate and weight decay for this number
+    of training samples.
 
-    Returns the settings, and lines with the chosen values and their reasons. `processes` matters only with
-    --batch_size, the batch size per process. Raises ValueError if the batch is not divisible.
+    Returns the settings, and lines with the chosen values and their reasons. `processes` matters
+    only with --batch_size, the batch size per process. Raises ValueError if the batch is not
+    divisible.
     """
     chosen: dict[str, Any] = {}
     lines: list[str] = []
     batch = LARGEST_BATCH
     while batch > _SMALLEST_BATCH and samples <= batch * (_UPDATES_PER_EPOCH - 1):
         batch //= 2
-    batch, is_default = resolve_batch(config, processes, batch)[2], not (config.global_batch_size or config.batch_size)
+    batch, is_default = (
+        resolve_batch(config, processes, batch)[2],
+        not (config.global_batch_size or config.batch_size),
+    )
     rest = samples % batch
     drop_last = config.drop_last
     if drop_last is None:  # a small last batch gives poor batch statistics
-        drop_last = is_default and batch < LARGEST_BATCH and samples > batch and 0 < rest < batch // 2
+        drop_last = (
+            is_default and batch < LARGEST_BATCH and samples > batch and 0 < rest < batch // 2
+        )
         chosen["drop_last"] = drop_last
     per_epoch = samples // batch + (rest > 0 and not drop_last)
     if is_default:
@@ -65,14 +79,17 @@ def choose_sizes(config: TrainConfig, samples: int, processes: int) -> tuple[Tra
         times = f"{per_epoch} update{'s' * (per_epoch != 1)} per epoch"
         lines.append(f"global batch {batch} ({samples} training images: {times})")
     elif not config.global_batch_size:
-        lines.append(f"global batch {batch} (--batch_size is per process: it changes with their number)")
+        lines.append(
+            f"global batch {batch} (--batch_size is per process: it changes with their number)"
+        )
     if chosen.get("drop_last"):
         lines.append(f"drop_last (the last batch would have {rest})")
     if config.log_every is None:
         updates = config.max_steps or config.epochs * per_epoch
         chosen["log_every"] = max(1, min(50, updates // _RECORDS))
         lines.append(f"log every {chosen['log_every']} update{'s' * (chosen['log_every'] != 1)}")
-    if BACKBONE in config.freeze and config.feature_views != 0:  # an epoch of a new head takes milliseconds
+    # an epoch of a new head takes milliseconds
+    if BACKBONE in config.freeze and config.feature_views != 0:
         if not config.eval_every:
             chosen["eval_every"] = 4 * per_epoch
             lines.append("evaluation after every fourth epoch")
@@ -80,7 +97,9 @@ def choose_sizes(config: TrainConfig, samples: int, processes: int) -> tuple[Tra
             chosen["save_seconds"] = 10.0
             lines.append("checkpoints 10 s apart")
     rates, reasons = _choose_rates(config, batch)
-    return replace(config, **chosen, **rates), [", ".join(part) for part in (lines, reasons) if part]
+    return replace(config, **chosen, **rates), [
+        ", ".join(part) for part in (lines, reasons) if part
+    ]
 
 
 def _choose_rates(config: TrainConfig, batch: int) -> tuple[dict[str, Any], list[str]]:
@@ -89,11 +108,17 @@ def _choose_rates(config: TrainConfig, batch: int) -> tuple[dict[str, Any], list
     lines: list[str] = []
     own = RATES.get(config.optimizer, RATES["adamw"])
     if config.lr is None:
-        base, start = (own.pretrained, "pretrained") if config.pretrained or config.init_from else (own.new, "new")
+        base, start = (
+            (own.pretrained, "pretrained")
+            if config.pretrained or config.init_from
+            else (own.new, "new")
+        )
         if BACKBONE in config.freeze:
             base, start = own.new, "new head of a"
         chosen["lr"] = base * min(1.0, batch / LARGEST_BATCH) ** own.power
-        lines.append(f"lr {chosen['lr']:.3g} ({config.optimizer}, {start} model: {base:g} for batch 128)")
+        lines.append(
+            f"lr {chosen['lr']:.3g} ({config.optimizer}, {start} model: {base:g} for batch 128)"
+        )
     if config.weight_decay is None:
         chosen["weight_decay"] = own.weight_decay
         lines.append(f"weight decay {own.weight_decay:g}")
@@ -111,16 +136,22 @@ def _choose_rates(config: TrainConfig, batch: int) -> tuple[dict[str, Any], list
 def choose_images(
     config: TrainConfig, small: bool, small_input: bool, is_new: bool = True
 ) -> tuple[TrainConfig, list[str]]:
-    """Fill the model and --flip, for small images or photographs, and for a small or large model input.
+    """Fill the model and --flip, for small images or photographs, and for a small or large model
+    input.
 
     Returns the settings, and lines with the chosen values and their reason.
     """
     chosen: dict[str, Any] = {}
     if config.model is None:
-        chosen["model"] = "mnist_cnn" if small and small_input and not config.pretrained else "resnet18"
+        chosen["model"] = (
+            "mnist_cnn" if small and small_input and not config.pretrained else "resnet18"
+        )
     if config.flip is None:
         chosen["flip"] = not small
-    texts = [f"model {value}" if name == "model" else "flip" if value else "no flip" for name, value in chosen.items()]
+    texts = [
+        f"model {value}" if name == "model" else "flip" if value else "no flip"
+        for name, value in chosen.items()
+    ]
     reason = "images up to 96 pixels" if small else "images above 96 pixels or of several sizes"
     if is_new and config.min_scale is None and config.fine_tunes and not (small or small_input):
         chosen["min_scale"] = 0.35
@@ -128,17 +159,25 @@ def choose_images(
     return replace(config, **chosen), [f"{', '.join(texts)} ({reason})"] if chosen else []
 
 
-def resolve_batch(config: TrainConfig, processes: int, default: int = LARGEST_BATCH) -> tuple[int, int, int]:
-    """Return (batch_size, grad_accum, global_batch_size). The last is the product of the first two and `processes`.
+def resolve_batch(
+    config: TrainConfig, processes: int, default: int = LARGEST_BATCH
+) -> tuple[int, int, int]:
+    """Return (batch_size, grad_accum, global_batch_size). The last is the product of the first two
+    and `processes`.
 
-    With --microbatches, the first two are the most samples in a microbatch, and the most microbatches of a process.
-    `default` is the global batch if neither batch size is set. Raises UserError, with values that work, if the
-    settings contradict each other or are not divisible.
+    With --microbatches, the first two are the most samples in a microbatch, and the most
+    microbatches of a process. `default` is the global batch if neither batch size is set. Raises
+    UserError, with values that work, if the settings contradict each other or are not divisible.
     """
     batch, accum, total = config.batch_size, config.grad_accum, config.global_batch_size
-    if config.shares and (len(config.shares), sum(config.shares)) != (processes, config.microbatches):
+    if config.shares and (len(config.shares), sum(config.shares)) != (
+        processes,
+        config.microbatches,
+    ):
         given = f"{len(config.shares)} processes and --microbatches {sum(config.shares)}"
-        problem = f"--shares {','.join(map(str, config.shares))} is for {given}, not for {processes} and"
+        problem = (
+            f"--shares {','.join(map(str, config.shares))} is for {given}, not for {processes} and"
+        )
         raise UserError(f"{problem} {config.microbatches}", "correct it, or leave it out")
     if config.microbatches:
         return _largest_microbatch(config.microbatches, processes, total or default)
@@ -195,7 +234,11 @@ def advice(
         ("momentum", not has_momentum, f"{config.optimizer} does not use it"),
         ("comm_hook find_unused_parameters", alone, "a single process exchanges no gradients"),
         ("mix_prob mix_off_epoch", not config.mixes, "neither --mixup nor --cutmix is set"),
-        ("num_workers", all(small) and not by_loader, "small images are decoded once, before training"),
+        (
+            "num_workers",
+            all(small) and not by_loader,
+            "small images are decoded once, before training",
+        ),
         ("data_on_device", not any(small), "only small images are decoded before training"),
         ("eval_crop", small[1], "small images are evaluated whole"),
         ("pos_weight threshold", targets, "only --task multilabel and binary use it"),
@@ -211,14 +254,22 @@ def advice(
 
 
 def hint_for_few(config: TrainConfig, images: int) -> list[str]:
-    """A line about --pretrained for a new model that has published weights, and few training images."""
+    """A line about --pretrained for a new model that has published weights, and few training
+    images.
+    """
     if config.pretrained or config.init_from or images >= 1000:
         return []
     return [f"{images} images are few for a new model; --pretrained is usually far more accurate"]
 
 
 def list_changes(config: TrainConfig, group: type) -> list[str]:
-    """The names and values of those settings of a group that do not have their defaults, for the start table."""
+    """The names and values of those settings of a group that do not have their defaults, for the
+    start table.
+    """
     usual = TrainConfig()
-    values = [(setting.name, getattr(config, setting.name)) for setting in fields(group) if setting.name not in KEPT]
+    values = [
+        (setting.name, getattr(config, setting.name))
+        for setting in fields(group)
+        if setting.name not in KEPT
+    ]
     return [f"{name} {value}" for name, value in values if value != getattr(usual, name)]

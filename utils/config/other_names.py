@@ -6,8 +6,8 @@ from difflib import get_close_matches
 
 from utils.config.table import suggestion
 
-# Our name, and its names in timm, torchvision's references, the Hugging Face examples and Lightning. Names that
-# `suggestion` finds are not listed.
+# Our name, and its names in timm, torchvision's references, the Hugging Face examples and
+# Lightning. Names that `suggestion` finds are not listed.
 OTHER_NAMES = {
     "data": "data_path train_dir dataset dataset_name train_data",
     "eval_split": "validation_dir val_dir valid_dir test_dir",
@@ -59,7 +59,8 @@ OTHER_NAMES = {
     "to": "format",
     "out": "output output_file",
 }
-# What to do instead, where no single setting does it. For train.py; the others use only advice whose flags they have.
+# What to do instead, where no single setting does it. For train.py; the others use only advice
+# whose flags they have.
 ADVICE = {
     "data_dir": "use --data; --data_dir is only the folder of torchvision's data sets",
     "warmup_epochs lr_warmup_epochs": "use --warmup_steps, which counts updates or, below 1, is a fraction of the run",
@@ -89,7 +90,9 @@ ADVICE = {
 
 
 def fix_for_unknown(name: str, names: Sequence[str], prefix: str = "") -> str:
-    """The fix for a setting that is not one of `names`; `prefix` is written before a name that it suggests."""
+    """The fix for a setting that is not one of `names`; `prefix` is written before a name that it
+    suggests.
+    """
     theirs = name.lower().replace("-", "_")
     if theirs in ("input", "images", "image") and "html" in names:
         return "name the images without a flag: predict.py --ckpt RUN PATH..."

@@ -25,7 +25,8 @@ class LoadingConfig(LaunchConfig):
     num_workers: NonNegativeInt | None = None
     """Loader processes per rank that decode photographs (default: as in train.py)."""
     data_dir: str | None = None
-    """Folder of torchvision data sets, where missing ones are downloaded (default: as in train.py)."""
+    """Folder of torchvision data sets, where missing ones are downloaded (default: as in
+    train.py)."""
     cache_dir: str | None = None
     """Folder for decoded small images and the results of image checks (default: as in train.py)."""
 
@@ -45,42 +46,50 @@ class InferenceConfig(CheckpointConfig):
     """Inference."""
 
     tta: Literal["flip", "shift", "flip,shift"] | None = None
-    """Average the logits of several views of each image (test-time augmentation). The views of flip are the image and
-    its mirror image, those of shift are the image and two copies shifted by one pixel, and flip,shift has the views of
-    shift and their mirror images."""
+    """Average the logits of several views of each image (test-time augmentation). The views of flip
+    are the image and its mirror image, those of shift are the image and two copies shifted by one
+    pixel, and flip,shift has the views of shift and their mirror images."""
     eval_batch_size: PositiveInt | None = None
     """Samples per process and batch (default: as in the run)."""
     mixed_precision: Literal["no", "bf16", "fp16", "auto"] | None = None
-    """Precision of the model; auto is bf16 if all devices support it natively (default: as in the run)."""
+    """Precision of the model; auto is bf16 if all devices support it natively (default: as in the
+    run)."""
     threshold: FractionBelow1 | None = None
     """Probability above which multilabel and binary predict a class (default: as in the run)."""
 
 
 @dataclass(kw_only=True)
 class EvalConfig(LoadingConfig, InferenceConfig):
-    """Evaluate a checkpoint or published weights exactly: each sample once, on any number of processes."""
+    """Evaluate a checkpoint or published weights exactly: each sample once, on any number of
+    processes.
+    """
 
     ckpt: str = ""
     """Run folder (its best checkpoint, else its latest) or checkpoint folder to evaluate."""
     weights: str | None = None  # type: ignore[assignment]  # of a checkpoint or a file
-    """Weights to use: raw, or ema for their average (default: ema if the run had --ema_decay). With --model: a file
-    (safetensors, or a state dict that torch.save wrote), or hf://OWNER/NAME on the Hugging Face Hub."""
+    """Weights to use: raw, or ema for their average (default: ema if the run had --ema_decay). With
+    --model: a file (safetensors, or a state dict that torch.save wrote), or hf://OWNER/NAME on the
+    Hugging Face Hub."""
     model: str | None = None
-    """Model to evaluate instead of a checkpoint: a torchvision model or timm/NAME. Needs --data, and --pretrained or
-    --weights. The classes of the data must be classes of ImageNet, or as many as the file has outputs."""
+    """Model to evaluate instead of a checkpoint: a torchvision model or timm/NAME. Needs --data,
+    and --pretrained or --weights. The classes of the data must be classes of ImageNet, or as many
+    as the file has outputs."""
     pretrained: bool = False
     """Evaluate the published weights of --model."""
     init_match: Literal["name", "order"] = "name"
-    """How the tensors in the file of --weights are assigned to those of the model. order is for a file with other names
-    but the same shapes in the same order."""
+    """How the tensors in the file of --weights are assigned to those of the model. order is for a
+    file with other names but the same shapes in the same order."""
     mean: list[Number] | None = None
-    """Mean per channel of the input of --model (default: that of its published weights, else 0.5)."""
+    """Mean per channel of the input of --model (default: that of its published weights, else
+    0.5)."""
     std: list[PositiveFloat] | None = None
     """Standard deviation per channel of the input of --model (default: as for --mean)."""
     interpolation: Literal["bilinear", "bicubic"] | None = None
-    """Interpolation of photographs for --model (default: as for its published weights, else bilinear)."""
+    """Interpolation of photographs for --model (default: as for its published weights, else
+    bilinear)."""
     split: str | None = None
-    """Split to evaluate (default: as in the run; for other data, validation, else test, else the training split)."""
+    """Split to evaluate (default: as in the run; for other data, validation, else test, else the
+    training split)."""
     data: str | None = None
     """Other data to evaluate on, named as in train.py (default: the data of the run)."""
     data_subset: str | None = None
@@ -92,10 +101,11 @@ class EvalConfig(LoadingConfig, InferenceConfig):
     max_eval_samples: PositiveInt | None = None
     """Evaluate on a random subset of this many samples."""
     bad_images: Literal["error", "skip"] | None = None
-    """What to do about unreadable images: error lists them and exits, skip evaluates the others (default: as in
-    the run)."""
+    """What to do about unreadable images: error lists them and exits, skip evaluates the others
+    (default: as in the run)."""
     check_images: Literal["quick", "full"] | None = None
-    """How to check images: quick reads both ends of each image, full decodes it (default: as in the run)."""
+    """How to check images: quick reads both ends of each image, full decodes it (default: as in the
+    run)."""
     eval_size: Size = None
     """Side of the square model input in pixels, or '[HEIGHT, WIDTH]' (default: as in the run)."""
     eval_crop: Fraction | None = None
@@ -125,13 +135,17 @@ class EvalConfig(LoadingConfig, InferenceConfig):
         exclude(self, "model", "ckpt")
         exclude(self, "pretrained", "weights", "init_match")
         fix = "add --pretrained, or --weights FILE"
-        require(self.pretrained or not is_part, "--model needs weights: otherwise they are random", fix)
+        require(
+            self.pretrained or not is_part, "--model needs weights: otherwise they are random", fix
+        )
         require(self.data is not None, "--model needs --data", "name the data to evaluate on")
 
 
 @dataclass(kw_only=True)
 class PredictConfig(InferenceConfig):
-    """Predict the classes of images with a checkpoint: files, folders with their sub-folders, glob patterns."""
+    """Predict the classes of images with a checkpoint: files, folders with their sub-folders, glob
+    patterns.
+    """
 
     paths: list[str] = field(default_factory=list)
     """Image files, folders and glob patterns."""
@@ -153,32 +167,40 @@ class PredictConfig(InferenceConfig):
 
 @dataclass(kw_only=True)
 class ExportConfig(CheckpointConfig):
-    """Export a checkpoint as a folder that loads without Lockstep: weights, config.json and a model card."""
+    """Export a checkpoint as a folder that loads without Lockstep: weights, config.json and a model
+    card.
+    """
 
     to: Literal["torch", "onnx", "timm"]
-    """Format of the model: timm is a folder for timm.create_model, torch is a program of torch.export, and onnx is
-    a file for ONNX Runtime. torch and onnx take uint8 images and return probabilities."""
+    """Format of the model: timm is a folder for timm.create_model, torch is a program of
+    torch.export, and onnx is a file for ONNX Runtime. torch and onnx take uint8 images and return
+    probabilities."""
     out: str
     """Folder to write; it must not exist."""
 
 
 @dataclass(kw_only=True)
 class ReplayConfig(LoadingConfig):
-    """Recompute one update of a run in one process, and show the samples and layers of one of its microbatches."""
+    """Recompute one update of a run in one process, and show the samples and layers of one of its
+    microbatches.
+    """
 
     run: str
     """Run folder."""
     update: PositiveInt
     """Update to show, counted from 1 as in the log."""
     microbatch: NonNegativeInt | None = None
-    """Microbatch to show, counted from 0 (default: the first one with a NaN or infinite loss, else 0)."""
+    """Microbatch to show, counted from 0 (default: the first one with a NaN or infinite loss, else
+    0)."""
     pdb: bool = False
     """Stop in the debugger before the forward pass."""
 
 
 @dataclass(kw_only=True)
 class DoctorConfig(LaunchConfig):
-    """Check whether this machine, and the processes launched on it and on other machines, are ready to train."""
+    """Check whether this machine, and the processes launched on it and on other machines, are ready
+    to train.
+    """
 
     output_dir: str = "runs"
     """Folder that contains the run folders; it must be writable, and the same on all machines."""

@@ -1,7 +1,8 @@
 """The settings of train.py, and those that all scripts have.
 
-A setting is one field with its help text below it. Its type says what values it takes and, if it is special, how it is
-saved and resumed (`bounds.py`); its class is its group in --help. Those of the recipe are in `recipe.py`.
+A setting is one field with its help text below it. Its type says what values it takes and, if it is
+special, how it is saved and resumed (`bounds.py`); its class is its group in --help. Those of the
+recipe are in `recipe.py`.
 """
 
 import os
@@ -47,7 +48,9 @@ from utils.config.yaml_text import dump_yaml
 FORMAT = 4
 """The format of config.yaml and state.json. A new field that files may lack does not change it."""
 
-OTHER_FORMAT = "use the version that wrote it; commit 65bea51 is the last that reads formats 2 and 3"
+OTHER_FORMAT = (
+    "use the version that wrote it; commit 65bea51 is the last that reads formats 2 and 3"
+)
 
 
 Seconds = Annotated[PositiveFloat, at_most(7 * 24 * 3600)]  # gloo and the store count milliseconds
@@ -55,7 +58,11 @@ Seconds = Annotated[PositiveFloat, at_most(7 * 24 * 3600)]  # gloo and the store
 
 def _can_name_a_folder(name: str) -> bool:
     # The limit is 255 bytes; longer names are derived from it.
-    return bool(re.match(r"[^./-][^/]*$", name)) and name.isprintable() and len(os.fsencode(name)) <= 200
+    return (
+        bool(re.match(r"[^./-][^/]*$", name))
+        and name.isprintable()
+        and len(os.fsencode(name)) <= 200
+    )
 
 
 _RUN_NAME = Bound("a plain name of at most 200 bytes, such as mnist-1", _can_name_a_folder)
@@ -76,14 +83,17 @@ class LaunchConfig:
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Communication backend of the process group; auto is nccl on GPUs and gloo on CPUs."""
     init_method: Annotated[str, _PLACE] = "env://"
-    """Where the processes connect: env:// uses the launcher's MASTER_ADDR and MASTER_PORT, tcp://HOST:PORT is a port on
-    the machine of rank 0, file:///PATH is a file on a disk that all machines share."""
+    """Where the processes connect: env:// uses the launcher's MASTER_ADDR and MASTER_PORT,
+    tcp://HOST:PORT is a port on the machine of rank 0, file:///PATH is a file on a disk that all
+    machines share."""
     interface: str | None = None
-    """Network interface between the machines, such as eth0 (default: the one that reaches rank 0's machine)."""
+    """Network interface between the machines, such as eth0 (default: the one that reaches rank 0's
+    machine)."""
     threads: PositiveInt | None = None
     """CPU threads per process (default: an equal share of the cores)."""
     timeout: Seconds = 600.0
-    """Seconds that a rank waits for another before the run fails; a download on the main process may take longer."""
+    """Seconds that a rank waits for another before the run fails; a download on the main process
+    may take longer."""
     traceback: bool = False
     """Print the Python traceback of an error as well."""
 
@@ -100,29 +110,32 @@ class BasicSettings:
     model: Chosen[Fixed[Input[str]]] = FROM_DATA
     """Model (default: mnist_cnn for images up to 96 pixels without --pretrained, else resnet18)."""
     pretrained: Input[bool] = False
-    """Start from the published weights of the model; their head is kept if it has all classes of the data."""
+    """Start from the published weights of the model; their head is kept if it has all classes of
+    the data."""
     image_size: Input[Size] = None
-    """Side of the square model input in pixels, or '[HEIGHT, WIDTH]' (default: that of the pretrained weights, else
-    that of the images if it is at most 96 pixels, else 224)."""
+    """Side of the square model input in pixels, or '[HEIGHT, WIDTH]' (default: that of the
+    pretrained weights, else that of the images if it is at most 96 pixels, else 224)."""
     epochs: PositiveInt = FROM_DATA
     """Passes over the training data (default: 20, or 40 to train only the head)."""
     global_batch_size: Chosen[BatchSize] = FROM_DATA
-    """Samples per update over all processes and accumulation steps (default: 128, or less for up to 896 samples)."""
+    """Samples per update over all processes and accumulation steps (default: 128, or less for up to
+    896 samples)."""
     lr: Chosen[PositiveFloat] = FROM_DATA
-    """Peak learning rate (default: depends on optimizer, start and batch; 0.05 for sgd and 128 samples)."""
+    """Peak learning rate (default: depends on optimizer, start and batch; 0.05 for sgd and 128
+    samples)."""
     run_name: OneStart[Annotated[str, _RUN_NAME] | None] = None
     """Name of the run folder (default: DATA-MODEL-TIME)."""
     output_dir: Machine[str] = "runs"
     """Folder that contains the run folders."""
     resume: OneStart[str | None] = None
-    """auto resumes the run --run_name from its newest valid checkpoint, or starts it if there is none. The path of a
-    checkpoint or run resumes from it in a new run folder, or in the same one if --run_name names it. Data and settings
-    that are not given are those of the checkpoint."""
+    """auto resumes the run --run_name from its newest valid checkpoint, or starts it if there is
+    none. The path of a checkpoint or run resumes from it in a new run folder, or in the same one if
+    --run_name names it. Data and settings that are not given are those of the checkpoint."""
     optimizer: Fixed[str] = FROM_DATA
     """Optimizer (default: adamw to fine-tune more than the head of a model, else sgd)."""
     weight_decay: Chosen[NonNegativeFloat] = FROM_DATA
-    """Weight decay of matrices and kernels; biases, normalisation layers, position embeddings and class tokens have
-    none (default: 5e-4 for sgd and asgd, 0.05 for adamw and muon, else 0)."""
+    """Weight decay of matrices and kernels; biases, normalisation layers, position embeddings and
+    class tokens have none (default: 5e-4 for sgd and asgd, 0.05 for adamw and muon, else 0)."""
     lr_schedule: str = "onecycle"
     """Learning rate schedule."""
     seed: Annotated[int, at_least(-(2**63) + 1), at_most(2**63 - 1)] = 0
@@ -138,9 +151,11 @@ class DataSettings:
     train_split: str | None = None
     """Split to train on (default: train, or the only one)."""
     eval_split: str | None = None
-    """Split to evaluate on (default: validation, else test, else a hold-out of the training split)."""
+    """Split to evaluate on (default: validation, else test, else a hold-out of the training
+    split)."""
     eval_fraction: FractionBelow1 | None = None
-    """Evaluate on a hold-out of this fraction of the training split, stratified by class, instead of on a split."""
+    """Evaluate on a hold-out of this fraction of the training split, stratified by class, instead
+    of on a split."""
     image_column: str | None = None
     """Column with the images (default: found by its type, or named path in a CSV file)."""
     label_column: str | None = None
@@ -152,19 +167,22 @@ class DataSettings:
     max_eval_samples: PositiveInt | None = None
     """Evaluate on a random subset of this many samples, for debugging."""
     bad_images: Literal["error", "skip"] = "error"
-    """What to do about unreadable images: error lists them and ends the run, skip continues without them."""
+    """What to do about unreadable images: error lists them and ends the run, skip continues without
+    them."""
     check_images: Literal["quick", "full"] = "quick"
     """How to check images before training: quick reads both ends of each image, full decodes it."""
     data_dir: Machine[str | None] = None
-    """Folder of torchvision data sets, where missing ones are downloaded (default: CACHE_DIR/torchvision)."""
+    """Folder of torchvision data sets, where missing ones are downloaded (default:
+    CACHE_DIR/torchvision)."""
     cache_dir: Machine[str] = "~/.cache/lockstep"
     """Folder for decoded small images, cached features and the results of image checks."""
     num_workers: Machine[NonNegativeInt | None] = None
-    """Loader processes per rank that decode photographs (default: the threads per process, at most 8, or
-    up to 16 if there are that many physical cores)."""
+    """Loader processes per rank that decode photographs (default: the threads per process, at most
+    8, or up to 16 if there are that many physical cores)."""
     data_on_device: Machine[Literal["auto", "yes", "no"]] = "auto"
-    """Keep decoded small images in the memory of the device, and draw batches there; auto does so on a GPU if they take
-    at most a quarter of its free memory. The images are the same either way."""
+    """Keep decoded small images in the memory of the device, and draw batches there; auto does so
+    on a GPU if they take at most a quarter of its free memory. The images are the same either
+    way."""
 
 
 @dataclass
@@ -172,18 +190,21 @@ class SpeedSettings:
     """Precision, speed and randomness."""
 
     mixed_precision: Literal["no", "bf16", "fp16", "auto"] | None = None
-    """Precision of the model: no is float32, auto is bf16 if all devices support it natively (default: as in the
-    accelerate config, else auto on GPUs and no on CPUs)."""
+    """Precision of the model: no is float32, auto is bf16 if all devices support it natively
+    (default: as in the accelerate config, else auto on GPUs and no on CPUs)."""
     tf32: bool | None = None
-    """Use TF32 for float32 on GPUs: matrix products and convolutions round their inputs to a 10-bit mantissa, which is
-    faster (default: true, but false with --deterministic)."""
+    """Use TF32 for float32 on GPUs: matrix products and convolutions round their inputs to a 10-bit
+    mantissa, which is faster (default: true, but false with --deterministic)."""
     channels_last: bool = True
-    """Store images and kernels in memory with the channels last, usually the fastest layout for convolutions."""
+    """Store images and kernels in memory with the channels last, usually the fastest layout for
+    convolutions."""
     comm_hook: Literal["no", "fp16", "bf16"] = "no"
-    """Convert gradients to this type for the exchange between processes (no: float32). fp16 and bf16 halve the traffic,
-    but runs on different numbers of processes then differ by more than float32 rounding."""
+    """Convert gradients to this type for the exchange between processes (no: float32). fp16 and
+    bf16 halve the traffic, but runs on different numbers of processes then differ by more than
+    float32 rounding."""
     sync_batchnorm: bool = False
-    """Compute batch statistics over all processes, which helps if each process has few samples; slower."""
+    """Compute batch statistics over all processes, which helps if each process has few samples;
+    slower."""
     find_unused_parameters: bool = False
     """Allow a model that does not use all of its parameters in each forward pass; slower."""
     deterministic: bool = False
@@ -195,10 +216,11 @@ class CheckpointSettings:
     """Checkpoints."""
 
     save_every: PositiveInt | None = None
-    """Updates between checkpoints (default: one epoch, unless --save_seconds is given); the last update and a new
-    best are always saved."""
+    """Updates between checkpoints (default: one epoch, unless --save_seconds is given); the last
+    update and a new best are always saved."""
     save_seconds: PositiveFloat | None = None
-    """Seconds between checkpoints, checked about once a second; with --save_every, whichever is due first."""
+    """Seconds between checkpoints, checked about once a second; with --save_every, whichever is due
+    first."""
     keep: PositiveInt | Literal["all"] = 2
     """Number of newest checkpoints to keep, besides the best one; all keeps every checkpoint."""
 
@@ -210,24 +232,27 @@ class LogSettings:
     eval_every: PositiveInt | None = None
     """Updates between evaluations (default: one epoch); the last update is always evaluated."""
     log_every: Chosen[PositiveInt] = FROM_DATA
-    """Updates between training records in the log (default: 50, or a quarter of the run's updates if that is less)."""
+    """Updates between training records in the log (default: 50, or a quarter of the run's updates
+    if that is less)."""
     report_to: Machine[str | None] = None
     """Trackers, separated by commas, that also get the records of the log."""
     eval_batch_size: PositiveInt = 256
     """Samples per process in an evaluation batch; the batches are the same on any topology."""
     metrics: bool = False
-    """Compute macro F1, precision, recall and per-class accuracy in each evaluation (eval.py always does)."""
+    """Compute macro F1, precision, recall and per-class accuracy in each evaluation (eval.py always
+    does)."""
     best_metric: Kept[str | None] = None
-    """Metric of the evaluation that decides which checkpoint is the best, such as loss (default: mAP for multilabel,
-    else accuracy); of equal values, the earliest is the best."""
+    """Metric of the evaluation that decides which checkpoint is the best, such as loss (default:
+    mAP for multilabel, else accuracy); of equal values, the earliest is the best."""
     report: bool = True
-    """Write report.html to the run folder at the end: a page of curves, metrics, confusions, calibration and errors,
-    with images of the data."""
+    """Write report.html to the run folder at the end: a page of curves, metrics, confusions,
+    calibration and errors, with images of the data."""
     dry_run: OneStart[bool] = False
-    """Compute one update and one evaluation batch, print their time and memory, and save nothing."""
+    """Compute one update and one evaluation batch, print their time and memory, and save
+    nothing."""
     profile: OneStart[bool] = False
-    """Profile ten early updates, and evaluations and saves between them: write a trace to the run folder and print the
-    slowest operations."""
+    """Profile ten early updates, and evaluations and saves between them: write a trace to the run
+    folder and print the slowest operations."""
 
 
 @dataclass
@@ -292,8 +317,8 @@ OF_ONE_START = tuple(f.name for f in fields(LaunchConfig)) + find_marked(TrainCo
 """Settings that belong to one start and are not saved with the run."""
 
 OF_THIS_MACHINE = OF_ONE_START + find_marked(TrainConfig, Machine)
-"""Settings that affect this machine: they come from flags and defaults only, because a checkpoint may come from someone
-else."""
+"""Settings that affect this machine: they come from flags and defaults only, because a checkpoint
+may come from someone else."""
 
 
 def to_yaml(config: TrainConfig) -> str:

@@ -12,11 +12,12 @@ from utils.errors import UserError, one_line
 
 
 class Table(dict[str, Any]):
-    """The functions that the setting `what` selects by name; the first line of a function's docstring is its help.
+    """The functions that the setting `what` selects by name; the first line of a function's
+    docstring is its help.
 
-    The setting `what`_args, if there is one, passes arguments to the selected function, by the names of its parameters
-    that have a default. `trial(config)` raises an error if these arguments have invalid values. `others` describes
-    values of the setting that are not in the table.
+    The setting `what`_args, if there is one, passes arguments to the selected function, by the
+    names of its parameters that have a default. `trial(config)` raises an error if these arguments
+    have invalid values. `others` describes values of the setting that are not in the table.
     """
 
     def __init__(
@@ -30,7 +31,10 @@ class Table(dict[str, Any]):
         self.what, self.others, self.trial = what, others, trial
 
     def choose(self, name: str) -> Any:
-        """The function of this name. Raises UserError, which suggests a similar name or lists all."""
+        """The function of this name.
+
+        Raises UserError, which suggests a similar name or lists all.
+        """
         if name not in self:
             problem = f"--{self.what} {name}: no such {self.what.replace('_', ' ')}"
             raise UserError(problem, suggestion(name, self, f"use {self.describe_values()}"))
@@ -49,7 +53,10 @@ class Table(dict[str, Any]):
         return self._attempt(config, lambda: function(*given, **arguments))
 
     def check(self, config: Any) -> None:
-        """Raise UserError for an unknown name or invalid arguments. Does nothing for a table with `others`."""
+        """Raise UserError for an unknown name or invalid arguments.
+
+        Does nothing for a table with `others`.
+        """
         if self.others:
             return
         if getattr(config, self.what) is None:
@@ -58,35 +65,57 @@ class Table(dict[str, Any]):
             return
         function, arguments = self.choose(getattr(config, self.what)), self._arguments(config)
         parameters = inspect.signature(function).parameters
-        defaults, takes_any = _defaults(parameters), any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        defaults, takes_any = (
+            _defaults(parameters),
+            any(p.kind is p.VAR_KEYWORD for p in parameters.values()),
+        )
         for name, value in arguments.items():
             if name in defaults:
                 problem = f"{name} must be a value such as {defaults[name]}, got {value}"
                 require(_fits(value, defaults[name]), f"{self._flag(config)}: {problem}")
             elif hasattr(config, name):
-                raise UserError(f"{self._flag(config)}: {name} is set by --{name}", "leave it out here")
+                raise UserError(
+                    f"{self._flag(config)}: {name} is set by --{name}", "leave it out here"
+                )
             elif not takes_any:
-                valid = f"use {', '.join(defaults)}" if defaults else "remove it, this function takes no arguments"
-                raise UserError(f"{self._flag(config)}: unknown argument {name}", suggestion(name, defaults, valid))
+                valid = (
+                    f"use {', '.join(defaults)}"
+                    if defaults
+                    else "remove it, this function takes no arguments"
+                )
+                raise UserError(
+                    f"{self._flag(config)}: unknown argument {name}",
+                    suggestion(name, defaults, valid),
+                )
         if arguments and (trial := self.trial):
             self._attempt(config, lambda: trial(config))
 
     def helps(self) -> dict[str, str]:
-        """What --help adds to the texts of the setting and of its arguments, by the names of the settings."""
+        """What --help adds to the texts of the setting and of its arguments, by the names of the
+        settings.
+        """
         names = [f"{name} ({_first_line(function)})" for name, function in self.items()]
-        takes = {name: ", ".join(_defaults(inspect.signature(function).parameters)) for name, function in self.items()}
+        takes = {
+            name: ", ".join(_defaults(inspect.signature(function).parameters))
+            for name, function in self.items()
+        }
         arguments = "; ".join(f"{name}: {valid}" for name, valid in takes.items() if valid)
         values = ", ".join([*names, self.others] if self.others else names)
         return {self.what: f": {values}", f"{self.what}_args": f" ({arguments})"}
 
     def _attempt(self, config: Any, action: Callable[[], Any]) -> Any:
-        """The result of `action`. If the user gave arguments, its error becomes a UserError that names their flag."""
+        """The result of `action`.
+
+        If the user gave arguments, its error becomes a UserError that names their flag.
+        """
         try:
             return action()
         except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             if isinstance(error, UserError) or not self._arguments(config):
                 raise
-            raise UserError(f"{self._flag(config)}: {one_line(error)}", "change or remove these arguments") from error
+            raise UserError(
+                f"{self._flag(config)}: {one_line(error)}", "change or remove these arguments"
+            ) from error
 
     def _arguments(self, config: Any) -> dict[str, Any]:
         return getattr(config, f"{self.what}_args", {})
@@ -98,10 +127,13 @@ class Table(dict[str, Any]):
 def suggestion(name: str, names: Iterable[str], otherwise: str, prefix: str = "") -> str:
     """The fix for a name that does not exist: up to four similar valid names, or `otherwise`.
 
-    The first of these that exist: the name in another spelling, names that begin with it, contain it, or resemble it.
+    The first of these that exist: the name in another spelling, names that begin with it, contain
+    it, or resemble it.
     """
     given, known = re.sub(r"[-\s]", "_", name.lower()), {known.lower(): known for known in names}
-    similar = [given] if given in known else [word for word in known if given and word.startswith(given)]
+    similar = (
+        [given] if given in known else [word for word in known if given and word.startswith(given)]
+    )
     similar = similar or [word for word in known if len(given) > 2 and given in word]
     for cutoff in (0.8, 0.7, 0.6):
         similar = similar or get_close_matches(given, known, n=3, cutoff=cutoff)

@@ -1,4 +1,7 @@
-"""Read and write settings as YAML, without aliases and duplicate keys. `no` and `on` are strings. Executes nothing."""
+"""Read and write settings as YAML, without aliases and duplicate keys.
+
+`no` and `on` are strings. Executes nothing.
+"""
 
 import re
 from pathlib import Path
@@ -13,7 +16,10 @@ _MAX_BYTES = 2**17  # a settings file usually has two or three thousand
 
 
 def read_yaml(path: Path) -> Any:
-    """The value in a settings file. Raises UserError, which names the file, if it is not valid or too large."""
+    """The value in a settings file.
+
+    Raises UserError, which names the file, if it is not valid or too large.
+    """
     text = read_text(path, _MAX_BYTES)
     try:
         return load_yaml(text)
@@ -25,7 +31,8 @@ def load_yaml(text: str) -> Any:
     """The value of a YAML text. Raises ValueError if the text is not valid."""
     try:
         return yaml.load(text, Loader=_Loader)
-    # The others are raised for `!!bool x`, `!!timestamp x`, a number that is too long, and too deep nesting.
+    # The others are raised for `!!bool x`, `!!timestamp x`, a number that is too long, and too deep
+    # nesting.
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(one_line(error)) from None
 
@@ -75,4 +82,6 @@ for _tag, _pattern, _first in (
               r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+0123456789.")),
 ):  # fmt: skip
     for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first)
+        _class.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first
+        )

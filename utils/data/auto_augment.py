@@ -1,7 +1,7 @@
 """Augmentations of colours and shapes for single images: automatic augmentation and colour jitter.
 
-The pixels are computed by torchvision's functions. To add a policy, write an `Operation` and add it to AUTO_AUGMENTS:
-its parameters with a default are what --auto_augment_args may set.
+The pixels are computed by torchvision's functions. To add a policy, write an `Operation` and add it
+to AUTO_AUGMENTS: its parameters with a default are what --auto_augment_args may set.
 """
 
 import math
@@ -38,7 +38,8 @@ class ColorJitter(ColorOperation):
     """Multiply brightness, contrast and saturation by factors in [1 - X, 1 + X], in random order."""
 
     streams = ("jitter_order", "jitter_brightness", "jitter_contrast", "jitter_saturation")
-    adjust = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation)  # the last one keeps grey images
+    # the last one keeps grey images
+    adjust = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation)
 
     def __init__(self, strength: float):
         self.low, self.high = max(0.0, 1 - strength), 1 + strength
@@ -65,14 +66,18 @@ class TrivialAugment(ColorOperation):
 class RandAugment(ColorOperation):
     """RandAugment: several random operations of the same magnitude (Cubuk et al., 2019)."""
 
-    def __init__(self, spec: InputSpec, num_ops: int = 2, magnitude: int = 9, interpolation: str = "nearest"):
+    def __init__(
+        self, spec: InputSpec, num_ops: int = 2, magnitude: int = 9, interpolation: str = "nearest"
+    ):
         if not 0 <= magnitude < _MAGNITUDES:
             raise ValueError(f"magnitude must be between 0 and {_MAGNITUDES - 1}, got {magnitude}")
         if not 1 <= num_ops <= 16:
             raise ValueError(f"num_ops must be between 1 and 16, got {num_ops}")
         transform = v2.RandAugment(num_ops, magnitude, _MAGNITUDES, _mode(interpolation))
         self.policy, self.magnitude = _Policy(transform, spec), magnitude
-        self.streams = tuple(f"auto_{what}_{number}" for number in range(num_ops) for what in ("operation", "sign"))
+        self.streams = tuple(
+            f"auto_{what}_{number}" for number in range(num_ops) for what in ("operation", "sign")
+        )
 
     def planes(self, x: Tensor, random: list[float]) -> Tensor:
         for operation, sign in zip(random[::2], random[1::2], strict=True):
@@ -107,7 +112,9 @@ AUTO_AUGMENTS: Table = Table(
 
 
 def _sharpness(x: Tensor, factor: float) -> Tensor:
-    """The result of `F.adjust_sharpness`, several times as fast: with sums of 3x3 pixels instead of a convolution."""
+    """The result of `F.adjust_sharpness`, several times as fast: with sums of 3x3 pixels instead of
+    a convolution.
+    """
     if min(x.shape[1:]) <= 2:
         return x
     floats = x.float()
@@ -123,7 +130,9 @@ def _sharpness(x: Tensor, factor: float) -> Tensor:
 
 
 def _solarize(x: Tensor, threshold: float) -> Tensor:
-    """The result of `F.solarize`, many times as fast: with bitwise operations on bytes instead of float32."""
+    """The result of `F.solarize`, many times as fast: with bitwise operations on bytes instead of
+    float32.
+    """
     return x ^ -(x >= math.ceil(np.float32(threshold))).byte()
 
 
@@ -144,7 +153,9 @@ class _Policy:
         ]
 
     def apply(self, x: Tensor, operation: float, place: int, sign: float) -> Tensor:
-        """Apply the operation that a random number selects, with the magnitude at this place and a random sign."""
+        """Apply the operation that a random number selects, with the magnitude at this place and a
+        random sign.
+        """
         name, magnitudes, is_signed = self.operations[int(operation * len(self.operations))]
         magnitude = 0.0 if magnitudes is None else float(magnitudes[place])
         return self.change(x, name, -magnitude if is_signed and sign < 0.5 else magnitude)
@@ -165,7 +176,11 @@ class _Policy:
             interpolation=mode,
             fill=fill,
         )
-        if not name.startswith(("Shear", "Translate", "Rotate")) or mode != InterpolationMode.NEAREST or len(x) != 3:
+        if (
+            not name.startswith(("Shear", "Translate", "Rotate"))
+            or mode != InterpolationMode.NEAREST
+            or len(x) != 3
+        ):
             return change(x)
         # RGB is moved as one plane of 24-bit integers, exact in float32.
         red, green, blue = x.int()

@@ -17,10 +17,11 @@ from utils.waiting import wait_for_items
 
 
 class Batches:
-    """The batches of a prepared loader as the model's float input on the device, augmented and mixed in training.
+    """The batches of a prepared loader as the model's float input on the device, augmented and
+    mixed in training.
 
-    `error` is set if this rank could not read a sample. `outputs`, the length of a mixed target, is only needed with
-    Mixup or CutMix.
+    `error` is set if this rank could not read a sample. `outputs`, the length of a mixed target, is
+    only needed with Mixup or CutMix.
     """
 
     def __init__(
@@ -37,7 +38,8 @@ class Batches:
         self.error: Exception | None = None
         self.what = "a training batch" if training else "an evaluation batch"
         self.dataset: Any = self.loader.dataset
-        self.loader.device = None  # Accelerate would copy on the compute stream; `_upload` copies instead
+        # Accelerate would copy on the compute stream; `_upload` copies instead
+        self.loader.device = None
         self.mixing = Mixing(config, spec, outputs) if training and config.mixes else None
         self.format = torch.channels_last if config.channels_last else torch.contiguous_format
         std = torch.tensor(spec.std, device=device)
@@ -62,7 +64,9 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         loaded = wait_for_items(self.loader, self.what)
-        is_resident, are_features = (isinstance(self.dataset, kind) for kind in (ResidentImages, Features))
+        is_resident, are_features = (
+            isinstance(self.dataset, kind) for kind in (ResidentImages, Features)
+        )
         for batch in self._drawn(loaded) if is_resident else self._streamed(loaded):
             self.error = batch.error or self.error
             mix, labels = None, batch.labels
@@ -86,7 +90,9 @@ class Batches:
         """Batches drawn from images on the device, augmented, from batches without pixels."""
         for joined, parts in _upload(self.dataset.groups(loaded), self.device):
             images, labels = self.dataset.draw(joined.indices)
-            images = self.dataset.augmentation.batch(images, self.dataset.augmentation.prepare(joined))
+            images = self.dataset.augmentation.batch(
+                images, self.dataset.augmentation.prepare(joined)
+            )
             sizes = [len(part.indices) for part in parts]
             yield from map(Batch, images.split(sizes), labels.split(sizes), parts)
 
@@ -101,7 +107,8 @@ class Batches:
 def _upload(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     """The batches, of nested dicts and tuples, with their tensors on the device.
 
-    A GPU receives a batch while it still computes earlier ones, because the host does not wait for it.
+    A GPU receives a batch while it still computes earlier ones, because the host does not wait for
+    it.
     """
     if device.type != "cuda":
         yield from (_to(batch, device) for batch in batches)
@@ -118,7 +125,9 @@ def _to(batch: Any, device: torch.device) -> Any:
 
     def copy(tensor: Tensor) -> Tensor:
         # From pinned memory, so that the host does not wait for the copy.
-        return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+        return (tensor.pin_memory() if device.type == "cuda" else tensor).to(
+            device, non_blocking=True
+        )
 
     return batch if device.type == "cpu" else recursively_apply(copy, batch)
 
@@ -127,6 +136,7 @@ def _wait_for_copy(batch: Any, copied: torch.cuda.Event, device: torch.device) -
     """Make the current stream wait until another stream has copied the batch."""
     stream = torch.cuda.current_stream(device)
     stream.wait_event(copied)
-    # Keep the memory of the tensors until the stream has used it, even if Python frees them earlier.
+    # Keep the memory of the tensors until the stream has used it, even if Python frees them
+    # earlier.
     recursively_apply(lambda tensor: tensor.record_stream(stream), batch)
     return batch

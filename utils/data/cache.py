@@ -1,5 +1,5 @@
-"""The data set of a split, and the cache of small images: decoded once, into a memory map that all ranks of a machine
-share.
+"""The data set of a split, and the cache of small images: decoded once, into a memory map that all
+ranks of a machine share.
 """
 
 import errno
@@ -37,14 +37,17 @@ def open_array(path: Path) -> np.memmap:
     except OSError as error:
         if error.errno != errno.ENODEV:
             raise
-        raise OSError(error.errno, "its file system cannot map files into memory", str(path)) from error
+        raise OSError(
+            error.errno, "its file system cannot map files into memory", str(path)
+        ) from error
 
 
 def is_cached(path: Path, following: str, shape: tuple[int, ...] = (), dtype: str = "<f4") -> bool:
-    """Whether the file is there and whole. If it is there but not whole, prints this and the next step, `following`.
+    """Whether the file is there and whole. If it is there but not whole, prints this and the next
+    step, `following`.
 
-    `shape` may have the first dimensions only. The next `write_array` replaces the file. Raises OSError if it cannot be
-    read.
+    `shape` may have the first dimensions only. The next `write_array` replaces the file. Raises
+    OSError if it cannot be read.
     """
     if _is_whole(path, shape, dtype):
         with suppress(OSError):  # for example if the file is another user's
@@ -56,7 +59,10 @@ def is_cached(path: Path, following: str, shape: tuple[int, ...] = (), dtype: st
 
 
 def keep_array(path: Path, array: np.ndarray) -> np.ndarray:
-    """The float32 array, mapped from the file. Unless it is whole, it is written; if that fails, returns the array."""
+    """The float32 array, mapped from the file.
+
+    Unless it is whole, it is written; if that fails, returns the array.
+    """
     try:
         if not _is_whole(path, array.shape, "<f4"):
             write_array(path, array.shape, [array], "<f4")
@@ -67,8 +73,11 @@ def keep_array(path: Path, array: np.ndarray) -> np.ndarray:
         return array
 
 
-def write_array(path: Path, shape: tuple[int, ...], chunks: Iterable[np.ndarray], dtype: str) -> None:
-    """Write the chunks of an array to the file, in order, completely or not at all; and delete unused files.
+def write_array(
+    path: Path, shape: tuple[int, ...], chunks: Iterable[np.ndarray], dtype: str
+) -> None:
+    """Write the chunks of an array to the file, in order, completely or not at all; and delete
+    unused files.
 
     Several processes may write the same file. Raises OSError.
     """
@@ -76,15 +85,21 @@ def write_array(path: Path, shape: tuple[int, ...], chunks: Iterable[np.ndarray]
     remove_unused(path.parent)
     size, free = math.prod(shape) * np.dtype(dtype).itemsize, shutil.disk_usage(path.parent).free
     if size > free:  # reported now, and not much later when the disk is full
-        raise OSError(errno.ENOSPC, f"{bytes_text(size)} needed, {bytes_text(free)} free", str(path.parent))
+        raise OSError(
+            errno.ENOSPC, f"{bytes_text(size)} needed, {bytes_text(free)} free", str(path.parent)
+        )
     partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")
     try:
         with naming_file(path), partial.open("xb") as file:
-            np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
+            np.lib.format.write_array_header_1_0(
+                file, {"descr": dtype, "fortran_order": False, "shape": shape}
+            )
             for chunk in chunks:
-                file.write(chunk.data)  # not to a memory map, because a full disk would raise SIGBUS
+                # not to a memory map, because a full disk would raise SIGBUS
+                file.write(chunk.data)
             file.flush()
-            os.fsync(file.fileno())  # before the file gets its name, so that a file of this name is whole
+            # before the file gets its name, so that a file of this name is whole
+            os.fsync(file.fileno())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -103,14 +118,17 @@ def remove_unused(folder: Path) -> None:
 
 
 def _is_whole(path: Path, shape: tuple[int, ...], dtype: str) -> bool:
-    """Whether the file is an array of this type and these first dimensions, and has exactly its size."""
+    """Whether the file is an array of this type and these first dimensions, and has exactly its
+    size.
+    """
     try:
         array = open_array(path)
     except FileNotFoundError:
         return False
     except OSError:
         raise
-    except Exception:  # numpy raises errors of any class for a damaged header, and for a file that is too short
+    # numpy raises errors of any class for a damaged header, and for a file that is too short
+    except Exception:
         return False
     is_expected = array.dtype == dtype and array.shape[: len(shape)] == shape
     return is_expected and path.stat().st_size == array.offset + array.nbytes
@@ -124,27 +142,40 @@ _LEAST, _MOST = 2000, 32  # fewest images per worker process, and most worker pr
 def make_dataset(
     split: Split, spec: InputSpec, config: TrainConfig, training: bool, progress: Callable
 ) -> ImageDataset:
-    """Decode small images now, or load them from the cache. Photographs are decoded batch by batch."""
+    """Decode small images now, or load them from the cache.
+
+    Photographs are decoded batch by batch.
+    """
     augmentation = make_augmentation(config, spec, training)
     if spec.small:
-        pixels = decode_all(split, spec.height, spec.width, spec.channels, config.cache_dir, progress)
+        pixels = decode_all(
+            split, spec.height, spec.width, spec.channels, config.cache_dir, progress
+        )
         return DecodedImages(pixels, split.labels, augmentation)
     return EncodedImages(split, spec, augmentation)
 
 
-def decode_all(split: Split, height: int, width: int, channels: int, cache_dir: str, progress: Callable) -> np.ndarray:
-    """All samples as uint8 [N, H, W, C]: the split's own array if it has one, else a memory-mapped file in the cache.
+def decode_all(
+    split: Split, height: int, width: int, channels: int, cache_dir: str, progress: Callable
+) -> np.ndarray:
+    """All samples as uint8 [N, H, W, C]: the split's own array if it has one, else a memory-mapped
+    file in the cache.
 
-    The name of the file contains the fingerprint of the data. For image files, the fingerprint includes their paths,
-    sizes and times. A file that is not whole is written again. `progress` wraps an iterable (tqdm). Raises UserError
-    for an unreadable image, and if the cache cannot be read or written.
+    The name of the file contains the fingerprint of the data. For image files, the fingerprint
+    includes their paths, sizes and times. A file that is not whole is written again. `progress`
+    wraps an iterable (tqdm). Raises UserError for an unreadable image, and if the cache cannot be
+    read or written.
     """
     shape = (height, width, channels)
     if isinstance(split.images, np.ndarray) and _shape(split.images) == shape:
         is_whole = np.array_equal(split.rows, np.arange(len(split.images)))
         images = split.images if is_whole else split.images[split.rows]
         return images[..., None] if images.ndim == 3 else images.transpose(0, 2, 3, 1)
-    path = expand(cache_dir) / "decoded" / f"v{VERSION}-{split.cache_key}-{height}x{width}x{channels}.npy"
+    path = (
+        expand(cache_dir)
+        / "decoded"
+        / f"v{VERSION}-{split.cache_key}-{height}x{width}x{channels}.npy"
+    )
     expected = (len(split), *shape)
     try:
         if not is_cached(path, "decoding the images again", expected, "|u1"):
@@ -156,10 +187,13 @@ def decode_all(split: Split, height: int, width: int, channels: int, cache_dir: 
 
 
 def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> Iterator[np.ndarray]:
-    """Yield all images in order, in chunks, decoded on all processor cores. The machine's other ranks wait."""
-    # Processes, because threads would wait for each other's Python code. They are forked, because starting new ones
-    # takes longer than decoding MNIST. They return tensors, because arrays would be sent through a pipe, which would
-    # block a process forever if its rank has exited.
+    """Yield all images in order, in chunks, decoded on all processor cores.
+
+    The machine's other ranks wait.
+    """
+    # Processes, because threads would wait for each other's Python code. They are forked, because
+    # starting new ones takes longer than decoding MNIST. They return tensors, because arrays would
+    # be sent through a pipe, which would block a process forever if its rank has exited.
     spec = InputSpec(*shape, mean=[], std=[])
     images = EncodedImages(split, spec, Augmentation(0, {"center": Center(spec)}))
     chunks = BlockSampler(len(split), max(1, min(_CHUNK, _CHUNK_BYTES // math.prod(shape))))

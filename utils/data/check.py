@@ -1,4 +1,6 @@
-"""Check every encoded image before training, so that unreadable images are reported before the first update."""
+"""Check every encoded image before training, so that unreadable images are reported before the
+first update.
+"""
 
 import json
 import os
@@ -20,36 +22,48 @@ from utils.files import expand, write_file
 from utils.memory import usable_cores
 from utils.waiting import wait_for_items
 
-_VERSION = 1  # of the cached results; increase it when their meaning changes, so that old ones are not used
+# of the cached results; increase it when their meaning changes, so that old ones are not used
+_VERSION = 1
 _CHUNK, _LEAST, _MOST = 256, 4000, 32  # images per chunk, fewest images per worker, most workers
 _HEAD, _TAIL = 1024, 4096  # bytes that are read at each end
 
 
 def check_images(split: Split, full: bool, cache_dir: str, progress: Callable = iter) -> Split:
-    """The split with the errors of its unreadable images (`bad`) and a checksum of both ends of each image (`ends`).
+    """The split with the errors of its unreadable images (`bad`) and a checksum of both ends of
+    each image (`ends`).
 
-    An image passes if it begins and ends as its format requires. Any other image, or every image if `full`, is
-    decoded. The result is cached until the size or a time of a file changes. Arrays, and images that a torchvision
-    data set decodes itself, are not checked.
+    An image passes if it begins and ends as its format requires. Any other image, or every image if
+    `full`, is decoded. The result is cached until the size or a time of a file changes. Arrays, and
+    images that a torchvision data set decodes itself, are not checked.
     """
     if not isinstance(split.images, Files) and not hasattr(split.images, "many"):
         return split
     stamps, bad = _stamps(split)
     rows = np.setdiff1d(split.rows, list(bad))
-    path = expand(cache_dir) / "checked" / f"{fingerprint_of(_VERSION, full, split.fingerprint, *stamps)}.json"
+    path = (
+        expand(cache_dir)
+        / "checked"
+        / f"{fingerprint_of(_VERSION, full, split.fingerprint, *stamps)}.json"
+    )
     found = _cached_result(path, len(rows))
     if found is None:
         found = _check_all(split, rows, full, progress)
-        with suppress(OSError):  # without the cached result, the next check takes as long as this one
+        # without the cached result, the next check takes as long as this one
+        with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, json.dumps(found))
     ends = np.zeros(len(split.images), np.int64)
     ends[rows] = found["ends"]
-    return replace(split, ends=ends, bad=bad | {int(rows[int(n)]): reason for n, reason in found["bad"].items()})
+    return replace(
+        split,
+        ends=ends,
+        bad=bad | {int(rows[int(n)]): reason for n, reason in found["bad"].items()},
+    )
 
 
 def _stamps(split: Split) -> tuple[list, dict[int, str]]:
-    """Return values to hash, which change when an image changes, and {row: error} for missing and special files.
+    """Return values to hash, which change when an image changes, and {row: error} for missing and
+    special files.
 
     Special files must not be opened: reading a pipe would block forever.
     """
@@ -65,7 +79,9 @@ def _stamps(split: Split) -> tuple[list, dict[int, str]]:
 
 
 def _cached_result(path: Path, count: int) -> dict | None:
-    """The result of an earlier check of the same files; None if it does not exist or its file is damaged."""
+    """The result of an earlier check of the same files; None if it does not exist or its file is
+    damaged.
+    """
     with suppress(Exception):  # any exception type
         found = json.loads(path.read_text())
         is_known = all(0 <= int(row) < count for row in dict(found["bad"]))
@@ -86,8 +102,15 @@ def _check_all(split: Split, rows: np.ndarray, full: bool, progress: Callable) -
         collate_fn=list,
         **worker_processes(workers if workers > 1 else 0),
     )
-    checks = [check for chunk in wait_for_items(progress(loader), "the result of an image check") for check in chunk]
-    return {"ends": [end for end, _ in checks], "bad": {str(n): why for n, (_, why) in enumerate(checks) if why}}
+    checks = [
+        check
+        for chunk in wait_for_items(progress(loader), "the result of an image check")
+        for check in chunk
+    ]
+    return {
+        "ends": [end for end, _ in checks],
+        "bad": {str(n): why for n, (_, why) in enumerate(checks) if why},
+    }
 
 
 class _Checks(Dataset):
@@ -113,7 +136,10 @@ class _Checks(Dataset):
         return end, "" if is_sound else why_unreadable(self.split, row) or ""
 
     def _ends(self, row: int, raw: bytes | None) -> tuple[int, bytes, bytes]:
-        """The size, the first bytes and the last bytes of an image. Raises OSError or ValueError if it has none."""
+        """The size, the first bytes and the last bytes of an image.
+
+        Raises OSError or ValueError if it has none.
+        """
         if isinstance(self.split.images, Files):
             return _ends_of_file(self.split.images.paths[row])
         if raw is None:  # some tables have only the path of a file
@@ -127,13 +153,19 @@ def _ends_of_file(path: str) -> tuple[int, bytes, bytes]:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         size = os.fstat(descriptor).st_size
-        return size, os.pread(descriptor, _HEAD, 0), os.pread(descriptor, _TAIL, max(0, size - _TAIL))
+        return (
+            size,
+            os.pread(descriptor, _HEAD, 0),
+            os.pread(descriptor, _TAIL, max(0, size - _TAIL)),
+        )
     finally:
         os.close(descriptor)
 
 
 def _looks_whole(size: int, head: bytes, tail: bytes) -> bool:
-    """Whether an image begins and ends like a JPEG, PNG, GIF or WebP file; other formats must be decoded."""
+    """Whether an image begins and ends like a JPEG, PNG, GIF or WebP file; other formats must be
+    decoded.
+    """
     if head.startswith(b"\xff\xd8"):
         return b"\xff\xd9" in tail  # some cameras append a few bytes
     if head.startswith(b"\x89PNG\r\n\x1a\n"):

@@ -37,14 +37,17 @@ def open_csv(path: str, config: TrainConfig) -> Source:
         for row in rows.index[rows[name] == ""]:
             raise _error(file, row, f"the {name} is empty", "fill it in, or remove the row")
     paths = rows["path"].map(partial(os.path.join, file.parent))
-    may_differ = rows["path"].str.contains(r"[^ -~]|\\|(?:^|/)[^./]*$")  # others are looked for when they are checked
+    # others are looked for when they are checked
+    may_differ = rows["path"].str.contains(r"[^ -~]|\\|(?:^|/)[^./]*$")
     may_differ.iloc[0] = True
     rows["path"] = paths[may_differ].map(_on_disk).combine_first(paths)
     found = rows["path"][rows["path"] != paths]
     for row, meant in found.items():
         if nfc(os.path.normpath(paths[row])) != nfc(meant):
             fix = "write paths with / and with the endings of the files"
-            raise _error(file, row, f"there is no file {printable(paths[row])}, but {printable(meant)}", fix)
+            raise _error(
+                file, row, f"there is no file {printable(paths[row])}, but {printable(meant)}", fix
+            )
     other = join_names(paths[found.index], 3)
     _refuse_repeated(file, rows["path"])
     if several:  # without the spaces around the bars
@@ -67,7 +70,9 @@ def open_csv(path: str, config: TrainConfig) -> Source:
         labels = own["label"].explode().dropna()  # an empty list becomes NaN
         numbers = indices_in(class_names, labels)
         for row, label in labels[numbers < 0].items():
-            raise _error(file, row, lacks_class(label, class_names, name, distinct(labels)), "fix the label")
+            raise _error(
+                file, row, lacks_class(label, class_names, name, distinct(labels)), "fix the label"
+            )
         if several:
             lengths = own["label"].str.len().to_numpy()
             numbers = multi_hot(name, lengths, numbers, len(class_names))
@@ -76,7 +81,9 @@ def open_csv(path: str, config: TrainConfig) -> Source:
         return replace(split, notes=note_forms(class_names, labels))
 
     aliases = {alias: name for alias, name in names.items() if alias not in counts}
-    return Source({name: partial(make, name) for name in counts}, class_names, aliases, tuple(notes))
+    return Source(
+        {name: partial(make, name) for name in counts}, class_names, aliases, tuple(notes)
+    )
 
 
 def _read(file: Path, config: TrainConfig) -> Any:
@@ -120,7 +127,9 @@ def _read(file: Path, config: TrainConfig) -> Any:
 
 
 def _on_disk(path: str) -> str:
-    """The existing file that a missing path may mean: in another Unicode form, with / for \\, or with an ending."""
+    """The existing file that a missing path may mean: in another Unicode form, with / for \\, or
+    with an ending.
+    """
     if os.path.exists(path):
         return path
     found = "/"
@@ -136,7 +145,9 @@ def _on_disk(path: str) -> str:
 def _files_in(folder: str) -> dict[str, str]:
     """The files and folders in a folder by their paths in NFC form, with and without their endings."""
     files = sorted(map(str, Path(folder).glob("*")))
-    return {nfc(os.path.splitext(file)[0]): file for file in files} | {nfc(file): file for file in files}
+    return {nfc(os.path.splitext(file)[0]): file for file in files} | {
+        nfc(file): file for file in files
+    }
 
 
 def _refuse_repeated(file: Path, paths: Any) -> None:

@@ -1,5 +1,5 @@
-"""Data sets that return one microbatch at a time: small images that are already decoded, also on the device,
-photographs, and features of images.
+"""Data sets that return one microbatch at a time: small images that are already decoded, also on
+the device, photographs, and features of images.
 """
 
 import warnings
@@ -24,9 +24,10 @@ from utils.memory import bytes_text
 class Batch(NamedTuple):
     """A microbatch, from its data set to the model; n >= 0.
 
-    `images` are uint8 [n, H, W, C] and become float32 [n, C, H, W], or they are features, float32 [n, ...]. `labels`
-    are classes, int64 [n], or multi-hot, [n, classes]. With Mixup or CutMix, they become the share of each class,
-    float32 [n, outputs]. `error` is why a sample could not be read; the batch is then empty.
+    `images` are uint8 [n, H, W, C] and become float32 [n, C, H, W], or they are features, float32
+    [n, ...]. `labels` are classes, int64 [n], or multi-hot, [n, classes]. With Mixup or CutMix,
+    they become the share of each class, float32 [n, outputs]. `error` is why a sample could not be
+    read; the batch is then empty.
     """
 
     images: Tensor
@@ -57,10 +58,13 @@ class Batch(NamedTuple):
 class DecodedImages(Dataset):
     """Images decoded beforehand, uint8 [N, H, W, C]; a batch is one indexed copy.
 
-    The batch is augmented on the device, or `in_loader` if the augmentation has operations for single images.
+    The batch is augmented on the device, or `in_loader` if the augmentation has operations for
+    single images.
     """
 
-    def __init__(self, pixels: np.ndarray, labels: np.ndarray, augmentation: Augmentation | None = None):
+    def __init__(
+        self, pixels: np.ndarray, labels: np.ndarray, augmentation: Augmentation | None = None
+    ):
         self.pixels, self.labels = pixels, labels
         self.augmentation = augmentation or Augmentation(0, {})
         self.in_loader = not self.augmentation.batched
@@ -89,7 +93,12 @@ class EncodedImages(Dataset):
     in_loader = True
 
     def __init__(self, split: Split, spec: InputSpec, augmentation: Augmentation):
-        self.split, self.spec, self.augmentation, self.labels = split, spec, augmentation, split.labels
+        self.split, self.spec, self.augmentation, self.labels = (
+            split,
+            spec,
+            augmentation,
+            split.labels,
+        )
 
     def __len__(self) -> int:
         return len(self.split)
@@ -104,16 +113,23 @@ class EncodedImages(Dataset):
 
     def __getitems__(self, microbatch: Microbatch) -> Batch:
         spec, indices = self.spec, microbatch.indices.tolist()
-        images = torch.empty(len(indices), spec.height, spec.width, spec.channels, dtype=torch.uint8)
+        images = torch.empty(
+            len(indices), spec.height, spec.width, spec.channels, dtype=torch.uint8
+        )
         batch = Batch(images, torch.from_numpy(self.labels[microbatch.indices]), microbatch)
         random = self.augmentation.draw(microbatch)
         try:
             encoded = self.split.read_ahead(indices)
             for place, position in enumerate(indices):
                 shrink, crop = self.augmentation.crop(random, place)
-                images[place] = crop(decode(self.split, position, spec.channels, encoded[place], shrink))
-        except (ValueError, OSError) as error:  # returned: a worker's exception would include its traceback
-            return batch.failed(error if isinstance(error, UserError) else UserError(one_line(error)))
+                images[place] = crop(
+                    decode(self.split, position, spec.channels, encoded[place], shrink)
+                )
+        # returned: a worker's exception would include its traceback
+        except (ValueError, OSError) as error:
+            return batch.failed(
+                error if isinstance(error, UserError) else UserError(one_line(error))
+            )
         return batch._replace(images=self.augmentation.change(images, random, 1))
 
 
@@ -122,16 +138,18 @@ _GROUP = 2**25  # most bytes of pixels that are drawn together
 
 
 class ResidentImages(DecodedImages):
-    """Decoded images on the device. Microbatches are loaded without pixels, and drawn there in groups.
+    """Decoded images on the device. Microbatches are loaded without pixels, and drawn there in
+    groups.
 
-    Drawing takes about fifty kernels. For a single microbatch, a GPU would run them faster than the host launches them,
-    so consecutive microbatches share them.
+    Drawing takes about fifty kernels. For a single microbatch, a GPU would run them faster than the
+    host launches them, so consecutive microbatches share them.
     """
 
     def __init__(self, decoded: DecodedImages, device: torch.device):
         super().__init__(decoded.pixels, decoded.labels, decoded.augmentation)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*not writable")  # the map of the cache; it is only read
+            # the map of the cache; it is only read
+            warnings.filterwarnings("ignore", message=".*not writable")
             self.images = torch.from_numpy(decoded.pixels).to(device).contiguous()
         self.targets = torch.tensor(decoded.labels, device=device)
 
@@ -139,7 +157,9 @@ class ResidentImages(DecodedImages):
         return Batch(torch.empty(0), torch.empty(0), microbatch)
 
     def groups(self, batches: Iterable[Batch]) -> Iterator[tuple[Microbatch, list[Microbatch]]]:
-        """Groups of microbatches of one epoch: joined into one, with its samples as tensors, and as a list."""
+        """Groups of microbatches of one epoch: joined into one, with its samples as tensors, and as
+        a list.
+        """
         most = _GROUP // max(1, self.images[:1].numel())
         group: list[Microbatch] = []
         count = 0  # samples in the group
@@ -163,9 +183,9 @@ ImageDataset = DecodedImages | EncodedImages
 class Features(Dataset):
     """The outputs of frozen layers for the images of a split, float32 [N, ...] for each of K views.
 
-    A sample has view (epoch + occurrence) modulo K; its occurrence in the epoch counts from 0. `images` is the data set
-    from which the features were computed. `origin` describes the views, and says whether they were computed or found in
-    the cache.
+    A sample has view (epoch + occurrence) modulo K; its occurrence in the epoch counts from 0.
+    `images` is the data set from which the features were computed. `origin` describes the views,
+    and says whether they were computed or found in the cache.
     """
 
     in_loader = False
@@ -188,24 +208,36 @@ class Features(Dataset):
         return Batch(torch.from_numpy(rows), torch.from_numpy(self.labels[indices]), microbatch)
 
     def pixels(self, microbatch: Microbatch, most: int) -> Tensor:
-        """The images from which the first features of a microbatch were computed, uint8 [n, H, W, C], n <= `most`."""
-        chosen = zip(microbatch.indices[:most, None], self._choose(microbatch).tolist(), strict=False)
+        """The images from which the first features of a microbatch were computed, uint8 [n, H, W,
+        C], n <= `most`.
+        """
+        chosen = zip(
+            microbatch.indices[:most, None], self._choose(microbatch).tolist(), strict=False
+        )
         return torch.cat([self._image(Microbatch(0, view, 0, index)) for index, view in chosen])
 
     def _image(self, microbatch: Microbatch) -> Tensor:
         images, augmentation = self.images.__getitems__(microbatch).images, self.images.augmentation
-        return images if self.images.in_loader else augmentation.batch(images, augmentation.prepare(microbatch))
+        return (
+            images
+            if self.images.in_loader
+            else augmentation.batch(images, augmentation.prepare(microbatch))
+        )
 
     def _choose(self, microbatch: Microbatch) -> np.ndarray:
         """The view of each sample, int64 [n]."""
         occurrences = 0 if microbatch.occurrences is None else microbatch.occurrences
-        return (microbatch.epoch + occurrences + np.zeros_like(microbatch.indices)) % len(self.views)
+        return (microbatch.epoch + occurrences + np.zeros_like(microbatch.indices)) % len(
+            self.views
+        )
 
 
 AnyDataset = ImageDataset | Features
 
 
-def keep_on_device(sets: Sequence[AnyDataset], config: TrainConfig, device: torch.device) -> list[AnyDataset]:
+def keep_on_device(
+    sets: Sequence[AnyDataset], config: TrainConfig, device: torch.device
+) -> list[AnyDataset]:
     """The data sets of a run, with decoded images on the device as --data_on_device says.
 
     Images that loader processes augment stay in host memory.
@@ -224,19 +256,33 @@ def keep_on_device(sets: Sequence[AnyDataset], config: TrainConfig, device: torc
 
 
 def describe_place(sets: Sequence[AnyDataset]) -> str:
-    """Where the images or features of a run are, and their size, for the table at the start of the run."""
+    """Where the images or features of a run are, and their size, for the table at the start of the
+    run.
+    """
     if features := [each for each in sets if isinstance(each, Features)]:
         size = bytes_text(sum(view.nbytes for each in features for view in each.views))
-        origins = [f"{word}: {each.origin}" for each, word in zip(features, ("training", "evaluation"), strict=True)]
+        origins = [
+            f"{word}: {each.origin}"
+            for each, word in zip(features, ("training", "evaluation"), strict=True)
+        ]
         numbers = " x ".join(map(str, features[0].views[0].shape[1:]))
-        place = "cached" if all(isinstance(each.views[0], np.memmap) for each in features) else "in memory"
+        place = (
+            "cached"
+            if all(isinstance(each.views[0], np.memmap) for each in features)
+            else "in memory"
+        )
         return f"{numbers} features of each view, {size} {place}; {'; '.join(origins)}"
     decoded = [each for each in sets if isinstance(each, DecodedImages)]
     if not decoded:
         return "photographs, decoded for each batch"
-    places = {f"on {each.images.device}" if isinstance(each, ResidentImages) else "in host memory" for each in decoded}
+    places = {
+        f"on {each.images.device}" if isinstance(each, ResidentImages) else "in host memory"
+        for each in decoded
+    }
     by_loader = ", augmented by loader processes" * any(each.in_loader for each in decoded)
-    others = "; the larger images of the other split are decoded for each batch" * (len(decoded) < len(sets))
+    others = "; the larger images of the other split are decoded for each batch" * (
+        len(decoded) < len(sets)
+    )
     size = bytes_text(sum(each.pixels.nbytes for each in decoded))
     return f"decoded, {size} {' and '.join(sorted(places))}{by_loader}{others}"
 

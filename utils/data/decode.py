@@ -25,26 +25,38 @@ LARGE = 200_000  # bytes; for a larger file, reading the image's size first save
 _FIX = "fix or remove it (train.py and eval.py leave it out with --bad_images skip)"
 _IO_FIX = "check the disk or the network, then run it again, or resume"
 VERSION = 5  # of the decoded pixels; raise it when they change, so that old caches are not used
-Shrink = Callable[[int, int], float]  # from an image's (height, width): how many times smaller it will become
+# from an image's (height, width): how many times smaller it will become
+Shrink = Callable[[int, int], float]
 
-with warnings.catch_warnings():  # PyTorch warns not to write to such a tensor, and this code does not
+# PyTorch warns not to write to such a tensor, and this code does not
+with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.frombuffer(b"JPEG", dtype=torch.uint8)
 
 
-def decode(split: Split, position: int, channels: int, raw=None, shrink: Shrink | None = None) -> Tensor:
-    """Decode sample `position` to uint8 [H, W, C]. Raises UserError, which names it, if it cannot be read.
+def decode(
+    split: Split, position: int, channels: int, raw=None, shrink: Shrink | None = None
+) -> Tensor:
+    """Decode sample `position` to uint8 [H, W, C]. Raises UserError, which names it, if it cannot
+    be read.
 
-    `raw` is its encoded image, if that has already been read. The orientation in its EXIF or XMP data is applied, and
-    transparency is dropped. If `shrink` returns at least 2, a large JPEG is decoded at 1/2, 1/4 or 1/8 of its sides,
-    which is faster.
+    `raw` is its encoded image, if that has already been read. The orientation in its EXIF or XMP
+    data is applied, and transparency is dropped. If `shrink` returns at least 2, a large JPEG is
+    decoded at 1/2, 1/4 or 1/8 of its sides, which is faster.
     """
     try:
-        return _pixels(split.images[int(split.rows[position])] if raw is None else raw, channels, shrink, split.bits)
+        return _pixels(
+            split.images[int(split.rows[position])] if raw is None else raw,
+            channels,
+            shrink,
+            split.bits,
+        )
     except Exception as error:  # decoders raise any type of error for damaged bytes
         if isinstance(error, OSError) and error.errno:  # Pillow's own errors have no errno
             raise UserError(f"{split.describe(position)}: {error.strerror}", _IO_FIX) from error
-        raise UserError(f"{split.describe(position)}: not a readable image ({_reason(error)})", _FIX) from error
+        raise UserError(
+            f"{split.describe(position)}: not a readable image ({_reason(error)})", _FIX
+        ) from error
 
 
 def why_unreadable(split: Split, position: int) -> str | None:
@@ -62,11 +74,17 @@ def _reason(error: Exception) -> str:
 
 def _pixels(raw, channels: int, shrink: Shrink | None, bits: int = 16) -> Tensor:
     if isinstance(raw, bytes):
-        raw = _jpeg(raw, channels, shrink) if raw.startswith(b"\xff\xd8") else Image.open(io.BytesIO(raw))
+        raw = (
+            _jpeg(raw, channels, shrink)
+            if raw.startswith(b"\xff\xd8")
+            else Image.open(io.BytesIO(raw))
+        )
     if isinstance(raw, Tensor):
         return raw
     if isinstance(raw, Image.Image):
-        raw = np.array(_eight_bit(_upright(raw), raw.format, bits).convert("L" if channels == 1 else "RGB"))
+        raw = np.array(
+            _eight_bit(_upright(raw), raw.format, bits).convert("L" if channels == 1 else "RGB")
+        )
         return torch.from_numpy(raw.reshape(*raw.shape[:2], channels))
     if not isinstance(raw, np.ndarray):
         raise ValueError("there is no image")
@@ -78,14 +96,26 @@ def _pixels(raw, channels: int, shrink: Shrink | None, bits: int = 16) -> Tensor
 
 
 def _jpeg(raw: bytes, channels: int, shrink: Shrink | None) -> Tensor | Image.Image:
-    """Decode a JPEG with torchvision, twice as fast as Pillow. Its decoders of other formats crash on damaged files."""
-    image = _reduced(raw, "L" if channels == 1 else "RGB", shrink) if shrink and len(raw) >= LARGE else None
+    """Decode a JPEG with torchvision, twice as fast as Pillow.
+
+    Its decoders of other formats crash on damaged files.
+    """
+    image = (
+        _reduced(raw, "L" if channels == 1 else "RGB", shrink)
+        if shrink and len(raw) >= LARGE
+        else None
+    )
     if image is not None:
         return image
     with suppress(RuntimeError):  # Pillow reads more files, and its errors are clearer
         if not _turned_by_xmp(raw):
-            mode, data = "GRAY" if channels == 1 else "RGB", torch.frombuffer(raw, dtype=torch.uint8)
-            return torchvision.io.decode_jpeg(data, mode, apply_exif_orientation=True).permute(1, 2, 0)
+            mode, data = (
+                "GRAY" if channels == 1 else "RGB",
+                torch.frombuffer(raw, dtype=torch.uint8),
+            )
+            return torchvision.io.decode_jpeg(data, mode, apply_exif_orientation=True).permute(
+                1, 2, 0
+            )
     return Image.open(io.BytesIO(raw))
 
 
@@ -107,7 +137,8 @@ def _turned_by_xmp(raw: bytes) -> bool:
     """Whether a JPEG has its orientation only in XMP data, which torchvision does not read."""
     if b"http://ns.adobe.com/xap/1.0/\0" in raw and b"tiff:Orientation" in raw:
         with suppress(Exception):  # torchvision ignores damaged EXIF data
-            exif = Image.Exif()  # of the EXIF data alone; `getexif` adds the orientation in the XMP data
+            # of the EXIF data alone; `getexif` adds the orientation in the XMP data
+            exif = Image.Exif()
             exif.load(JpegImageFile(io.BytesIO(raw)).info.get("exif", b""))
             return ExifTags.Base.Orientation not in exif
     return False
@@ -115,24 +146,33 @@ def _turned_by_xmp(raw: bytes) -> bool:
 
 def _upright(image: Image.Image) -> Image.Image:
     image.load()  # a PNG may have EXIF data after its pixels
-    # A search for EXIF data would take an eighth of the decoding time of MNIST's PNG images, which have no metadata.
+    # A search for EXIF data would take an eighth of the decoding time of MNIST's PNG images, which
+    # have no metadata.
     return image if image.format == "PNG" and not image.info else ImageOps.exif_transpose(image)
 
 
 def _eight_bit(image: Image.Image, file_format: str | None, bits: int) -> Image.Image:
-    """Scale 16-bit grey, of which `bits` are used, to 8 bits; Pillow's own conversion would clip it to white."""
+    """Scale 16-bit grey, of which `bits` are used, to 8 bits; Pillow's own conversion would clip it
+    to white.
+    """
     if image.mode.startswith("I;16") or (image.mode == "I" and file_format in ("PNG", "PPM")):
-        return Image.fromarray((np.asarray(image).astype(np.uint32) >> bits - 8).clip(0, 255).astype(np.uint8))
+        return Image.fromarray(
+            (np.asarray(image).astype(np.uint32) >> bits - 8).clip(0, 255).astype(np.uint8)
+        )
     if image.mode in ("I", "F"):
-        raise UserError(f"32-bit pixels (mode {image.mode}) have no fixed range", "save the image with 8 or 16 bits")
+        raise UserError(
+            f"32-bit pixels (mode {image.mode}) have no fixed range",
+            "save the image with 8 or 16 bits",
+        )
     return image
 
 
 def peek(split: Split, count: int = 64) -> tuple[int, tuple[int, int] | None, int, float]:
-    """What some images are like: channels (1 if all are grey, else 3), size, largest value, and typical shape.
+    """What some images are like: channels (1 if all are grey, else 3), size, largest value, and
+    typical shape.
 
-    The size is (height, width), or None if they differ; the shape is the median of height / width. Raises UserError for
-    an image that cannot be read.
+    The size is (height, width), or None if they differ; the shape is the median of height / width.
+    Raises UserError for an image that cannot be read.
     """
     sizes: list[tuple[int, int]] = []
     grey, largest = True, 0
@@ -151,11 +191,16 @@ def center_factor(whole_height: int, whole_width: int, height: int, width: int) 
 
 
 def center(pixels: Tensor, height: int, width: int, share: float = 1.0) -> Tensor:
-    """Resize an image so that its central `share` is height x width, and crop to that; uint8 [H, W, C]."""
+    """Resize an image so that its central `share` is height x width, and crop to that; uint8 [H, W,
+    C].
+    """
     if tuple(pixels.shape[:2]) == (height, width) and share == 1.0:
         return pixels
     scale = 1 / (share * center_factor(pixels.shape[0], pixels.shape[1], height, width))
-    rows, columns = max(height, round(pixels.shape[0] * scale)), max(width, round(pixels.shape[1] * scale))
+    rows, columns = (
+        max(height, round(pixels.shape[0] * scale)),
+        max(width, round(pixels.shape[1] * scale)),
+    )
     planes = resize(pixels, rows, columns).permute(2, 0, 1)
     return F.center_crop(planes, [height, width]).permute(1, 2, 0)
 
@@ -180,6 +225,9 @@ def center_of_photograph(pixels: Tensor, spec: InputSpec) -> Tensor:
 
 def resize(pixels: Tensor, height: int, width: int, interpolation: str = "bilinear") -> Tensor:
     """Resize an image with antialiasing; uint8 [H, W, C]."""
-    # The batch dimension is added first: PyTorch only then detects the channels-last layout, which is faster.
+    # The batch dimension is added first: PyTorch only then detects the channels-last layout, which
+    # is faster.
     planes = pixels[None].permute(0, 3, 1, 2)
-    return interpolate(planes, (height, width), mode=interpolation, antialias=True)[0].permute(1, 2, 0)
+    return interpolate(planes, (height, width), mode=interpolation, antialias=True)[0].permute(
+        1, 2, 0
+    )

@@ -17,21 +17,24 @@ Array = np.ndarray | Tensor
 # SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 _GAMMA = 0x9E3779B97F4A7C15
 _MULTIPLIERS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))  # as int64
-# The counters of the oldest streams, fixed so that earlier runs can be resumed; any other is a hash of its name.
+# The counters of the oldest streams, fixed so that earlier runs can be resumed; any other is a hash
+# of its name.
 _COUNTERS = {"shift_top": 1, "shift_left": 2, "flip": 3}
 _COUNTERS |= {"crop_area": 5, "crop_aspect": 6, "crop_top": 7, "crop_left": 8}
 ALTERNATING = "flip_alternate"
-"""A stream with the same numbers in all epochs, except that they move across 0.5 from each epoch to the next.
+"""A stream with the same numbers in all epochs, except that they move across 0.5 from each epoch to
+the next.
 
 They also do so from each occurrence in an epoch to the next.
 """
 
 
 class Draws:
-    """The random numbers of the samples of one microbatch: int64 `indices` [n] and `occurrences` [n] (None: all 0).
+    """The random numbers of the samples of one microbatch: int64 `indices` [n] and `occurrences`
+    [n] (None: all 0).
 
-    Each stream has independent numbers and can be used only once. For tensors, they are computed on their device
-    without waiting for it, and are the same, bit for bit.
+    Each stream has independent numbers and can be used only once. For tensors, they are computed on
+    their device without waiting for it, and are the same, bit for bit.
     """
 
     def __init__(self, seed: int, epoch: int, indices: Array, occurrences: Array | None = None):
@@ -41,33 +44,48 @@ class Draws:
             repeated = _scramble(states ^ _scramble(occurrences))
             states = namespace(states).where(occurrences > 0, repeated, states)
             self._turns = epoch + occurrences
-        self._states, self._used, self._seed, self._indices = states[:, None], set[str](), seed, indices
+        self._states, self._used, self._seed, self._indices = (
+            states[:, None],
+            set[str](),
+            seed,
+            indices,
+        )
 
     def uniform(self, *streams: str) -> Any:
-        """Random numbers in [0, 1) of the named streams: float32 [n, len(streams)], an array or a tensor."""
-        assert len(set(streams)) == len(streams) and self._used.isdisjoint(streams), f"used twice: {streams}"
+        """Random numbers in [0, 1) of the named streams: float32 [n, len(streams)], an array or a
+        tensor.
+        """
+        assert len(set(streams)) == len(streams) and self._used.isdisjoint(streams), (
+            f"used twice: {streams}"
+        )
         self._used.update(streams)
         xp = namespace(self._states)
         bits = _right(_scramble(self._states + _offsets(streams, xp, self._states.device)), 40)
         if ALTERNATING in streams:  # the highest bit is inverted after an odd number of turns
             own = self._indices ^ _signed(fold_in(self._seed, "augment", ALTERNATING))
-            bits[:, streams.index(ALTERNATING)] = _right(_scramble(own), 40) ^ (self._turns & 1) << 23
+            bits[:, streams.index(ALTERNATING)] = (
+                _right(_scramble(own), 40) ^ (self._turns & 1) << 23
+            )
         return xp.asarray(bits, dtype=xp.float32) / 2**24
 
 
 def namespace(array: Array) -> Any:
-    """The module whose functions take this array: numpy, which is faster for small arrays on the host, or torch."""
+    """The module whose functions take this array: numpy, which is faster for small arrays on the
+    host, or torch.
+    """
     return torch if isinstance(array, Tensor) else np
 
 
-# 64-bit words are int64, because PyTorch cannot shift uint64: sums and products have the same bits, and a shift to the
-# right must clear the copies of the sign.
+# 64-bit words are int64, because PyTorch cannot shift uint64: sums and products have the same bits,
+# and a shift to the right must clear the copies of the sign.
 
 
 @cache
 def _offsets(streams: tuple[str, ...], xp: Any, device: Any) -> Any:
     counters = [_COUNTERS.get(stream, fold_in("stream", stream)) for stream in streams]
-    return xp.asarray([_signed(counter * _GAMMA % 2**64) for counter in counters], dtype=xp.int64, device=device)
+    return xp.asarray(
+        [_signed(counter * _GAMMA % 2**64) for counter in counters], dtype=xp.int64, device=device
+    )
 
 
 def _signed(word: int) -> int:
@@ -85,14 +103,16 @@ def _scramble(x: Any) -> Any:
 
 
 class Operation:
-    """An augmentation of uint8 images. Each image has one random number in [0, 1) from each of the `streams`.
+    """An augmentation of uint8 images. Each image has one random number in [0, 1) from each of the
+    `streams`.
 
-    Streams are names that no other operation uses. The numbers of an image are float32 [len(streams)].
+    Streams are names that no other operation uses. The numbers of an image are float32
+    [len(streams)].
     """
 
     streams: tuple[str, ...] = ()
-    # Whether it has `prepare` and `batch`, else it has `image`. If one operation of a run has only `image`, all of them
-    # run in loader processes.
+    # Whether it has `prepare` and `batch`, else it has `image`. If one operation of a run has only
+    # `image`, all of them run in loader processes.
     batched = False
 
     def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
@@ -100,7 +120,9 @@ class Operation:
         raise NotImplementedError
 
     def change(self, images: Tensor, random: np.ndarray) -> Tensor:
-        """The changed images [n, H, W, C], possibly in place, from their random numbers, on the host."""
+        """The changed images [n, H, W, C], possibly in place, from their random numbers, on the
+        host.
+        """
         if self.batched:
             return self.batch(images, self.prepare(random))
         for place, pixels in enumerate(images):
@@ -108,7 +130,8 @@ class Operation:
         return images
 
     def prepare(self, random: Array) -> Any:
-        """Compute the input of `batch` from the random numbers [n, len(streams)], which are on the host or the device.
+        """Compute the input of `batch` from the random numbers [n, len(streams)], which are on the
+        host or the device.
 
         If it is a dict, its tensors are copied to the device. It must not wait for a GPU.
         """
@@ -119,5 +142,7 @@ class Operation:
         raise NotImplementedError
 
     def shrink(self, random: np.ndarray, height: int, width: int) -> float:
-        """How many times smaller the first operation makes a photograph of this size; below 2 it is decoded whole."""
+        """How many times smaller the first operation makes a photograph of this size; below 2 it is
+        decoded whole.
+        """
         return 1.0

@@ -16,7 +16,9 @@ _ASPECT = math.log(0.3), math.log(3.3)  # of the box, as in torchvision
 
 
 class FillBox(Operation):
-    """Fill a box of each image with the mean colour, which the normalisation maps to 0 up to rounding."""
+    """Fill a box of each image with the mean colour, which the normalisation maps to 0 up to
+    rounding.
+    """
 
     batched = True
 
@@ -25,14 +27,17 @@ class FillBox(Operation):
         self.fill = tuple(min(255, max(0, round(255 * mean))) for mean in spec.mean)
 
     def boxes(self, random: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The first row and column of each box, and the row and column after its end, integers of any dtype [n] each.
+        """The first row and column of each box, and the row and column after its end, integers of
+        any dtype [n] each.
 
         They may lie outside the image. A box without pixels changes nothing.
         """
         raise NotImplementedError
 
     def prepare(self, random: Array) -> dict[str, Tensor]:
-        """Masks of the rows [n, H] and of the values in a row [n, W * C]: uint8, 255 inside the box, else 0."""
+        """Masks of the rows [n, H] and of the values in a row [n, W * C]: uint8, 255 inside the
+        box, else 0.
+        """
         random = torch.as_tensor(random)
         top, left, bottom, right = (edge[:, None] for edge in self.boxes(random))
         row = torch.arange(self.height, device=random.device)
@@ -41,8 +46,8 @@ class FillBox(Operation):
         return {"rows": -rows.byte(), "columns": -columns.byte()}
 
     def batch(self, images: Tensor, prepared: dict[str, Tensor]) -> Tensor:
-        # Inside the box, `images ^ (images ^ fill)` is `fill`. On a CPU, bitwise operations on whole rows take an
-        # eighth of the time of torch.where.
+        # Inside the box, `images ^ (images ^ fill)` is `fill`. On a CPU, bitwise operations on
+        # whole rows take an eighth of the time of torch.where.
         pixels = images.flatten(2)
         changes = pixels ^ _fill_row(self.fill, self.width, images.device)
         changes &= prepared["columns"][:, None]
@@ -74,25 +79,35 @@ class RandomErasing(FillBox):
         first = fits.byte().argmax(1, keepdim=True)
         fits &= random[:, :1] < self.probability
         height, width = ((sizes * fits).gather(1, first)[:, 0] for sizes in (heights, widths))
-        top, left = random[:, 1] * (self.height + 1 - height), random[:, 2] * (self.width + 1 - width)
+        top, left = (
+            random[:, 1] * (self.height + 1 - height),
+            random[:, 2] * (self.width + 1 - width),
+        )
         top, left = top.floor_(), left.floor_()
         return top, left, top + height, left + width
 
 
 class Cutout(FillBox):
-    """Fill a square at a random place (DeVries and Taylor, 2017); the part of it outside the image is cut off."""
+    """Fill a square at a random place (DeVries and Taylor, 2017); the part of it outside the image
+    is cut off.
+    """
 
     streams = ("cutout_row", "cutout_column")
 
     def __init__(self, spec: InputSpec, side: int):
-        problem = f"--cutout {side}: such a square can cover the whole {spec.height}x{spec.width} image"
+        problem = (
+            f"--cutout {side}: such a square can cover the whole {spec.height}x{spec.width} image"
+        )
         require(side < max(spec.size), problem, "use a smaller one")
         super().__init__(spec)
         self.side = side
 
     def boxes(self, random: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         row, column = random.double().unbind(1)
-        top, left = ((row * self.height).long() - self.side // 2, (column * self.width).long() - self.side // 2)
+        top, left = (
+            (row * self.height).long() - self.side // 2,
+            (column * self.width).long() - self.side // 2,
+        )
         return top, left, top + self.side, left + self.side
 
 

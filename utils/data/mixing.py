@@ -1,4 +1,5 @@
-"""Mixup and CutMix of neighbours in the order of the update, which are in the same microbatch on any topology.
+"""Mixup and CutMix of neighbours in the order of the update, which are in the same microbatch on
+any topology.
 
 Mixup: Zhang et al., 2017. CutMix: Yun et al., 2019.
 """
@@ -17,7 +18,8 @@ from utils.data.spec import InputSpec
 
 
 class Mix(NamedTuple):
-    """How the images of a batch are mixed; each field is a tensor with one entry, or row, for each image.
+    """How the images of a batch are mixed; each field is a tensor with one entry, or row, for each
+    image.
 
     * `partner`, int64 [n]: the position in the batch of the image to mix in; that of the image itself if it is not
       mixed
@@ -62,24 +64,34 @@ class Mixing:
     def draw(self, microbatch: Microbatch) -> Mix | None:
         """How to mix a microbatch, on the host; None if nothing is mixed in its epoch.
 
-        The samples 2k and 2k + 1 are a pair. A sample without a partner, or with itself as its partner, is not mixed.
+        The samples 2k and 2k + 1 are a pair. A sample without a partner, or with itself as its
+        partner, is not mixed.
         """
         if self.off_epoch is not None and microbatch.epoch >= self.off_epoch:
             return None
         indices, occurrences = microbatch.indices, microbatch.occurrences
         first = np.arange(0, len(indices) - 1, 2)  # its draws are those of the pair
         first = first[indices[first] != indices[first + 1]]
-        draws = Draws(self.seed, microbatch.epoch, indices[first], None if occurrences is None else occurrences[first])
+        draws = Draws(
+            self.seed,
+            microbatch.epoch,
+            indices[first],
+            None if occurrences is None else occurrences[first],
+        )
         streams = ("mix", "mix_which", "mix_share", "mix_row", "mix_column")
         random = draws.uniform(*streams).astype(np.float64)
         is_mixed = random[:, 0] < self.probability
         first, (_, which, quantile, row, column) = first[is_mixed], random[is_mixed].T
         is_cut = which < 0.5 if self.mixup and self.cutmix else np.full(len(first), self.cutmix > 0)
         alpha = np.where(is_cut, self.cutmix, self.mixup)
-        weight = share = 1 - betaincinv(alpha, alpha, quantile)  # a Beta variate, by its inverse CDF
+        # a Beta variate, by its inverse CDF
+        weight = share = 1 - betaincinv(alpha, alpha, quantile)
         box = self._boxes(share, row, column)
         area = (box[:, 1] - box[:, 0]) * (box[:, 3] - box[:, 2])
-        weight, share = np.where(is_cut, 1, weight), np.where(is_cut, area / (self.height * self.width), share)
+        weight, share = (
+            np.where(is_cut, 1, weight),
+            np.where(is_cut, area / (self.height * self.width), share),
+        )
         box = np.where(is_cut[:, None], box, [0, self.height, 0, self.width])
         # Both images of a pair have the same numbers; those of unmixed images are 0.
         count, partner = len(indices), np.arange(len(indices))
@@ -92,9 +104,14 @@ class Mixing:
         return Mix(*mixed) if self.cutmix else Mix(*mixed[:3])
 
     def _boxes(self, share: np.ndarray, row: np.ndarray, column: np.ndarray) -> np.ndarray:
-        """Boxes with this share of the area around random centres, cut off at the edges of the image: int64 [m, 4]."""
+        """Boxes with this share of the area around random centres, cut off at the edges of the
+        image: int64 [m, 4].
+        """
         box = []
         for size, centre in ((self.height, row), (self.width, column)):
-            middle, half = (centre * size).astype(np.int64), (np.sqrt(share) * size / 2).astype(np.int64)
+            middle, half = (
+                (centre * size).astype(np.int64),
+                (np.sqrt(share) * size / 2).astype(np.int64),
+            )
             box += [np.maximum(middle - half, 0), np.minimum(middle + half, size)]
         return np.stack(box, 1)

@@ -1,8 +1,10 @@
-"""The order of the samples, a pure function of (seed, epoch, position), which is the same on any number of processes.
+"""The order of the samples, a pure function of (seed, epoch, position), which is the same on any
+number of processes.
 
-An epoch is as many draws as there are samples: a permutation, or draws with replacement by weight. An update takes the
-next `global_batch_size` draws, fewer at the epoch's end, and divides them into microbatches, numbered by their position
-in the update. Each rank computes a contiguous range of them, one in each accumulation step.
+An epoch is as many draws as there are samples: a permutation, or draws with replacement by weight.
+An update takes the next `global_batch_size` draws, fewer at the epoch's end, and divides them into
+microbatches, numbered by their position in the update. Each rank computes a contiguous range of
+them, one in each accumulation step.
 """
 
 import hashlib
@@ -15,25 +17,35 @@ import numpy as np
 
 
 def fold_in(*parts: int | str) -> int:
-    """Hash the parts into 64 bits. Unlike a sum, it differs for seed 1, epoch 0 and seed 0, epoch 1."""
+    """Hash the parts into 64 bits.
+
+    Unlike a sum, it differs for seed 1, epoch 0 and seed 0, epoch 1.
+    """
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
 def permutation(samples: int, seed: int, epoch: int) -> np.ndarray:
     """The epoch's random order of all sample indices, int64 [samples].
 
-    It is a stable sort of random keys. The keys are the raw output of Philox, which numpy guarantees not to change.
+    It is a stable sort of random keys. The keys are the raw output of Philox, which numpy
+    guarantees not to change.
     """
     keys = np.random.Philox(key=fold_in(seed, "order", epoch)).random_raw(samples)
     return np.argsort(keys, kind="stable")
 
 
 def weighted_draws(weights: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-    """The epoch's draws with replacement, int64 [N], each sample in proportion to its weight, float64 [N]."""
+    """The epoch's draws with replacement, int64 [N], each sample in proportion to its weight,
+    float64 [N].
+    """
     ends = np.cumsum(weights)
-    uniform = (np.random.Philox(key=fold_in(seed, "order", epoch)).random_raw(len(weights)) >> 11) / 2**53
+    uniform = (
+        np.random.Philox(key=fold_in(seed, "order", epoch)).random_raw(len(weights)) >> 11
+    ) / 2**53
     # A product that rounds up to the whole sum would select a sample after the last one.
-    return np.searchsorted(ends, np.minimum(uniform * ends[-1], np.nextafter(ends[-1], 0)), side="right")
+    return np.searchsorted(
+        ends, np.minimum(uniform * ends[-1], np.nextafter(ends[-1], 0)), side="right"
+    )
 
 
 def count_earlier(drawn: np.ndarray) -> np.ndarray:
@@ -46,11 +58,13 @@ def count_earlier(drawn: np.ndarray) -> np.ndarray:
 
 
 class Microbatch(NamedTuple):
-    """The samples of one forward pass on one rank. `update` counts from 0 over the run, `number` from 0 in each update.
-    A rank with fewer microbatches than others gets an empty one in their place, with the number -1.
+    """The samples of one forward pass on one rank. `update` counts from 0 over the run, `number`
+    from 0 in each update. A rank with fewer microbatches than others gets an empty one in their
+    place, with the number -1.
 
-    `indices` is int64 [n], n >= 0. `occurrences`, int64 [n], counts how often a sample was drawn before in its epoch;
-    None stands for zeros. In an evaluation, `update` is 0 and `number` counts the blocks of the split.
+    `indices` is int64 [n], n >= 0. `occurrences`, int64 [n], counts how often a sample was drawn
+    before in its epoch; None stands for zeros. In an evaluation, `update` is 0 and `number` counts
+    the blocks of the split.
     """
 
     update: int
@@ -64,9 +78,10 @@ class Microbatch(NamedTuple):
 class Plan:
     """How an epoch divides into updates, and an update into microbatches.
 
-    An update has `repeats` copies of each of its samples. With `weights`, float64 [samples], samples are drawn with
-    replacement. With `in_pairs`, microbatches consist of pairs of neighbours, to be mixed. `shares` has the number of
-    microbatches of each rank in this start. With None, the numbers differ by at most one.
+    An update has `repeats` copies of each of its samples. With `weights`, float64 [samples],
+    samples are drawn with replacement. With `in_pairs`, microbatches consist of pairs of
+    neighbours, to be mixed. `shares` has the number of microbatches of each rank in this start.
+    With None, the numbers differ by at most one.
     """
 
     samples: int
@@ -87,7 +102,11 @@ class Plan:
     def ranges(self, processes: int) -> list[range]:
         """The numbers of the microbatches that each rank computes: contiguous ranges."""
         count, own = self.microbatches, self.shares
-        ends = accumulate(own, initial=0) if own else [rank * count // processes for rank in range(processes + 1)]
+        ends = (
+            accumulate(own, initial=0)
+            if own
+            else [rank * count // processes for rank in range(processes + 1)]
+        )
         return [range(*pair) for pair in pairwise(ends)]
 
     def sizes(self, processes: int) -> dict[str, int]:
@@ -109,17 +128,23 @@ class Plan:
         return epoch, update * self.global_batch_size
 
     def microbatch_sizes(self, position: int) -> list[int]:
-        """Samples in each microbatch of the update at `position`; they differ by at most one, in pairs by two."""
+        """Samples in each microbatch of the update at `position`; they differ by at most one, in
+        pairs by two.
+        """
         pieces, alone = divmod(self.update_size(position), 2 if self.in_pairs else 1)
         small, larger = divmod(pieces, self.microbatches)
-        sizes = [(small + (microbatch < larger)) * (1 + self.in_pairs) for microbatch in range(self.microbatches)]
+        sizes = [
+            (small + (microbatch < larger)) * (1 + self.in_pairs)
+            for microbatch in range(self.microbatches)
+        ]
         return [*sizes[:-1], sizes[-1] + alone]
 
     def draws(self, epoch: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """The samples of an epoch in order, int64 [samples], and their occurrences (see Microbatch).
+        """The samples of an epoch in order, int64 [samples], and their occurrences (see
+        Microbatch).
 
-        With repeats, the distinct samples of an update come one after the other, and then all of them again, so that
-        neighbours differ ("Augment your batch", Hoffer et al., 2019).
+        With repeats, the distinct samples of an update come one after the other, and then all of
+        them again, so that neighbours differ ("Augment your batch", Hoffer et al., 2019).
         """
         if self.weights is None:
             drawn = permutation(self.samples, self.seed, epoch)
@@ -127,7 +152,9 @@ class Plan:
             drawn = weighted_draws(self.weights, self.seed, epoch)
         if self.repeats > 1:
             update, place = np.divmod(np.arange(self.samples), self.global_batch_size)
-            sizes = np.minimum(self.global_batch_size, self.samples - update * self.global_batch_size)
+            sizes = np.minimum(
+                self.global_batch_size, self.samples - update * self.global_batch_size
+            )
             distinct = -(-sizes // self.repeats)
             drawn = drawn[update * (self.global_batch_size // self.repeats) + place % distinct]
         once = self.weights is None and self.repeats == 1
@@ -135,19 +162,23 @@ class Plan:
 
 
 class MicrobatchSampler(Sized, Iterable):
-    """Yields microbatches of at most `largest` samples, for a DataLoader that `Accelerator.prepare` wraps.
+    """Yields microbatches of at most `largest` samples, for a DataLoader that `Accelerator.prepare`
+    wraps.
 
-    Accelerate assigns microbatch i to rank i modulo the number of processes. It does so without changing the batches
-    only because a sampler has neither a `batch_size` nor a `set_epoch` attribute, and `even_batches` is off.
+    Accelerate assigns microbatch i to rank i modulo the number of processes. It does so without
+    changing the batches only because a sampler has neither a `batch_size` nor a `set_epoch`
+    attribute, and `even_batches` is off.
     """
 
     largest: int
 
 
 class UpdateSampler(MicrobatchSampler):
-    """Yields the microbatches of `updates` updates over all epochs, from update `start`, counted from 0.
+    """Yields the microbatches of `updates` updates over all epochs, from update `start`, counted
+    from 0.
 
-    The microbatches of an update are yielded in the order in which Accelerate assigns contiguous ranges to the ranks.
+    The microbatches of an update are yielded in the order in which Accelerate assigns contiguous
+    ranges to the ranks.
     """
 
     def __init__(self, plan: Plan, processes: int, updates: int, start: int = 0):
@@ -175,7 +206,8 @@ class UpdateSampler(MicrobatchSampler):
 class BlockSampler(MicrobatchSampler):
     """Yields 0 .. samples - 1 in blocks of `block_size`, for evaluation.
 
-    A sample is in the same block on every topology, so its logits are the same too. `epoch` selects the augmentation.
+    A sample is in the same block on every topology, so its logits are the same too. `epoch` selects
+    the augmentation.
     """
 
     def __init__(self, samples: int, block_size: int, epoch: int = 0):
@@ -193,7 +225,8 @@ class BlockSampler(MicrobatchSampler):
 
 
 def evaluation_blocks(samples: int, most: int, epoch: int = 0) -> BlockSampler:
-    """The blocks of an evaluation, of at most `most` samples. They do not depend on the number of ranks.
+    """The blocks of an evaluation, of at most `most` samples. They do not depend on the number of
+    ranks.
 
     A small split has smaller blocks, of at least 16 samples, so that up to 16 ranks have work.
     """

@@ -1,7 +1,8 @@
-"""Record in checkpoints which samples a run trains and evaluates on, find them again later, and report changes.
+"""Record in checkpoints which samples a run trains and evaluates on, find them again later, and
+report changes.
 
-Image files are recorded by name, so new files do not move other samples, and missing files are detected. The rows of a
-table have no names, so tables are only compared as a whole.
+Image files are recorded by name, so new files do not move other samples, and missing files are
+detected. The rows of a table have no names, so tables are only compared as a whole.
 """
 
 import gzip
@@ -26,16 +27,22 @@ FILE = "samples.json.gz"
 _MOST_PACKED = 100  # most bytes that one byte of the file may unpack to; about ten in real records
 _LARGEST = 2**30  # most bytes of the unpacked file; enough for ten million samples with long names
 # The settings that decide which samples are in a split.
-_CHOICES = {"train_split": str | None, "eval_split": str | None, "eval_fraction": float | None, "seed": int}
+_CHOICES = {
+    "train_split": str | None,
+    "eval_split": str | None,
+    "eval_fraction": float | None,
+    "seed": int,
+}
 
 
 @dataclass(frozen=True)
 class RecordedSplit:
-    """One split of a run: its samples in order, and `source`, the split of the data set that they were taken from.
+    """One split of a run: its samples in order, and `source`, the split of the data set that they
+    were taken from.
 
-    For a table, `count`, `labels` and `content` describe the whole split `source`. For files, they describe these
-    samples, and each file also has a name, a checksum of both ends, and a class, or a list of classes for multi-hot
-    labels.
+    For a table, `count`, `labels` and `content` describe the whole split `source`. For files, they
+    describe these samples, and each file also has a name, a checksum of both ends, and a class, or
+    a list of classes for multi-hot labels.
     """
 
     name: str
@@ -56,11 +63,15 @@ class RecordedSplit:
         if split.labels.ndim == 2:
             labels = [np.flatnonzero(row).tolist() for row in split.labels]
         lists = [names[row] for row in split.rows.tolist()], split.ends[split.rows].tolist(), labels
-        return cls(split.name, whole.name, len(split), split.label_fingerprint, split.content, *lists)
+        return cls(
+            split.name, whole.name, len(split), split.label_fingerprint, split.content, *lists
+        )
 
     def check(self, classes: int) -> None:
         """Raise ValueError if a field is invalid."""
-        fits = _is_list([self.name, self.source, self.labels, self.content], str) and _is_list([self.count], int)
+        fits = _is_list([self.name, self.source, self.labels, self.content], str) and _is_list(
+            [self.count], int
+        )
         if fits and self.names is not None:
             ends, labels = self.ends or [], self.classes or []
             flat = list(chain(*labels)) if _is_list(labels, list) else labels
@@ -91,21 +102,30 @@ class Record:
     def check(self) -> None:
         """Raise ValueError if a field is invalid."""
         fits = _is_list(self.class_names, str) and self.choices.keys() == _CHOICES.keys()
-        if not fits or not all(isinstance(self.choices[name], kind) for name, kind in _CHOICES.items()):
+        if not fits or not all(
+            isinstance(self.choices[name], kind) for name, kind in _CHOICES.items()
+        ):
             raise ValueError("malformed")
         for part in self.parts:
             part.check(len(self.class_names))
 
     def check_choices(self, config: TrainConfig) -> None:
-        """Raise ValueError if these settings split the data set in another way than the recorded ones."""
+        """Raise ValueError if these settings split the data set in another way than the recorded
+        ones.
+        """
         for name, value in self.choices.items():
             if name != "seed" and value != getattr(config, name):  # resume.py compares the seed
-                problem = f"--{name} was {value} when the run started, and is now {getattr(config, name)}"
+                problem = (
+                    f"--{name} was {value} when the run started, and is now {getattr(config, name)}"
+                )
                 raise UserError(problem, "a resumed run needs the same samples: use the same value")
 
     @cached_property
     def data(self) -> bytes:
-        """The contents of the file in a checkpoint, computed once. Equal records give equal bytes."""
+        """The contents of the file in a checkpoint, computed once.
+
+        Equal records give equal bytes.
+        """
         parts = {"train": vars(self.train), "evaluation": vars(self.evaluation)}
         values = {**parts, "class_names": self.class_names, "choices": self.choices}
         text = json.dumps(values, separators=(",", ":"))
@@ -113,11 +133,16 @@ class Record:
 
 
 def make_record(
-    config: TrainConfig, class_names: list[str], train: tuple[Split, Split], evaluation: tuple[Split, Split]
+    config: TrainConfig,
+    class_names: list[str],
+    train: tuple[Split, Split],
+    evaluation: tuple[Split, Split],
 ) -> Record:
     """Describe both splits. Each is passed together with the whole split that it was taken from."""
     choices = {name: getattr(config, name) for name in _CHOICES}
-    return Record(RecordedSplit.of(*train), RecordedSplit.of(*evaluation), list(class_names), choices)
+    return Record(
+        RecordedSplit.of(*train), RecordedSplit.of(*evaluation), list(class_names), choices
+    )
 
 
 def read_record(path: Path) -> Record:
@@ -133,12 +158,23 @@ def read_record(path: Path) -> Record:
         record = Record(train, evaluation, values["class_names"], dict(values["choices"]))
         record.check()
         return record
-    except (ValueError, TypeError, KeyError, OSError, EOFError, RecursionError, OverflowError, zlib.error) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        OSError,
+        EOFError,
+        RecursionError,
+        OverflowError,
+        zlib.error,
+    ) as error:
         raise UserError(f"{path}: damaged ({str(error)[:80]})", "use another checkpoint") from None
 
 
 class MatchedFiles(NamedTuple):
-    """The current state of a recorded split, and lines to print about changed samples and about new files."""
+    """The current state of a recorded split, and lines to print about changed samples and about new
+    files.
+    """
 
     split: Split
     changes: list[str]
@@ -146,16 +182,23 @@ class MatchedFiles(NamedTuple):
 
 
 def match_files(
-    record: Record, part: RecordedSplit, whole: Split, class_names: Sequence[str], skip_changed: bool = False
+    record: Record,
+    part: RecordedSplit,
+    whole: Split,
+    class_names: Sequence[str],
+    skip_changed: bool = False,
 ) -> MatchedFiles:
-    """Find the files of a recorded split in `whole`, the current state of the split that they were taken from.
+    """Find the files of a recorded split in `whole`, the current state of the split that they were
+    taken from.
 
-    Labels are indices into `class_names`, the classes of `whole`. Missing files are marked as unreadable. With
-    `skip_changed`, changed images are too, instead of being reported.
+    Labels are indices into `class_names`, the classes of `whole`. Missing files are marked as
+    unreadable. With `skip_changed`, changed images are too, instead of being reported.
     """
     recorded, files = _recorded_labels(record, part, class_names), whole.images
     if not isinstance(files, Files) or recorded.ndim != whole.labels.ndim:
-        problem = f"split {whole.name!r} has other kinds of images or labels than when the run started"
+        problem = (
+            f"split {whole.name!r} has other kinds of images or labels than when the run started"
+        )
         raise UserError(problem, "use the same --data and the same --task")
     names = part.names or []
     rows = indices_in(files.names, names)
@@ -167,7 +210,9 @@ def match_files(
     bad = {**whole.bad, **dict.fromkeys(rows[gone].tolist(), "no longer in the data set")}
     ends = np.append(whole.ends, np.zeros_like(gone))
     images = Files(paths, files.root)
-    split = replace(whole, name=part.name, images=images, labels=labels, rows=rows, ends=ends, bad=bad)
+    split = replace(
+        whole, name=part.name, images=images, labels=labels, rows=rows, ends=ends, bad=bad
+    )
 
     is_changed = (ends[rows] != part.ends) & split.readable
     is_relabelled = (labels != recorded).reshape(len(labels), -1).any(1)
@@ -177,25 +222,41 @@ def match_files(
         split = replace(split, bad={**bad, **changed})
     else:
         changes += _count_and_names(part, is_changed, "changed")
-    known = {nfc(name) for other in record.parts if other.source == part.source for name in other.names or []}
-    new = [name for row, name in enumerate(files.names) if nfc(name) not in known and row not in whole.bad]
+    known = {
+        nfc(name)
+        for other in record.parts
+        if other.source == part.source
+        for name in other.names or []
+    }
+    new = [
+        name
+        for row, name in enumerate(files.names)
+        if nfc(name) not in known and row not in whole.bad
+    ]
     line = f"split {whole.name!r} has new files since training, which are left out: {join_names(new, 3)}"
     return MatchedFiles(split, changes, [line] if new else [])
 
 
 def _recorded_labels(record: Record, part: RecordedSplit, class_names: Sequence[str]) -> np.ndarray:
-    """The labels of a recorded split of files, with indices into `class_names`; -1 for a class that is not there."""
+    """The labels of a recorded split of files, with indices into `class_names`; -1 for a class that
+    is not there.
+    """
     numbers = indices_in(class_names, record.class_names)
     classes = part.classes or []
     if not _is_list(classes, list):
         return numbers[classes]
-    counts, flat = np.asarray([len(own) for own in classes]), numbers[np.fromiter(chain(*classes), np.int64)]
+    counts, flat = (
+        np.asarray([len(own) for own in classes]),
+        numbers[np.fromiter(chain(*classes), np.int64)],
+    )
     # Rows have one more column, for the classes that are not there.
     return multi_hot(part.name, counts, flat % (len(class_names) + 1), len(class_names) + 1)[:, :-1]
 
 
 def _count_and_names(part: RecordedSplit, chosen: np.ndarray, what: str) -> list[str]:
-    """A line with the number and the names of the files that a mask chooses; no line if there are none."""
+    """A line with the number and the names of the files that a mask chooses; no line if there are
+    none.
+    """
     names = [name for name, is_chosen in zip(part.names or [], chosen, strict=True) if is_chosen]
     if not names:
         return []
@@ -206,8 +267,15 @@ def table_changes(part: RecordedSplit, whole: Split) -> list[str]:
     """Lines about how a split of a table differs from the recorded one."""
     if part.count != len(whole):
         return [f"split {part.source!r} had {part.count} samples and now has {len(whole)}"]
-    pairs = (("labels", part.labels, whole.label_fingerprint), ("images", part.content, whole.content))
-    return [f"the {what} of split {part.source!r} changed" for what, before, now in pairs if before != now]
+    pairs = (
+        ("labels", part.labels, whole.label_fingerprint),
+        ("images", part.content, whole.content),
+    )
+    return [
+        f"the {what} of split {part.source!r} changed"
+        for what, before, now in pairs
+        if before != now
+    ]
 
 
 def is_same(part: RecordedSplit, whole: Split) -> bool:

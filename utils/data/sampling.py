@@ -9,9 +9,14 @@ from utils.errors import UserError
 
 
 def make_plan(config: TrainConfig, train: Split, global_batch_size: int, microbatches: int) -> Plan:
-    """The order of the run's training samples. Raises ValueError if it does not fit the batch or the labels."""
+    """The order of the run's training samples.
+
+    Raises ValueError if it does not fit the batch or the labels.
+    """
     if global_batch_size % config.repeats:
-        problem = f"--repeats {config.repeats} does not divide the global batch of {global_batch_size}"
+        problem = (
+            f"--repeats {config.repeats} does not divide the global batch of {global_batch_size}"
+        )
         raise UserError(problem, f"set --global_batch_size to a multiple of {config.repeats}")
     if config.mixes and global_batch_size // 2 < microbatches:
         problem = f"a global batch of {global_batch_size} has fewer pairs than its {microbatches} microbatches"

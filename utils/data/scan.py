@@ -14,11 +14,21 @@ from utils.errors import UserError
 
 ENDINGS = (*IMG_EXTENSIONS, ".jfif", ".jpe")
 # Folders that systems and tools add. Folders whose names begin with a dot are hidden too.
-_JUNK = ("__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found", "system volume information", "__pycache__")
+_JUNK = (
+    "__macosx",
+    "@eadir",
+    "#recycle",
+    "$recycle.bin",
+    "lost+found",
+    "system volume information",
+    "__pycache__",
+)
 
 
 class Scan:
-    """One pass over all files of a split, given its folder and its class folders; it counts what is not used."""
+    """One pass over all files of a split, given its folder and its class folders; it counts what is
+    not used.
+    """
 
     def __init__(self, folder: Path, children: list[os.DirEntry]):
         self.folder = folder
@@ -27,7 +37,8 @@ class Scan:
         self.deeper = 0  # folders below class folders that hold images
         self.loose = 0  # images next to the class folders, which have no class
         self.linked: list[str] = []  # links to folders that are already included
-        # The class of each folder that is entered, so that no image is read twice; "" for the split and its parents.
+        # The class of each folder that is entered, so that no image is read twice; "" for the split
+        # and its parents.
         self.class_of = dict.fromkeys(_with_parents(folder), "")
         for child in children:
             first = self.class_of.setdefault(os.path.realpath(child.path), class_name_of(child))
@@ -59,21 +70,33 @@ class Scan:
 
     def kinds(self) -> str:
         """The types of the files that are not images, and how many files each has."""
-        return join_names((f"{kind or 'no extension'} ({count})" for kind, count in self.not_images.most_common()), 6)
+        return join_names(
+            (
+                f"{kind or 'no extension'} ({count})"
+                for kind, count in self.not_images.most_common()
+            ),
+            6,
+        )
 
     def notes(self) -> tuple[str, ...]:
         """Lines to print about everything that a user may have meant as samples."""
         lines = {
             "class folders without readable images are left out: ": join_names(self.empty_classes),
             "files of unsupported types are left out: ": self.kinds(),
-            "images next to the class folders have no class and are left out: ": str(self.loose or ""),
+            "images next to the class folders have no class and are left out: ": str(
+                self.loose or ""
+            ),
             "links to folders that are already included are left out: ": join_names(self.linked, 3),
-            "folders inside class folders that hold images, but are not classes: ": str(self.deeper or ""),
+            "folders inside class folders that hold images, but are not classes: ": str(
+                self.deeper or ""
+            ),
         }
         return tuple(f"{self.folder}: {line}{found}" for line, found in lines.items() if found)
 
     def _enters(self, entry: os.DirEntry, class_name: str) -> bool:
-        """Whether to enter a folder; False for hidden folders and links to folders that are already included."""
+        """Whether to enter a folder; False for hidden folders and links to folders that are already
+        included.
+        """
         if _is_hidden(entry.name):
             return False
         key = os.path.realpath(entry.path)
@@ -91,15 +114,25 @@ class Scan:
 
 
 def _two_classes(path: str, first: str) -> UserError:
-    problem = f"{path}: is also a folder of class {join_names([first])}, but an image has only one class"
+    problem = (
+        f"{path}: is also a folder of class {join_names([first])}, but an image has only one class"
+    )
     return UserError(problem, "remove the link")
 
 
 def folders_in(folder: Path) -> list[os.DirEntry]:
-    """The folders in a folder, sorted by name, without hidden ones and links to the folder or its parents."""
+    """The folders in a folder, sorted by name, without hidden ones and links to the folder or its
+    parents.
+    """
     parents = _with_parents(folder)
-    found = [entry for entry in os.scandir(folder) if is_folder(entry) and not _is_hidden(entry.name)]
-    found = [entry for entry in found if not (entry.is_symlink() and os.path.realpath(entry.path) in parents)]
+    found = [
+        entry for entry in os.scandir(folder) if is_folder(entry) and not _is_hidden(entry.name)
+    ]
+    found = [
+        entry
+        for entry in found
+        if not (entry.is_symlink() and os.path.realpath(entry.path) in parents)
+    ]
     return sorted(found, key=attrgetter("name"))
 
 
@@ -138,7 +171,9 @@ def _is_hidden(name: str) -> bool:
 
 
 def _looks_like_image(entry: os.DirEntry) -> bool:
-    """Whether a file that is not hidden has the ending of an image, or no ending and the content of one."""
+    """Whether a file that is not hidden has the ending of an image, or no ending and the content of
+    one.
+    """
     ending = os.path.splitext(entry.name)[1].lower()
     if ending or entry.name[0] == ".":
         return ending in ENDINGS and entry.name[0] != "." and not is_folder(entry)
@@ -164,5 +199,8 @@ def _with_parents(folder: str | Path) -> set[str]:
 
 
 def class_name_of(entry: os.DirEntry) -> str:
-    """The name of a class folder, the same in any locale. Bytes that are not UTF-8 become lone surrogates."""
+    """The name of a class folder, the same in any locale.
+
+    Bytes that are not UTF-8 become lone surrogates.
+    """
     return os.fsencode(entry.name).decode("utf-8", "surrogateescape")

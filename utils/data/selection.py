@@ -11,18 +11,29 @@ from utils.console import Terminal, join_names, nfc
 from utils.data.check import check_images
 from utils.data.record import Record, is_same, make_record, match_files, table_changes
 from utils.data.sources import open_source
-from utils.data.splits import EVAL_NAMES, Data, Source, Split, hold_out, indices_in, note_forms, random_subset
+from utils.data.splits import (
+    EVAL_NAMES,
+    Data,
+    Source,
+    Split,
+    hold_out,
+    indices_in,
+    note_forms,
+    random_subset,
+)
 from utils.errors import UserError
 
 SILENT = Terminal(False)
 _SHOWN = 8  # images named in an error
 
 
-def load_data(config: TrainConfig, record: Record | None = None, terminal: Terminal = SILENT) -> Data:
+def load_data(
+    config: TrainConfig, record: Record | None = None, terminal: Terminal = SILENT
+) -> Data:
     """Open the data set and choose its two splits. Raises ValueError or OSError if that fails.
 
-    A resumed run passes the `record` of its checkpoint, to continue with the same samples. All images are checked, and
-    progress and messages are printed to `terminal`.
+    A resumed run passes the `record` of its checkpoint, to continue with the same samples. All
+    images are checked, and progress and messages are printed to `terminal`.
     """
     if record is not None:
         record.check_choices(config)
@@ -32,9 +43,14 @@ def load_data(config: TrainConfig, record: Record | None = None, terminal: Termi
         train = _drop_unreadable(opened[0], config, terminal, keep_order=True)
         evaluation = _drop_unreadable(opened[1], config, terminal)
     else:
-        (train, train_whole), (evaluation, eval_whole) = chosen = _choose_splits(source, config, terminal)
+        (train, train_whole), (evaluation, eval_whole) = chosen = _choose_splits(
+            source, config, terminal
+        )
         if record is not None:
-            changes = [*table_changes(record.train, train_whole), *table_changes(record.evaluation, eval_whole)]
+            changes = [
+                *table_changes(record.train, train_whole),
+                *table_changes(record.evaluation, eval_whole),
+            ]
             fix = "a resumed run needs the same data: restore it"
             require(not changes, "; ".join(dict.fromkeys(changes)), fix)
         record, opened = make_record(config, source.class_names, *chosen), [*source.opened.values()]
@@ -61,13 +77,19 @@ def load_split(
 
     `class_names` can also be a function that takes the data's class names and returns this list.
 
-    In the run's `own_data`, None selects the samples that the run evaluated on, and "train" those that it trained on,
-    as recorded in the checkpoint's `record`, if there is one. In other data, None selects its evaluation split, or its
-    only split. Any other name selects the split of that name. A data set that has all images of the record counts as
-    the run's own, even if it has been moved.
+    In the run's `own_data`, None selects the samples that the run evaluated on, and "train" those
+    that it trained on, as recorded in the checkpoint's `record`, if there is one. In other data,
+    None selects its evaluation split, or its only split. Any other name selects the split of that
+    name. A data set that has all images of the record counts as the run's own, even if it has been
+    moved.
     """
     source = _open_checked(config, record, terminal)
-    if not own_data and record is not None and name in (None, "train") and _holds_all(source, record):
+    if (
+        not own_data
+        and record is not None
+        and name in (None, "train")
+        and _holds_all(source, record)
+    ):
         own_data, config = True, replace(config, **record.choices)
     if own_data and name in (None, "train"):
         split = _own_split(source, config, name == "train", record, terminal)
@@ -78,7 +100,9 @@ def load_split(
         split = source.split(_existing(source, asked or default, "--split"))
         _report_trained_on(record, split, terminal)
         shown = split.name if asked or len(source.openers) > 1 else "all images"
-    split = random_subset(_drop_unreadable(split, config, terminal), config.max_eval_samples, config.seed)
+    split = random_subset(
+        _drop_unreadable(split, config, terminal), config.max_eval_samples, config.seed
+    )
     check_kind(split, config)
     if callable(class_names):
         class_names = class_names(source.class_names)
@@ -92,13 +116,17 @@ def _open_checked(config: TrainConfig, record: Record | None, terminal: Terminal
     The classes are those of the record, in its order, if they only differ in order or Unicode form.
     """
     source, progress = open_source(config), terminal.progress("checking images")
-    full = config.check_images == "full" or config.bad_images == "skip"  # all must be known before samples are counted
+    # all must be known before samples are counted
+    full = config.check_images == "full" or config.bad_images == "skip"
     found = wanted = source.class_names
     if record is not None and sorted(map(nfc, found)) == sorted(map(nfc, record.class_names)):
         source.class_names = wanted = record.class_names
         source.notes += note_forms(wanted, found)
     source.check = lambda split: check_images(
-        replace(renumber(split, found, wanted), bits=config.image_bits), full, config.cache_dir, progress
+        replace(renumber(split, found, wanted), bits=config.image_bits),
+        full,
+        config.cache_dir,
+        progress,
     )
     return source
 
@@ -106,7 +134,9 @@ def _open_checked(config: TrainConfig, record: Record | None, terminal: Terminal
 def _choose_splits(
     source: Source, config: TrainConfig, terminal: Terminal
 ) -> tuple[tuple[Split, Split], tuple[Split, Split]]:
-    """The samples to train on and to evaluate on, each with the whole split that they were taken from."""
+    """The samples to train on and to evaluate on, each with the whole split that they were taken
+    from.
+    """
     train_name = _train_name(source, config.train_split)
     whole = source.split(train_name)
     train = _drop_unreadable(whole, config, terminal)
@@ -133,7 +163,9 @@ def _check_apart(train: Split, evaluation: Split) -> None:
             )
 
 
-def _drop_unreadable(split: Split, config: TrainConfig, terminal: Terminal, keep_order: bool = False) -> Split:
+def _drop_unreadable(
+    split: Split, config: TrainConfig, terminal: Terminal, keep_order: bool = False
+) -> Split:
     """The split without unreadable images, or with others in their places to `keep_order`.
 
     With --bad_images error, raises UserError, which names them.
@@ -147,18 +179,27 @@ def _drop_unreadable(split: Split, config: TrainConfig, terminal: Terminal, keep
         fix = "fix these files, or leave them out with --bad_images skip"
         raise UserError(f"{count} cannot be read: {names}", fix)
     if not split.readable.any():
-        raise UserError(f"no image of split {split.name!r} can be used ({len(split)} checked)", "give another --data")
+        raise UserError(
+            f"no image of split {split.name!r} can be used ({len(split)} checked)",
+            "give another --data",
+        )
     action = "other images of their classes replace them" if keep_order else "will be left out"
     terminal.print(f"{count} cannot be used and {action}: {names}")
-    return split.replace_unreadable() if keep_order else split.select(np.flatnonzero(split.readable))
+    return (
+        split.replace_unreadable() if keep_order else split.select(np.flatnonzero(split.readable))
+    )
 
 
 def _recorded_splits(record: Record, source: Source, terminal: Terminal, skip: bool) -> list[Split]:
     """The two original splits of a run. With `skip`, changed images are marked as unreadable."""
-    wholes = [source.split(_existing(source, part.source, "the run used split")) for part in record.parts]
+    wholes = [
+        source.split(_existing(source, part.source, "the run used split")) for part in record.parts
+    ]
     if source.class_names != record.class_names:
         problem = _class_changes(record.class_names, source.class_names)
-        raise UserError(problem, "a resumed run needs the same classes: restore them, or start a new run")
+        raise UserError(
+            problem, "a resumed run needs the same classes: restore them, or start a new run"
+        )
     found = [
         match_files(record, part, whole, source.class_names, skip)
         for part, whole in zip(record.parts, wholes, strict=True)
@@ -178,17 +219,23 @@ def _recorded_splits(record: Record, source: Source, terminal: Terminal, skip: b
 def _class_changes(before: list[str], now: list[str]) -> str:
     before, now = [*map(nfc, before)], [*map(nfc, now)]
     new, gone = [n for n in now if n not in before], [n for n in before if n not in now]
-    parts = [f"new: {join_names(new, 3)}"] * bool(new) + [f"removed: {join_names(gone, 3)}"] * bool(gone)
+    parts = [f"new: {join_names(new, 3)}"] * bool(new) + [f"removed: {join_names(gone, 3)}"] * bool(
+        gone
+    )
     return f"the classes changed since training ({'; '.join(parts)})"
 
 
 def _holds_all(source: Source, record: Record) -> bool:
     """Whether a data set has all samples of the record."""
     names = {part.source for part in record.parts}
-    return names <= source.openers.keys() and all(is_same(part, source.split(part.source)) for part in record.parts)
+    return names <= source.openers.keys() and all(
+        is_same(part, source.split(part.source)) for part in record.parts
+    )
 
 
-def _own_split(source: Source, config: TrainConfig, training: bool, record: Record | None, terminal: Terminal) -> Split:
+def _own_split(
+    source: Source, config: TrainConfig, training: bool, record: Record | None, terminal: Terminal
+) -> Split:
     """The samples that the run trained on, or those that it evaluated on."""
     part = None if record is None else record.train if training else record.evaluation
     if record is not None and part is not None:
@@ -218,7 +265,9 @@ def _report_trained_on(record: Record | None, split: Split, terminal: Terminal) 
     if record is not None and record.train.ends is not None and split.ends is not None:
         known = int(np.isin(split.ends[split.rows], record.train.ends).sum())
         if known:
-            terminal.print(f"the run trained on {known} of the {len(split)} images of split {split.name!r}")
+            terminal.print(
+                f"the run trained on {known} of the {len(split)} images of split {split.name!r}"
+            )
 
 
 def _train_name(source: Source, wanted: str | None) -> str:
@@ -228,17 +277,24 @@ def _train_name(source: Source, wanted: str | None) -> str:
         return "train"
     if len(source.openers) == 1 and not set(source.openers) & set(EVAL_NAMES):
         return next(iter(source.openers))
-    raise UserError("no split called train", f"set --train_split to one of {join_names(source.openers)}")
+    raise UserError(
+        "no split called train", f"set --train_split to one of {join_names(source.openers)}"
+    )
 
 
 def _eval_name(source: Source, train_name: str, wanted: str | None) -> str | None:
     if wanted is not None:
         return _existing(source, wanted, "--eval_split")
-    return next((name for name in EVAL_NAMES if name in source.openers and name != train_name), None)
+    return next(
+        (name for name in EVAL_NAMES if name in source.openers and name != train_name), None
+    )
 
 
 def _existing(source: Source, name: str, flag: str) -> str:
-    """The name of the split that `name`, or an alias, refers to. Raises ValueError, with `flag`, if there is none."""
+    """The name of the split that `name`, or an alias, refers to.
+
+    Raises ValueError, with `flag`, if there is none.
+    """
     name = source.aliases.get(name, name)
     if name not in source.openers:
         raise UserError(f"{flag} {name}: no such split", f"use one of {join_names(source.openers)}")
@@ -269,7 +325,9 @@ def renumber(split: Split, class_names: list[str], wanted: list[str]) -> Split:
 
 
 def check_kind(split: Split, config: TrainConfig) -> None:
-    """Raise ValueError if the labels of a split do not suit --task, or if none of its images has one."""
+    """Raise ValueError if the labels of a split do not suit --task, or if none of its images has
+    one.
+    """
     if split.labels.ndim == 1:
         if config.task == "multilabel":
             problem = f"--task multilabel: each image of --data {config.data} has one label"

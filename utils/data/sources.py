@@ -1,7 +1,8 @@
 """Find what --data names, and open it as the source of its splits.
 
-To add a source, add a function `(rest, config)` that returns a `Source` (splits.py) to `SOURCES`. A key is a name, a
-prefix that ends in a slash, or a file suffix such as ".csv". `rest` is the part of --data after it, or a file's path.
+To add a source, add a function `(rest, config)` that returns a `Source` (splits.py) to `SOURCES`. A
+key is a name, a prefix that ends in a slash, or a file suffix such as ".csv". `rest` is the part of
+--data after it, or a file's path.
 """
 
 import os
@@ -26,8 +27,10 @@ from utils.data.tables import load_hub, table_source
 from utils.errors import UserError, one_line
 from utils.files import expand
 
-SYNTHETIC_IMAGES = 1024  # distinct images of a synthetic data set; samples above this number share them
-TORCHVISION = ("MNIST", "FashionMNIST", "KMNIST", "CIFAR10", "CIFAR100")  # torchvision keeps these in memory
+# distinct images of a synthetic data set; samples above this number share them
+SYNTHETIC_IMAGES = 1024
+# torchvision keeps these in memory
+TORCHVISION = ("MNIST", "FashionMNIST", "KMNIST", "CIFAR10", "CIFAR100")
 
 
 def open_digits(_rest: str, _config: TrainConfig) -> Source:
@@ -58,20 +61,28 @@ def open_synthetic(numbers: str, _config: TrainConfig) -> Source:
         try:
             pixels = random.integers(0, 128, (distinct, 3, size, size), np.uint8)
         except MemoryError as error:
-            raise UserError(f"--data synthetic/{numbers}: {one_line(error)}", "lower these numbers") from error
-        # Each class has a brighter band at a different height, so that a network can learn the classes.
+            raise UserError(
+                f"--data synthetic/{numbers}: {one_line(error)}", "lower these numbers"
+            ) from error
+        # Each class has a brighter band at a different height, so that a network can learn the
+        # classes.
         for row in range(distinct):
             band = row % classes * size // classes
             pixels[row, :, band : band + max(1, size // classes)] += 100
         rows = np.arange(count) % distinct
         return Split(name, pixels, rows % classes, rows, fingerprint_of("synthetic", name, numbers))
 
-    openers = {"train": partial(make, "train", count), "test": partial(make, "test", max(1, count // 10))}
+    openers = {
+        "train": partial(make, "train", count),
+        "test": partial(make, "test", max(1, count // 10)),
+    }
     return Source(openers, [str(i) for i in range(classes)])
 
 
 def open_torchvision(name: str, config: TrainConfig) -> Source:
-    """MNIST, FashionMNIST, KMNIST, CIFAR10 or CIFAR100 of torchvision, downloaded to --data_dir if it is missing."""
+    """MNIST, FashionMNIST, KMNIST, CIFAR10 or CIFAR100 of torchvision, downloaded to --data_dir if
+    it is missing.
+    """
     _check_torchvision(name)
     cls: Any = getattr(torchvision.datasets, name)
     root = str(expand(config.data_dir or str(Path(config.cache_dir) / "torchvision")))
@@ -79,7 +90,8 @@ def open_torchvision(name: str, config: TrainConfig) -> Source:
 
     def make(split: str) -> Split:
         try:
-            dataset = cls(root, train=split == "train", download=True)  # does nothing if the files are there
+            # does nothing if the files are there
+            dataset = cls(root, train=split == "train", download=True)
         except Exception as error:  # of any class
             problem = f"--data torchvision/{name}: not in {root}, and the download failed ({one_line(error)[:200]})"
             raise UserError(problem, "put it there, or choose another --data_dir") from error
@@ -87,7 +99,10 @@ def open_torchvision(name: str, config: TrainConfig) -> Source:
         pixels = np.asarray(dataset.data)
         planes = pixels if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2)
         return whole_split(
-            split, planes, dataset.targets, fingerprint_of(name, split, np.ascontiguousarray(pixels).data)
+            split,
+            planes,
+            dataset.targets,
+            fingerprint_of(name, split, np.ascontiguousarray(pixels).data),
         )
 
     return Source({split: partial(make, split) for split in ("train", "test")}, class_names)
@@ -96,7 +111,9 @@ def open_torchvision(name: str, config: TrainConfig) -> Source:
 def _check_torchvision(name: str) -> None:
     if name not in TORCHVISION:
         fix = f"use {', '.join(TORCHVISION)} (others are on the Hugging Face Hub)"
-        raise UserError(f"--data torchvision/{name}: no such data set", suggestion(name, TORCHVISION, fix))
+        raise UserError(
+            f"--data torchvision/{name}: no such data set", suggestion(name, TORCHVISION, fix)
+        )
 
 
 SOURCES = Table(
@@ -113,7 +130,8 @@ SOURCES = Table(
 
 
 def _find(data: str) -> tuple[str, str]:
-    """The key of SOURCES that --data matches, or "" if it is a path or a Hub id, and what follows the key.
+    """The key of SOURCES that --data matches, or "" if it is a path or a Hub id, and what follows
+    the key.
 
     For a suffix, this is the path.
     """
@@ -127,7 +145,9 @@ def _find(data: str) -> tuple[str, str]:
 
 
 def absolute_data(name: str) -> str:
-    """The value of --data with an absolute path, for use from any folder; other names are unchanged."""
+    """The value of --data with an absolute path, for use from any folder; other names are
+    unchanged.
+    """
     (key, _), path = _find(name), expand(name)
     if key.startswith("."):
         return os.path.abspath(path)  # the target of a link may have no suffix
@@ -148,10 +168,15 @@ def check_source(config: TrainConfig) -> None:
         _check_torchvision(rest)
     elif key:
         return
-    elif not path.exists() and (config.data.startswith((".", "/", "~")) or config.data.count("/") != 1):
+    elif not path.exists() and (
+        config.data.startswith((".", "/", "~")) or config.data.count("/") != 1
+    ):
         names = [key for key in SOURCES if not key.startswith(".")]
-        fix = suggestion(config.data, names, f"use {', '.join(map(_shown, SOURCES))}, {SOURCES.others}")
-        raise UserError(f"--data {config.data}: no such file, folder or data set", fix)  # else it may be a Hub id
+        fix = suggestion(
+            config.data, names, f"use {', '.join(map(_shown, SOURCES))}, {SOURCES.others}"
+        )
+        # else it may be a Hub id
+        raise UserError(f"--data {config.data}: no such file, folder or data set", fix)
     elif not path.is_dir() or has_tables(path):
         import datasets  # noqa: F401  takes half a second; load_data would import it on one rank after the other
 
@@ -162,9 +187,15 @@ def _shown(key: str) -> str:
 
 
 def _check_names(config: TrainConfig) -> None:
-    """Raise ValueError for a name that config.yaml cannot store, because the run could not be resumed."""
+    """Raise ValueError for a name that config.yaml cannot store, because the run could not be
+    resumed.
+    """
     for name, value in (vars(config) | {"data": absolute_data(config.data)}).items():
-        if isinstance(value, str) and not value.isascii() and value.encode("utf-8", "replace").decode() != value:
+        if (
+            isinstance(value, str)
+            and not value.isascii()
+            and value.encode("utf-8", "replace").decode() != value
+        ):
             raise UserError(f"--{name} {printable(value)}: this name is not UTF-8", "rename it")
 
 

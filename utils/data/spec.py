@@ -7,18 +7,22 @@ from typing import Any, Literal
 from utils.config.bounds import Number, PositiveFloat, read_fields, require
 from utils.config.recipe import Pixels
 
-_LARGEST = 2**27  # numbers of an image; a model for more would fill the memory, and end with an allocator's message
-EVAL_CROP = 0.875  # fraction of a photograph's shorter side that evaluation uses, as is common since AlexNet
+# numbers of an image; a model for more would fill the memory, and end with an allocator's message
+_LARGEST = 2**27
+# fraction of a photograph's shorter side that evaluation uses, as is common since AlexNet
+EVAL_CROP = 0.875
 SMALL = 96  # pixels; images with sides up to this are decoded once and cached
 
 
 @dataclass(frozen=True)
 class InputSpec:
-    """The model's input: image shape in pixels, and the mean and standard deviation per channel of pixels in 0..1.
+    """The model's input: image shape in pixels, and the mean and standard deviation per channel of
+    pixels in 0..1.
 
-    Evaluation resizes the shorter side of a photograph to `resize` pixels, or with `squash` both sides, and crops the
-    centre. If `resize` is None, the centre is 0.875 of the shorter side. Photographs are
-    resized with `interpolation`, bilinear or bicubic. `evaluation` is the input in evaluation if its size differs.
+    Evaluation resizes the shorter side of a photograph to `resize` pixels, or with `squash` both
+    sides, and crops the centre. If `resize` is None, the centre is 0.875 of the shorter side.
+    Photographs are resized with `interpolation`, bilinear or bicubic. `evaluation` is the input in
+    evaluation if its size differs.
     """
 
     height: Pixels
@@ -40,8 +44,12 @@ class InputSpec:
         if other is not None:
             spec = replace(spec, evaluation=cls.from_dict(other))
         one, two = spec, spec.for_evaluation()
-        fits = two.evaluation is None and len(one.mean) == len(one.std) == one.channels == two.channels
-        fits = fits and max(math.prod((*each.size, each.channels)) for each in (one, two)) <= _LARGEST
+        fits = (
+            two.evaluation is None and len(one.mean) == len(one.std) == one.channels == two.channels
+        )
+        fits = (
+            fits and max(math.prod((*each.size, each.channels)) for each in (one, two)) <= _LARGEST
+        )
         require(fits, "'input' is missing or malformed")
         return spec
 
@@ -52,7 +60,8 @@ class InputSpec:
     def cropped(self, share: float | None) -> "InputSpec":
         """The same input, except that evaluation uses this fraction of a photograph's shorter side.
 
-        Unchanged if `share` is None and for small inputs. The size is rounded down, as in torchvision and timm.
+        Unchanged if `share` is None and for small inputs. The size is rounded down, as in
+        torchvision and timm.
         """
         if share is None or self.small:
             return self
@@ -65,13 +74,20 @@ class InputSpec:
 
     def describe(self) -> str:
         colours, other = "grey" if self.channels == 1 else "colour", self.for_evaluation()
-        evaluated = f", evaluated at {other.height}x{other.width}" if other.size != self.size else ""
+        evaluated = (
+            f", evaluated at {other.height}x{other.width}" if other.size != self.size else ""
+        )
         return f"{self.height}x{self.width} {colours} images{evaluated}"
 
     def describe_pixels(self) -> str:
         """How pixels are normalised, and how photographs are resized."""
-        mean, std = (", ".join(f"{value:.4g}" for value in values) for values in (self.mean, self.std))
-        text, other = f"mean {mean}, standard deviation {std} of pixels in 0 to 1", self.for_evaluation()
+        mean, std = (
+            ", ".join(f"{value:.4g}" for value in values) for values in (self.mean, self.std)
+        )
+        text, other = (
+            f"mean {mean}, standard deviation {std} of pixels in 0 to 1",
+            self.for_evaluation(),
+        )
         if other.resize is None:
             return text
         how = f"{'both sides' if other.squash else 'shorter side'} resized to {other.resize} ({other.interpolation})"

@@ -1,4 +1,6 @@
-"""A split of a data set, with labels in memory and images still encoded, and functions that derive splits."""
+"""A split of a data set, with labels in memory and images still encoded, and functions that derive
+splits.
+"""
 
 import errno
 import hashlib
@@ -33,12 +35,14 @@ class Images(Protocol):
 
 @dataclass(frozen=True)
 class Split:
-    """The samples of one split: `images[rows[i]]` is the encoded image of sample i, `labels[i]` its class.
+    """The samples of one split: `images[rows[i]]` is the encoded image of sample i, `labels[i]` its
+    class.
 
     `labels` and `rows` are int64 [N]; several samples may share a row. If samples may have several
-    classes or none, `labels` is multi-hot, uint8 [N, classes]. `fingerprint` changes if an image may have
-    changed; image files have a stamp each instead. A check of the images adds two fields, both by row: `ends`, a
-    checksum of each image (int64 [len(images)]), and `bad`, the errors of unreadable images.
+    classes or none, `labels` is multi-hot, uint8 [N, classes]. `fingerprint` changes if an image
+    may have changed; image files have a stamp each instead. A check of the images adds two fields,
+    both by row: `ends`, a checksum of each image (int64 [len(images)]), and `bad`, the errors of
+    unreadable images.
     """
 
     name: str
@@ -62,19 +66,25 @@ class Split:
     def unreadable(self) -> dict[str, str]:
         """The errors of its unreadable images, by their paths or indices."""
         positions = np.flatnonzero(~self.readable).tolist()
-        return {self.describe(position): self.bad[int(self.rows[position])] for position in positions}
+        return {
+            self.describe(position): self.bad[int(self.rows[position])] for position in positions
+        }
 
     def replace_unreadable(self) -> "Split":
         """The split with another image of the same classes in the place of each unreadable one.
 
-        So the order of the other samples does not change. The next readable image in a fixed random order is used, so
-        it stays the same if others become unreadable. Raises UserError if there is no such image.
+        So the order of the other samples does not change. The next readable image in a fixed random
+        order is used, so it stays the same if others become unreadable. Raises UserError if there
+        is no such image.
         """
         _, kinds = np.unique(self.labels, return_inverse=True, axis=0)
         order, rows = permutation(len(self), 0, 0), self.rows.copy()
         is_usable, kinds = self.readable[order], kinds[order]
         for kind in np.unique(kinds[~is_usable]):
-            same, bad = np.flatnonzero(is_usable & (kinds == kind)), np.flatnonzero(~is_usable & (kinds == kind))
+            same, bad = (
+                np.flatnonzero(is_usable & (kinds == kind)),
+                np.flatnonzero(~is_usable & (kinds == kind)),
+            )
             if not len(same):
                 problem = f"{self.describe(order[bad[0]])}: no other image has the same label and can be used"
                 raise UserError(problem, "restore it, or start a new run")
@@ -93,19 +103,30 @@ class Split:
             paths = (self.images.paths[row] for row in self.rows[self.readable])
             stamps = [(path, *stamp_of(path)) for path in paths]
         return fingerprint_of(
-            self.fingerprint, self.bits, np.ascontiguousarray(self.rows).data, *sorted(self.bad), *stamps
+            self.fingerprint,
+            self.bits,
+            np.ascontiguousarray(self.rows).data,
+            *sorted(self.bad),
+            *stamps,
         )
 
     @cached_property
     def label_fingerprint(self) -> str:
-        """A hash of the labels and the order of the samples. Computed once, because every checkpoint stores it."""
+        """A hash of the labels and the order of the samples.
+
+        Computed once, because every checkpoint stores it.
+        """
         return fingerprint_of(np.ascontiguousarray(self.labels).data)
 
     @cached_property
     def content(self) -> str:
-        """A hash of the images, which does not change if they move; empty if they have not been checked."""
+        """A hash of the images, which does not change if they move; empty if they have not been
+        checked.
+        """
         if isinstance(self.images, np.ndarray):
-            return fingerprint_of(np.ascontiguousarray(self.images).data, np.ascontiguousarray(self.rows).data)
+            return fingerprint_of(
+                np.ascontiguousarray(self.images).data, np.ascontiguousarray(self.rows).data
+            )
         return "" if self.ends is None else fingerprint_of(self.ends[self.rows].data)
 
     def read_ahead(self, positions: Sequence[int]) -> list:
@@ -117,15 +138,19 @@ class Split:
     def describe(self, position: int) -> str:
         """The path of the image of sample `position`, or its index in the split."""
         row = int(self.rows[position])
-        return str(self.images.paths[row]) if isinstance(self.images, Files) else f"image {row} of split {self.name!r}"
+        return (
+            str(self.images.paths[row])
+            if isinstance(self.images, Files)
+            else f"image {row} of split {self.name!r}"
+        )
 
 
 @dataclass(frozen=True)
 class Data:
     """A data set to train on: two splits and the names of their classes, by label.
 
-    `record` describes the samples for checkpoints: a Record of utils/data/record.py. `bad_images` lists the images
-    that cannot be read, {path or index: reason}.
+    `record` describes the samples for checkpoints: a Record of utils/data/record.py. `bad_images`
+    lists the images that cannot be read, {path or index: reason}.
     """
 
     train: Split
@@ -143,7 +168,9 @@ class Data:
 
 
 class Files:
-    """Image files by path, most or all of them below a folder `root`; indexing returns the bytes of a file."""
+    """Image files by path, most or all of them below a folder `root`; indexing returns the bytes of
+    a file.
+    """
 
     def __init__(self, paths: list[str], root: str = "", scan: Scan | None = None):
         self.paths, self.root, self.scan = paths, root, scan  # `scan` is for image folders
@@ -155,7 +182,8 @@ class Files:
     def names(self) -> list[str]:
         """The paths relative to the root, which do not change if the data set moves."""
         prefix = os.path.join(self.root, "")
-        return [path.removeprefix(prefix) for path in self.paths]  # files elsewhere keep their whole path
+        # files elsewhere keep their whole path
+        return [path.removeprefix(prefix) for path in self.paths]
 
     def __getitem__(self, row: int) -> bytes:
         with open(self.paths[row], "rb", buffering=0) as file:  # a buffer would cost a copy
@@ -163,7 +191,10 @@ class Files:
 
 
 def stamp_of(path: str | os.PathLike) -> tuple[int, int, int]:
-    """Size in bytes, modification and change time in ns. Raises OSError for a missing or special file."""
+    """Size in bytes, modification and change time in ns.
+
+    Raises OSError for a missing or special file.
+    """
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", path)
@@ -174,8 +205,9 @@ def stamp_of(path: str | os.PathLike) -> tuple[int, int, int]:
 class Source:
     """The splits of a data set by name, each opened when it is first needed.
 
-    `aliases` are other names that users may give for splits. `class_names` may be filled by the first split that is
-    opened. `notes` are lines to print about all splits. `check` is applied to each split when it is opened.
+    `aliases` are other names that users may give for splits. `class_names` may be filled by the
+    first split that is opened. `notes` are lines to print about all splits. `check` is applied to
+    each split when it is opened.
     """
 
     def __init__(
@@ -191,11 +223,17 @@ class Source:
         self.opened: dict[str, Split] = {}
 
     def split(self, name: str) -> Split:
-        """The split of this name, which must exist. Raises ValueError if it is empty or a label is out of range."""
+        """The split of this name, which must exist.
+
+        Raises ValueError if it is empty or a label is out of range.
+        """
         if name not in self.opened:
             split, classes = self.openers[name](), len(self.class_names)
             if not len(split):
-                raise UserError(f"split {name!r} is empty", "choose another one with --train_split or --eval_split")
+                raise UserError(
+                    f"split {name!r} is empty",
+                    "choose another one with --train_split or --eval_split",
+                )
             wrong = np.flatnonzero((split.labels < 0) | (split.labels >= classes))
             if len(wrong) and split.labels.ndim == 1:
                 label = split.labels[wrong[0]]
@@ -204,7 +242,10 @@ class Source:
                     if label < 0
                     else "fix the labels"
                 )
-                raise UserError(f"{split.describe(wrong[0])} has the label {label}, outside 0..{classes - 1}", fix)
+                raise UserError(
+                    f"{split.describe(wrong[0])} has the label {label}, outside 0..{classes - 1}",
+                    fix,
+                )
             self.opened[name] = self.check(replace(split, notes=(*self.notes, *split.notes)))
         return self.opened[name]
 
@@ -218,12 +259,17 @@ def whole_split(name: str, images: Images, labels, fingerprint: str) -> Split:
     """A split with all images in order; `labels` are classes, [N], or multi-hot, [N, classes]."""
     given = np.asarray(labels)
     labels = np.ascontiguousarray(given, np.uint8 if given.ndim == 2 else np.int64)
-    require((labels == given).all(), f"split {name!r} has labels that are not integers", "give class numbers")
+    require(
+        (labels == given).all(),
+        f"split {name!r} has labels that are not integers",
+        "give class numbers",
+    )
     return Split(name, images, labels, np.arange(len(labels)), fingerprint)
 
 
 def multi_hot(split: str, counts: np.ndarray, flat: np.ndarray, classes: int) -> np.ndarray:
-    """The multi-hot rows of samples with `counts` [N] classes each, listed one after the other in `flat`.
+    """The multi-hot rows of samples with `counts` [N] classes each, listed one after the other in
+    `flat`.
 
     Raises ValueError if one is outside 0 .. classes - 1.
     """
@@ -238,7 +284,9 @@ def multi_hot(split: str, counts: np.ndarray, flat: np.ndarray, classes: int) ->
 
 
 def indices_in(names: Sequence, labels: Iterable) -> np.ndarray:
-    """The index in `names` of each label, int64 [n], or of its NFC form; -1 for one that is not there."""
+    """The index in `names` of each label, int64 [n], or of its NFC form; -1 for one that is not
+    there.
+    """
     number = {nfc(name): index for index, name in enumerate(names)}
     number |= {name: index for index, name in enumerate(names)}  # two files may differ only in form
     return np.asarray([number.get(label, number.get(nfc(label), -1)) for label in labels], np.int64)
@@ -253,13 +301,17 @@ def distinct(names: Iterable) -> list:
 
 
 def note_forms(class_names: Collection[str], found: Iterable[str]) -> tuple[str, ...]:
-    """A line about the names of classes that are written in another Unicode form than in `class_names`."""
+    """A line about the names of classes that are written in another Unicode form than in
+    `class_names`.
+    """
     other = sorted(name for name in set(found) - set(class_names) if isinstance(name, str))
     return (f"matched although in another Unicode form: {join_names(other)}",) * bool(other)
 
 
 def lacks_class(label: Any, classes: Iterable, split: str, found: Iterable) -> str:
-    """The problem that the training split has no class of a label, with its classes and those of the label's split."""
+    """The problem that the training split has no class of a label, with its classes and those of
+    the label's split.
+    """
     form = repr if str(label) in map(str, classes) else str  # '0' is not 0
     only, own = join_names(map(form, classes)), join_names(map(form, found))
     return f"the training split has no class {label!r}, only {only} (split {split!r}: {own})"
@@ -268,16 +320,17 @@ def lacks_class(label: Any, classes: Iterable, split: str, found: Iterable) -> s
 def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
     """Hold out a random `fraction` of each class; returns (the rest, the hold-out).
 
-    The size of the hold-out is exact to one sample, per class and in total. A single sample of a class is not held out.
-    Multi-hot labels are divided by their sets of classes, of which single ones may be held out.
-    Raises ValueError if either part would be empty.
+    The size of the hold-out is exact to one sample, per class and in total. A single sample of a
+    class is not held out. Multi-hot labels are divided by their sets of classes, of which single
+    ones may be held out. Raises ValueError if either part would be empty.
     """
     key = fold_in(seed, "hold-out")
     is_multi = split.labels.ndim == 2
     kinds = np.packbits(split.labels, axis=1) if is_multi else split.labels
     _, labels, counts = np.unique(kinds, return_inverse=True, return_counts=True, axis=0)
     order = permutation(len(split), key, 0)
-    order = order[np.argsort(labels[order], kind="stable")]  # class by class, in random order within each
+    # class by class, in random order within each
+    order = order[np.argsort(labels[order], kind="stable")]
     # In this order, every (1/fraction)-th sample is held out, from a random start.
     steps = np.floor(np.arange(len(split) + 1) * fraction + key / 2**64)
     is_held = np.zeros(len(split), bool)
@@ -291,17 +344,27 @@ def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
 
 
 def random_subset(split: Split, count: int | None, seed: int) -> Split:
-    """`count` random samples in their original order; all samples if there are fewer, or if `count` is None."""
+    """`count` random samples in their original order; all samples if there are fewer, or if `count`
+    is None.
+    """
     if count is None or count >= len(split):
         return split
-    return split.select(np.sort(permutation(len(split), fold_in(seed, "subset", split.name), 0)[:count]))
+    return split.select(
+        np.sort(permutation(len(split), fold_in(seed, "subset", split.name), 0)[:count])
+    )
 
 
 def fingerprint_of(*parts) -> str:
     """A hash of the parts. Each is bytes, a memoryview, or any value, of which `str` is hashed."""
     digest = hashlib.sha256()
     for part in parts:
-        data = part if isinstance(part, bytes | memoryview) else str(part).encode("utf-8", "surrogatepass")
-        digest.update((data.nbytes if isinstance(data, memoryview) else len(data)).to_bytes(8, "little"))
+        data = (
+            part
+            if isinstance(part, bytes | memoryview)
+            else str(part).encode("utf-8", "surrogatepass")
+        )
+        digest.update(
+            (data.nbytes if isinstance(data, memoryview) else len(data)).to_bytes(8, "little")
+        )
         digest.update(data)
     return digest.hexdigest()[:32]

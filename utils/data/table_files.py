@@ -77,7 +77,8 @@ def _read(path: Path):
     # The cache of `datasets` compares only paths and times, which another file can have, too.
     kind, stamps = "parquet" if parquet else "arrow", fingerprint_of(*map(stamp_of, files))
     splits: dict = {}
-    for name, paths in data_files.items():  # each alone, because all would get the class names of one of them
+    # each alone, because all would get the class names of one of them
+    for name, paths in data_files.items():
         _check_class_names(paths)
         # In a path, * ? and [ ] would be patterns.
         splits |= load_dataset(kind, stamps, data_files={name: [*map(glob.escape, paths)]})
@@ -103,7 +104,8 @@ def _schema_of(path: str):
     if not path.endswith(".arrow"):
         return parquet.read_schema(path)
     with open(path, "rb") as file:
-        file.seek(8 if file.read(6) == b"ARROW1" else 0)  # a file of the IPC file format is a stream after 8 bytes
+        # a file of the IPC file format is a stream after 8 bytes
+        file.seek(8 if file.read(6) == b"ARROW1" else 0)
         return ipc.read_schema(file)
 
 

@@ -98,7 +98,9 @@ def table_source(splits, config: TrainConfig) -> Source:
         labels, found = _labels(name, dataset, label_column, classes, train_names)
         images = Table(dataset, image_column)
         stamps = [stamp_of(file) for file in images.files() if Path(file).is_file()]
-        split = whole_split(name, images, labels, fingerprint_of(dataset._fingerprint, image_column, *stamps))
+        split = whole_split(
+            name, images, labels, fingerprint_of(dataset._fingerprint, image_column, *stamps)
+        )
         return replace(split, notes=note_forms(classes, found))
 
     return Source({name: partial(make, name) for name in splits}, class_names, notes=notes)
@@ -160,7 +162,8 @@ def _values(dataset, column: str):
 
 
 def _classes(dataset, column: str) -> tuple[list[str], Sequence, tuple[str, ...]]:
-    """The names of the classes; their names again, or the integers that stand for them; and lines to print.
+    """The names of the classes; their names again, or the integers that stand for them; and lines
+    to print.
 
     Integer labels are class numbers from 0 to the highest label. If fewer than half of these
     numbers occur, as with 0, 1000, 2000, only the numbers that occur are classes.
@@ -183,12 +186,15 @@ def _classes(dataset, column: str) -> tuple[list[str], Sequence, tuple[str, ...]
     return list(map(str, values)), values, (note,)
 
 
-def _labels(split: str, dataset, column: str, classes: Sequence, names: list[str]) -> tuple[np.ndarray, list]:
-    """The labels as class indices, int64 [N], -1 for negative ones; lists as multi-hot rows. And the different labels.
+def _labels(
+    split: str, dataset, column: str, classes: Sequence, names: list[str]
+) -> tuple[np.ndarray, list]:
+    """The labels as class indices, int64 [N], -1 for negative ones; lists as multi-hot rows. And
+    the different labels.
 
-    `classes` are the classes of the training split, as names or integers. Labels match by name if both splits have
-    names: the integers of a split stand for its own names, or for the training split's `names` if it has none. Raises
-    ValueError for a null label.
+    `classes` are the classes of the training split, as names or integers. Labels match by name if
+    both splits have names: the integers of a split stand for its own names, or for the training
+    split's `names` if it has none. Raises ValueError for a null label.
     """
     values, counts = _values(dataset, column)
     if values.null_count or (counts is not None and counts.null_count):
@@ -204,6 +210,11 @@ def _labels(split: str, dataset, column: str, classes: Sequence, names: list[str
     numbers = indices_in(classes, found)
     for value, number in zip(found, numbers, strict=True):
         if number < 0 and (isinstance(value, str) or value >= 0):
-            raise UserError(lacks_class(value, classes, split, own or found), "fix the labels, or choose another split")
+            raise UserError(
+                lacks_class(value, classes, split, own or found),
+                "fix the labels, or choose another split",
+            )
     labels = numbers[indices_in(unique, values.to_numpy())]
-    return (labels if counts is None else multi_hot(split, counts.to_numpy(), labels, len(classes))), found
+    return (
+        labels if counts is None else multi_hot(split, counts.to_numpy(), labels, len(classes))
+    ), found

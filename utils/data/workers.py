@@ -1,4 +1,5 @@
-"""Loader processes: how many there are, how they start, their signals, and how they send batches through /dev/shm.
+"""Loader processes: how many there are, how they start, their signals, and how they send batches
+through /dev/shm.
 
 /dev/shm is shared memory. In containers it is often small.
 """
@@ -27,15 +28,18 @@ from utils.launch.environment import local_rank_and_size, print_for_machine
 from utils.memory import MB, SHM, SHM_FIX, describe_shm, shm_space, usable_physical_cores
 
 AHEAD = 4  # batches that each worker prepares in advance
-_IN_USE = 2  # batches that the rank holds: the current one, and the next one, which Accelerate reads ahead
+# batches that the rank holds: the current one, and the next one, which Accelerate reads ahead
+_IN_USE = 2
 _SMALL = 2**16  # bytes of a batch besides its images: labels, indices, and rounding to pages
 _USABLE = 0.9  # fraction of the free space to use; other programs need some too
 
 
 def default_workers(threads: int, processes: int) -> int:
-    """The default number of loader processes for each of a machine's `processes`, with `threads` threads each.
+    """The default number of loader processes for each of a machine's `processes`, with `threads`
+    threads each.
 
-    At most 8, or one for each physical core of the process up to 16, whose photographs can keep one GPU busy.
+    At most 8, or one for each physical core of the process up to 16, whose photographs can keep one
+    GPU busy.
     """
     return min(threads, max(8, min(16, usable_physical_cores() // processes)))
 
@@ -46,10 +50,11 @@ def bytes_needed(sizes: Sequence[int], workers: int, ahead: int) -> int:
 
 
 def choose_workers(sizes: Sequence[int], wanted: int) -> tuple[int, int]:
-    """How many workers each loader of a rank has, and how many batches each worker prepares in advance.
+    """How many workers each loader of a rank has, and how many batches each worker prepares in
+    advance.
 
-    `sizes` has the bytes of each loader's batches. If the wanted workers do not fit into this machine's /dev/shm, there
-    are fewer or none, and each prepares one batch.
+    `sizes` has the bytes of each loader's batches. If the wanted workers do not fit into this
+    machine's /dev/shm, there are fewer or none, and each prepares one batch.
     """
     space, (_, processes) = shm_space(), local_rank_and_size()
     free = math.inf if space is None else _USABLE * space[0] / processes
@@ -64,10 +69,11 @@ class ShmFull(UserError):
 
 
 def move_to_shared_memory(batch: Any) -> Batch:
-    """A `collate_fn` that moves the tensors of a Batch to shared memory if this is a loader process.
+    """A `collate_fn` that moves the tensors of a Batch to shared memory if this is a loader
+    process.
 
-    If there is no space, the batch is empty, with a ShmFull as its error. PyTorch would move them later, in a thread
-    that only prints the error, and the rank would wait for this batch forever.
+    If there is no space, the batch is empty, with a ShmFull as its error. PyTorch would move them
+    later, in a thread that only prints the error, and the rank would wait for this batch forever.
     """
     try:
         for tensor in (batch.images, batch.labels) if get_worker_info() is not None else ():
@@ -84,34 +90,42 @@ def _share(tensor: Tensor) -> None:
     except RuntimeError as error:
         problem = f"a loader process could not write a batch of {tensor.nbytes / MB:.1f} MB"
         raise ShmFull(
-            f"{SHM}: {problem} ({describe_shm()}; {one_line(error)[:160]})", f"{SHM_FIX}, or use --num_workers 0"
+            f"{SHM}: {problem} ({describe_shm()}; {one_line(error)[:160]})",
+            f"{SHM_FIX}, or use --num_workers 0",
         ) from error
 
 
-# How workers start. The default of Python 3.14 would import PyTorch again in each worker, and would start a process
-# between the worker and its rank, so that neither would notice if the other one exits.
+# How workers start. The default of Python 3.14 would import PyTorch again in each worker, and would
+# start a process between the worker and its rank, so that neither would notice if the other one
+# exits.
 _START_METHOD = "fork" if sys.platform == "linux" else None
 
 
 def worker_processes(count: int, ahead: int = 2) -> dict:
-    """The keyword arguments of a DataLoader with `count` workers that each prepare `ahead` batches in advance."""
+    """The keyword arguments of a DataLoader with `count` workers that each prepare `ahead` batches
+    in advance.
+    """
     return {
         "num_workers": count,
         "prefetch_factor": ahead if count else None,
         "multiprocessing_context": _START_METHOD if count else None,
-        # The rank passes its own process id: if it were killed first, the worker would have another parent.
+        # The rank passes its own process id: if it were killed first, the worker would have another
+        # parent.
         "worker_init_fn": partial(_leave_signals_to_parent, os.getpid()),
-        "generator": torch.Generator(),  # because starting workers must not draw from the global generator
+        # because starting workers must not draw from the global generator
+        "generator": torch.Generator(),
     }
 
 
 def _end_worker(worker: BaseProcess) -> None:
-    threading.excepthook = lambda _error: None  # of the pin-memory thread, which loses its connection
+    # of the pin-memory thread, which loses its connection
+    threading.excepthook = lambda _error: None
     worker.terminate()
 
 
-# When a process with a GPU exits, older versions of PyTorch wait 5 s for each of its workers, which were never told to
-# end: 160 s with two loaders of 16 workers (https://github.com/pytorch/pytorch/issues/81794; PyTorch 2.15 tells them).
+# When a process with a GPU exits, older versions of PyTorch wait 5 s for each of its workers, which
+# were never told to end: 160 s with two loaders of 16 workers
+# (https://github.com/pytorch/pytorch/issues/81794; PyTorch 2.15 tells them).
 if hasattr(_MultiProcessingDataLoaderIter, "_clean_up_worker"):
     _MultiProcessingDataLoaderIter._clean_up_worker = staticmethod(_end_worker)
 
@@ -119,7 +133,8 @@ if hasattr(_MultiProcessingDataLoaderIter, "_clean_up_worker"):
 def _leave_signals_to_parent(parent: int, worker: int) -> None:
     """Called in each worker, so that only its own rank, the process `parent`, can stop it.
 
-    Ctrl-C in a terminal and scancel signal the workers too, but the rank needs them to finish its update.
+    Ctrl-C in a terminal and scancel signal the workers too, but the rank needs them to finish its
+    update.
     """
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -129,8 +144,12 @@ def _leave_signals_to_parent(parent: int, worker: int) -> None:
         threading.Thread(target=_await_parents_sigterm, args=(parent,), daemon=True).start()
 
 
-def _print_unless_disconnected(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an error of a thread, except a lost connection: the rank was stopped while it was receiving a batch."""
+def _print_unless_disconnected(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print an error of a thread, except a lost connection: the rank was stopped while it was
+    receiving a batch.
+    """
     if not issubclass(kind, ConnectionError | EOFError):
         sys.__excepthook__(kind, error, trace)
 
@@ -144,23 +163,32 @@ def _await_parents_sigterm(parent: int) -> None:
 
 
 def make_loader(
-    dataset: AnyDataset, sampler: MicrobatchSampler, config: TrainConfig, threads: int, device: torch.device
+    dataset: AnyDataset,
+    sampler: MicrobatchSampler,
+    config: TrainConfig,
+    threads: int,
+    device: torch.device,
 ) -> DataLoader:
     """`make_loaders` for a single loader."""
     return make_loaders([(dataset, sampler)], config, threads, device)[0]
 
 
 def make_loaders(
-    parts: Sequence[tuple[AnyDataset, MicrobatchSampler]], config: TrainConfig, threads: int, device: torch.device
+    parts: Sequence[tuple[AnyDataset, MicrobatchSampler]],
+    config: TrainConfig,
+    threads: int,
+    device: torch.device,
 ) -> list[DataLoader]:
-    """The loaders of a rank, for `Accelerator.prepare`. They are created together, because they share /dev/shm.
+    """The loaders of a rank, for `Accelerator.prepare`. They are created together, because they
+    share /dev/shm.
 
     The machine's first rank prints a line if they have fewer workers than wanted.
     """
     wanted, (_, processes) = config.num_workers, local_rank_and_size()
     if wanted is None:
         wanted = default_workers(threads, processes)
-    # Otherwise a batch is one copy of small images, which is faster than passing it between processes.
+    # Otherwise a batch is one copy of small images, which is faster than passing it between
+    # processes.
     sizes = [each.largest * dataset.image_bytes for dataset, each in parts if dataset.in_loader]
     most, ahead = choose_workers(sizes, wanted)
     if (most, ahead) != (wanted, AHEAD):

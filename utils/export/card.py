@@ -1,4 +1,6 @@
-"""config.json and the model card of an exported folder, with Python code that uses it without Lockstep."""
+"""config.json and the model card of an exported folder, with Python code that uses it without
+Lockstep.
+"""
 
 from typing import Any
 
@@ -13,7 +15,10 @@ from utils.version import VERSION
 
 def config_of(loaded: Loaded) -> dict[str, Any]:
     """The contents of config.json: architecture, classes and preprocessing."""
-    settings, names = loaded.saved.settings, ("height", "width", "channels", "resize", "squash", "interpolation")
+    settings, names = (
+        loaded.saved.settings,
+        ("height", "width", "channels", "resize", "squash", "interpolation"),
+    )
     shape = {name: getattr(loaded.spec, name) for name in (*names, "mean", "std")}
     if loaded.spec.small:
         shape |= {"resize": None, "interpolation": "bilinear"}
@@ -111,7 +116,8 @@ probabilities = predict(preprocess("photo.jpg")[None])[0]
 
 
 def preprocessing(spec: InputSpec) -> str:
-    """The source of `preprocess`, which uses Pillow and NumPy. Its pixels are those of evaluation, up to rounding.
+    """The source of `preprocess`, which uses Pillow and NumPy. Its pixels are those of evaluation,
+    up to rounding.
 
     See `center` and `center_of_photograph` of utils/data/decode.py.
     """
@@ -150,7 +156,10 @@ def _facts(loaded: Loaded) -> list[tuple[str, Any]]:
     if task.cut is not None:
         output += f"; predicted above {loaded.saved.settings.threshold}"
     return [
-        ("Architecture", f"{loaded.name} of {loaded.library}{f', with a {change}' if change else ''}"),
+        (
+            "Architecture",
+            f"{loaded.name} of {loaded.library}{f', with a {change}' if change else ''}",
+        ),
         ("Input", f"{loaded.spec.describe()}, {loaded.spec.describe_pixels()}"),
         ("Output", output),
         ("Classes", f"{len(names)}: {join_names(names)}"),
@@ -159,19 +168,35 @@ def _facts(loaded: Loaded) -> list[tuple[str, Any]]:
 
 def _rows(rows: list[tuple[str, Any]]) -> str:
     """Rows of a table; values may have characters that mean something in Markdown and HTML."""
-    marks = str.maketrans({"\\": "\\\\", "|": "\\|", "<": "&lt;", "&": "&amp;", "`": "\\`", "*": "\\*", "[": "\\["})
+    marks = str.maketrans(
+        {"\\": "\\\\", "|": "\\|", "<": "&lt;", "&": "&amp;", "`": "\\`", "*": "\\*", "[": "\\["}
+    )
     return "\n".join(f"| {name} | {str(value).translate(marks)} |" for name, value in rows)
 
 
 def _measured(loaded: Loaded) -> str:
-    """The last evaluation of these weights. With --ema_decay, state.json has only those of the average."""
+    """The last evaluation of these weights.
+
+    With --ema_decay, state.json has only those of the average.
+    """
     saved, precision = loaded.saved, loaded.saved.settings.mixed_precision
     found: dict[str, Any] = {}
     if saved.weights is None or loaded.is_average or not saved.weights.is_choice:
-        found = next((each for each in reversed(saved.state.evaluations) if each["step"] == saved.state.step), {})
+        found = next(
+            (
+                each
+                for each in reversed(saved.state.evaluations)
+                if each["step"] == saved.state.step
+            ),
+            {},
+        )
     if not found:
         return "The checkpoint has no evaluation of these weights."
-    split = printable(saved.record.evaluation.name if saved.record else saved.settings.eval_split or "evaluation split")
+    split = printable(
+        saved.record.evaluation.name
+        if saved.record
+        else saved.settings.eval_split or "evaluation split"
+    )
     where = f"`{data_name(loaded)}`, split `{split}`, {found['count']} images, each counted once"
     where += f", in {precision}" if precision in ("bf16", "fp16") else ""
     return f"On {where}:\n\n| | |\n| --- | --- |\n{_rows(score_rows(found))}"

@@ -1,4 +1,5 @@
-"""The forms of an exported model. Each function writes the files of a form and returns the code that loads them.
+"""The forms of an exported model. Each function writes the files of a form and returns the code
+that loads them.
 
 To add a form, write such a function and add it to `FORMS` and to ExportConfig.
 """
@@ -24,9 +25,11 @@ NEEDED = {"timm": ["timm"], "onnx": ["onnx", "onnxscript", "onnxruntime"]}
 
 @dataclass(frozen=True)
 class Code:
-    """How to use a form in Python: packages to install, imports, lines that load the model, and the body of `predict`.
+    """How to use a form in Python: packages to install, imports, lines that load the model, and the
+    body of `predict`.
 
-    `predict` does the same as these lines: from uint8 images [n, H, W, C] to probabilities, float32 [n, outputs].
+    `predict` does the same as these lines: from uint8 images [n, H, W, C] to probabilities, float32
+    [n, outputs].
     """
 
     install: str
@@ -57,7 +60,9 @@ def write_timm(loaded: Loaded, folder: Path) -> Code:
             model.load_state_dict(loaded.model.state_dict())
         except Exception as error:  # of any class, by the model's arguments
             problem = f"--to timm: {loaded.name} does not have the layers of a timm model"
-            raise UserError(problem, "use --to torch or onnx, or train a timm model with --stem standard") from error
+            raise UserError(
+                problem, "use --to torch or onnx, or train a timm model with --stem standard"
+            ) from error
     shown = {
         "input_size": (spec.channels, spec.height, spec.width),
         "mean": spec.mean,
@@ -85,7 +90,9 @@ def write_timm(loaded: Loaded, folder: Path) -> Code:
 
 
 def write_torch(loaded: Loaded, folder: Path) -> Code:
-    """The program of torch.export, `model.pt2`, from uint8 images to probabilities, for any number of images."""
+    """The program of torch.export, `model.pt2`, from uint8 images to probabilities, for any number
+    of images.
+    """
     torch.export.save(_program(loaded), folder / "model.pt2")
     model = torch.export.load(folder / "model.pt2").module()
     return Code(
@@ -105,7 +112,9 @@ def write_onnx(loaded: Loaded, folder: Path) -> Code:
     program = torch.onnx.export(_program(loaded), dynamo=True, verbose=False, **names)
     assert program is not None
     program.save(folder / "model.onnx", external_data=False)
-    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        folder / "model.onnx", providers=["CPUExecutionProvider"]
+    )
     return Code(
         install="onnxruntime",
         imports="import onnxruntime",
@@ -130,6 +139,8 @@ def _program(loaded: Loaded) -> torch.export.ExportedProgram:
 
 
 def _crop_share(spec: InputSpec) -> float:
-    """The crop_pct with which timm resizes the shorter side to the same number of pixels as the evaluation."""
+    """The crop_pct with which timm resizes the shorter side to the same number of pixels as the
+    evaluation.
+    """
     exact = math.floor(min(spec.size) / spec.crop)
     return spec.crop if spec.resize in (None, exact) else math.nextafter(spec.crop, 0)

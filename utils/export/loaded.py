@@ -1,4 +1,6 @@
-"""A checkpoint with its model, ready for export, and the probabilities that an export must reproduce."""
+"""A checkpoint with its model, ready for export, and the probabilities that an export must
+reproduce.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +24,9 @@ TOLERANCE = 1e-5  # in probability
 
 @dataclass(frozen=True)
 class Loaded:
-    """A verified checkpoint: its model in evaluation mode on the CPU, and the model's input in evaluation."""
+    """A verified checkpoint: its model in evaluation mode on the CPU, and the model's input in
+    evaluation.
+    """
 
     saved: SavedRun
     task: Task
@@ -48,7 +52,9 @@ class Loaded:
 
 
 class Probabilities(nn.Module):
-    """From uint8 images [n, H, W, C] to probabilities, float32 [n, outputs]: normalisation, model, activation."""
+    """From uint8 images [n, H, W, C] to probabilities, float32 [n, outputs]: normalisation, model,
+    activation.
+    """
 
     def __init__(self, loaded: Loaded):
         super().__init__()
@@ -71,7 +77,8 @@ def probabilities(loaded: Loaded, images: np.ndarray) -> np.ndarray:
 def compare(loaded: Loaded, form: str, predict: Callable[[np.ndarray], np.ndarray]) -> float:
     """The largest difference in a probability between `predict` of an export and the checkpoint.
 
-    They are compared on random pixels, in batches of 1, 2 and 7 images. Raises ValueError if they differ by over 1e-5.
+    They are compared on random pixels, in batches of 1, 2 and 7 images. Raises ValueError if they
+    differ by over 1e-5.
     """
     spec, random, worst = loaded.spec, np.random.default_rng(0), 0.0
     for count in (1, 2, 7):
@@ -87,7 +94,10 @@ def compare(loaded: Loaded, form: str, predict: Callable[[np.ndarray], np.ndarra
 
 
 def load(saved: SavedRun, ranks: Ranks) -> Loaded:
-    """The model of a verified checkpoint, with its chosen weights. Raises ValueError if they do not fit."""
+    """The model of a verified checkpoint, with its chosen weights.
+
+    Raises ValueError if they do not fit.
+    """
     config, task = make_task(saved.settings, saved.class_names, None)
     task.check_predictions()
     model = load_for_inference(saved, config, task, ranks)

@@ -16,23 +16,34 @@ from utils.launch.environment import can_be_restarted, is_launched
 
 
 def typed_command(arguments: Sequence[str] | None = None) -> list[str]:
-    """The command that the user typed, which may be that of a launcher. `arguments` are those of the script."""
+    """The command that the user typed, which may be that of a launcher.
+
+    `arguments` are those of the script.
+    """
     command = launcher_command()
     if not command:
         command = [sys.executable, sys.argv[0], *(sys.argv[1:] if arguments is None else arguments)]
-    if len(command) > 1 and Path(command[1]).name in ("accelerate", "accelerate-launch", "torchrun"):
+    if len(command) > 1 and Path(command[1]).name in (
+        "accelerate",
+        "accelerate-launch",
+        "torchrun",
+    ):
         command = command[1:]
     return [_shell_name(command[0]), *command[1:]]
 
 
 def launcher_command() -> list[str]:
-    """The command of the launcher that started this script; empty if there is none or it has exited."""
+    """The command of the launcher that started this script; empty if there is none or it has
+    exited.
+    """
     command = _command_of(os.getppid()) if is_launched() else []
     return command if any(Path(word).name == Path(sys.argv[0]).name for word in command) else []
 
 
 def elastic_nodes() -> tuple[int, int] | None:
-    """The fewest and the most machines of torchrun's --nnodes MIN:MAX; None if their number is fixed."""
+    """The fewest and the most machines of torchrun's --nnodes MIN:MAX; None if their number is
+    fixed.
+    """
     if not can_be_restarted():
         return None
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -42,9 +53,14 @@ def elastic_nodes() -> tuple[int, int] | None:
 
 
 def script_command(script: str) -> list[str]:
-    """The command that runs another script of this project, with this Python and from the folder of train.py."""
+    """The command that runs another script of this project, with this Python and from the folder of
+    train.py.
+    """
     own = Path(sys.argv[0])
-    return [_shell_name(sys.executable), str(own.with_name(script)) if own.name == "train.py" else script]
+    return [
+        _shell_name(sys.executable),
+        str(own.with_name(script)) if own.name == "train.py" else script,
+    ]
 
 
 def _shell_name(program: str) -> str:
@@ -70,18 +86,24 @@ def resume_command(command: Sequence[str], output_dir: str, run_name: str) -> st
 
 
 def precision_is_chosen() -> bool:
-    """Whether the user has set the precision: in the environment, or by a flag or the config file of the launcher.
+    """Whether the user has set the precision: in the environment, or by a flag or the config file
+    of the launcher.
 
     Accelerate's launcher exports `no` if the user has not.
     """
     exported, command = os.environ.get("ACCELERATE_MIXED_PRECISION"), _command_of(os.getppid())
-    start = next((i for i, word in enumerate(command[:3], 1) if Path(word).name.startswith("accelerate")), None)
+    start = next(
+        (i for i, word in enumerate(command[:3], 1) if Path(word).name.startswith("accelerate")),
+        None,
+    )
     if exported != "no" or start is None:
         return exported is not None
     from accelerate.commands.config.config_args import default_config_file
     from accelerate.commands.launch import launch_command_parser
 
-    flags = launch_command_parser().parse_args([word for word in command[start:] if word != "launch"])
+    flags = launch_command_parser().parse_args(
+        [word for word in command[start:] if word != "launch"]
+    )
     file = Path(flags.config_file or default_config_file)
     if flags.mixed_precision is not None:
         return True

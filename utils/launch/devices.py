@@ -13,14 +13,18 @@ from utils.launch.environment import Topology
 
 def cpu_is_requested(flag: bool) -> bool:
     """Whether --cpu, the accelerate config or the environment selects the CPU."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")  # as accelerate_configs/2cpu.yaml does
-    return flag or hidden or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    # as accelerate_configs/2cpu.yaml does
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")
+    return (
+        flag or hidden or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    )
 
 
 def choose_device(topology: Topology, cpu: bool) -> torch.device:
     """This rank's GPU, or the CPU if there is no GPU or the user has selected the CPU.
 
-    Raises UserError if there are fewer GPUs than processes, or if PyTorch cannot use the GPUs of the machine.
+    Raises UserError if there are fewer GPUs than processes, or if PyTorch cannot use the GPUs of
+    the machine.
     """
     if cpu_is_requested(cpu):
         return torch.device("cpu")
@@ -28,10 +32,16 @@ def choose_device(topology: Topology, cpu: bool) -> torch.device:
         _check_unusable_gpus()
         return torch.device("cpu")
     gpus, number = torch.cuda.device_count(), topology.local_rank
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES") or topology.source in ("SLURM", "Open MPI", "MPICH")
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES") or topology.source in (
+        "SLURM",
+        "Open MPI",
+        "MPICH",
+    )
     if gpus == 1 and chosen:
-        number = 0  # a scheduler or a wrapper may show each process only its own GPU; NCCL refuses a shared one
-    elif os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":  # NCCL then accepts several ranks on one GPU, for tests
+        # a scheduler or a wrapper may show each process only its own GPU; NCCL refuses a shared one
+        number = 0
+    # NCCL then accepts several ranks on one GPU, for tests
+    elif os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         number %= gpus
     elif topology.local_world_size > gpus:
         raise UserError(
@@ -39,17 +49,25 @@ def choose_device(topology: Topology, cpu: bool) -> torch.device:
             f"launch with --num_processes {gpus}, or on the CPU with --cpu or accelerate_configs/2cpu.yaml",
         )
     device = torch.device("cuda", number)
-    torch.cuda.set_device(device)  # before any other CUDA call, or every rank would open a context on GPU 0
+    # before any other CUDA call, or every rank would open a context on GPU 0
+    torch.cuda.set_device(device)
     return device
 
 
 def _check_unusable_gpus() -> None:
-    """Raise UserError if PyTorch finds no GPU although nvidia-smi lists some and they are not hidden."""
+    """Raise UserError if PyTorch finds no GPU although nvidia-smi lists some and they are not
+    hidden.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible):  # CUDA sees none after another word
+    # CUDA sees none after another word
+    if visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible):
         return
     if gpus := nvidia_smi("--query-gpu=name"):
-        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+        built = (
+            f"is built for CUDA {torch.version.cuda}"
+            if torch.version.cuda
+            else "is built without CUDA"
+        )
         hint = f" with CUDA_VISIBLE_DEVICES={visible}" if visible else ""
         raise UserError(
             f"nvidia-smi lists {len(gpus)} GPU{'s' * (len(gpus) != 1)}, but PyTorch finds none{hint} "
@@ -62,12 +80,17 @@ def nvidia_smi(query: str) -> list[str]:
     """The lines that nvidia-smi prints; none if it does not exist, fails or takes over ten seconds."""
     with suppress(OSError, subprocess.SubprocessError):
         command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.splitlines()
     return []
 
 
 def choose_backend(topology: Topology, backend: str, device: torch.device) -> str:
-    """The backend of --backend; auto means NCCL on GPUs and gloo on CPUs. A single process has "none"."""
+    """The backend of --backend; auto means NCCL on GPUs and gloo on CPUs.
+
+    A single process has "none".
+    """
     if topology.world_size == 1:
         return "none"
     if backend == "nccl" and device.type == "cpu":

@@ -16,11 +16,14 @@ import psutil
 from utils.errors import UserError
 from utils.memory import usable_cores
 
-# For each launcher, the variables of rank, world size, local rank and local world size. Those of torchrun come first,
-# because every launcher inside SLURM or MPI sets them. Open MPI comes before SLURM, because its mpirun may call srun.
+# For each launcher, the variables of rank, world size, local rank and local world size. Those of
+# torchrun come first, because every launcher inside SLURM or MPI sets them. Open MPI comes before
+# SLURM, because its mpirun may call srun.
 _SOURCES = {
     "the environment": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "Open MPI": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "Open MPI": tuple(
+        f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    ),
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "SLURM": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
@@ -29,16 +32,21 @@ _ENGINES = {  # what an accelerate config can select instead of plain data paral
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "tensor, context or sharded parallelism",
 }
-_JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # the same only within one job of Open MPI
-_EXPORT = {"Open MPI": "mpirun -x MASTER_ADDR=HOST", "MPICH": "mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT PORT"}
+# the same only within one job of Open MPI
+_JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+_EXPORT = {
+    "Open MPI": "mpirun -x MASTER_ADDR=HOST",
+    "MPICH": "mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT PORT",
+}
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The rank of this process among `world_size`, and its local rank among the `local_world_size` of this machine.
+    """The rank of this process among `world_size`, and its local rank among the `local_world_size`
+    of this machine.
 
-    The processes connect at `address`:`port` of rank 0, which a single process does not need. `source` is the kind of
-    launcher.
+    The processes connect at `address`:`port` of rank 0, which a single process does not need.
+    `source` is the kind of launcher.
     """
 
     rank: int = 0
@@ -63,10 +71,11 @@ class Topology:
 
 
 def read_topology(init_method: str = "env://") -> Topology:
-    """The topology from the variables of accelerate, torchrun, srun or mpirun, or from variables set by hand.
+    """The topology from the variables of accelerate, torchrun, srun or mpirun, or from variables
+    set by hand.
 
-    Without such variables the run is a single process. Raises UserError if they are incomplete or contradict each
-    other, or if accelerate was asked to start several processes but started one.
+    Without such variables the run is a single process. Raises UserError if they are incomplete or
+    contradict each other, or if accelerate was asked to start several processes but started one.
     """
     for name, engine in _ENGINES.items():
         if is_set(name):
@@ -74,7 +83,8 @@ def read_topology(init_method: str = "env://") -> Topology:
             raise UserError(f"{engine} is not supported", fix)
     source = _source()
     if source is None:
-        # Accelerate's single-process launcher exports an address only if it was asked to start several processes.
+        # Accelerate's single-process launcher exports an address only if it was asked to start
+        # several processes.
         if "ACCELERATE_MIXED_PRECISION" in environ and "MASTER_ADDR" in environ:
             raise UserError(
                 "accelerate started one process instead of several, as it does with --cpu or MULTI_CPU",
@@ -85,7 +95,10 @@ def read_topology(init_method: str = "env://") -> Topology:
     needed = (*names, "SLURM_NODEID") if source == "SLURM" else names[:3]
     missing = [name for name in needed if name not in environ]
     if missing:
-        raise UserError(f"{', '.join(missing)} not set although {_present(names)}", "export all of them, or none")
+        raise UserError(
+            f"{', '.join(missing)} not set although {_present(names)}",
+            "export all of them, or none",
+        )
     rank, world_size, local_rank = (_integer(name) for name in names[:3])
     if source == "SLURM":
         local_world_size = _tasks_on_node(environ[names[3]], _integer("SLURM_NODEID"))
@@ -113,7 +126,9 @@ def shards_model() -> bool:
 
 
 def claimed_ranks() -> tuple[str | None, str | None]:
-    """The launcher's values of rank and local rank, which may be invalid; None for a value that is not set."""
+    """The launcher's values of rank and local rank, which may be invalid; None for a value that is
+    not set.
+    """
     rank, _, local_rank, _ = _SOURCES[_source() or "the environment"]
     return environ.get(rank), environ.get(local_rank)
 
@@ -121,10 +136,12 @@ def claimed_ranks() -> tuple[str | None, str | None]:
 def _source() -> str | None:
     """The launcher whose variables define the rank of this process."""
     for source, (rank, world_size, local_rank, _) in _SOURCES.items():
-        found = rank in environ and local_rank in environ  # srun may set PMI_RANK without the others
+        # srun may set PMI_RANK without the others
+        found = rank in environ and local_rank in environ
         if source == "the environment":
             found = rank in environ or world_size in environ or local_rank in environ
-        elif source == "SLURM":  # in a batch script and in a shell of one task, SLURM_PROCID is 0 but not a rank
+        # in a batch script and in a shell of one task, SLURM_PROCID is 0 but not a rank
+        elif source == "SLURM":
             found = rank in environ and environ.get(world_size, "1") != "1"
         if found:
             return source
@@ -133,7 +150,11 @@ def _source() -> str | None:
 
 def _size_of_one_machine(source: str, world_size: int, init_method: str) -> int:
     """The world size, if the processes connect at a loopback address and so are all on one machine."""
-    place = init_method if init_method != "env://" else f"tcp://{environ.get('MASTER_ADDR', 'localhost')}"
+    place = (
+        init_method
+        if init_method != "env://"
+        else f"tcp://{environ.get('MASTER_ADDR', 'localhost')}"
+    )
     if world_size > 1 and not re.match(r"tcp://(localhost|127\.|\[?::1)", place):
         problem = f"{_SOURCES[source][3]} is not set"
         raise UserError(problem, "export the number of the run's processes on this machine")
@@ -141,24 +162,45 @@ def _size_of_one_machine(source: str, world_size: int, init_method: str) -> int:
 
 
 def _tasks_on_node(counts: str, node: int) -> int:
-    """The number of tasks on a node; SLURM's `2(x3),1` is two on each of the first three nodes, one on the fourth."""
-    tasks = [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts) for _ in range(int(times or 1))]
+    """The number of tasks on a node; SLURM's `2(x3),1` is two on each of the first three nodes, one
+    on the fourth.
+    """
+    tasks = [
+        int(n)
+        for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+        for _ in range(int(times or 1))
+    ]
     if node >= len(tasks):
-        raise UserError(f"contradictory environment: SLURM_STEP_TASKS_PER_NODE={counts} has no node {node}")
+        raise UserError(
+            f"contradictory environment: SLURM_STEP_TASKS_PER_NODE={counts} has no node {node}"
+        )
     return tasks[node]
 
 
 def _address_of_rank_0(source: str, one_machine: bool) -> tuple[str, int]:
-    """The address and port of rank 0: MASTER_ADDR and MASTER_PORT, or values derived from SLURM or MPI."""
-    address, port = environ.get("MASTER_ADDR", ""), _integer("MASTER_PORT") if environ.get("MASTER_PORT") else 0
+    """The address and port of rank 0:
+
+    MASTER_ADDR and MASTER_PORT, or values derived from SLURM or MPI.
+    """
+    address, port = (
+        environ.get("MASTER_ADDR", ""),
+        _integer("MASTER_PORT") if environ.get("MASTER_PORT") else 0,
+    )
     if source != "the environment":
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
         address = address or ("127.0.0.1" if one_machine else first_node(nodes))
         port = port or _port_of_job(one_machine)
     for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)):
         if not value:
-            fix = f"export it with {_EXPORT[source]}" if source in _EXPORT else "export it, or give --init_method"
-            raise UserError(f"{name} is not set: the processes need an address and a port of rank 0's machine", fix)
+            fix = (
+                f"export it with {_EXPORT[source]}"
+                if source in _EXPORT
+                else "export it, or give --init_method"
+            )
+            raise UserError(
+                f"{name} is not set: the processes need an address and a port of rank 0's machine",
+                fix,
+            )
     if not 0 < port < 2**16:
         raise UserError(f"MASTER_PORT={port} is not a port", "choose one between 1 and 65535")
     return address, port
@@ -171,16 +213,28 @@ def first_node(nodes: str) -> str:
 
 
 def _port_of_job(one_machine: bool) -> int:
-    """A port derived from the number or name of the job, so that other jobs on the machine rarely have the same port.
+    """A port derived from the number or name of the job, so that other jobs on the machine rarely
+    have the same port.
 
     It is below the ports that Linux assigns automatically (32768 and up). 0 if the job has no name.
     """
     if "SLURM_JOB_ID" in environ:  # each task of a job array has its own
-        return 10_000 + (_integer("SLURM_JOB_ID") * 16 + int(environ.get("SLURM_STEP_ID", 0)) % 16) % 20_000
+        return (
+            10_000
+            + (_integer("SLURM_JOB_ID") * 16 + int(environ.get("SLURM_STEP_ID", 0)) % 16) % 20_000
+        )
     job = next((environ[name] for name in _JOB_NAMES if name in environ), None)
-    if job is None and one_machine:  # MPICH does not name jobs, but one process starts all ranks of a machine
+    # MPICH does not name jobs, but one process starts all ranks of a machine
+    if job is None and one_machine:
         with suppress(psutil.Error):
-            job = next((f"{p.pid}" for p in psutil.Process().parents() if p.name().startswith("hydra_pmi_proxy")), None)
+            job = next(
+                (
+                    f"{p.pid}"
+                    for p in psutil.Process().parents()
+                    if p.name().startswith("hydra_pmi_proxy")
+                ),
+                None,
+            )
     return 10_000 + zlib.crc32(job.encode()) % 20_000 if job else 0
 
 
@@ -192,7 +246,9 @@ def local_rank_and_size() -> tuple[int, int]:
 
 
 def print_for_machine(text: str) -> None:
-    """Print a message about the machine in its first process, with the host name unless that is rank 0's machine."""
+    """Print a message about the machine in its first process, with the host name unless that is
+    rank 0's machine.
+    """
     if local_rank_and_size()[0] == 0:
         where = "" if environ.get("RANK", "0") == "0" else f"{socket.gethostname()}: "
         print(f"{where}{text}", flush=True)
@@ -207,7 +263,8 @@ def threads_per_process(topology: Topology) -> int:
     if not launched and environ.get("OMP_NUM_THREADS", "").isdigit():
         return max(1, int(environ["OMP_NUM_THREADS"]))
     cores = usable_cores()
-    if topology.source == "SLURM" and environ.get("SLURM_CPUS_PER_TASK", "").isdigit():  # already a share
+    # already a share
+    if topology.source == "SLURM" and environ.get("SLURM_CPUS_PER_TASK", "").isdigit():
         return max(1, min(cores, int(environ["SLURM_CPUS_PER_TASK"])))
     return max(1, cores // topology.local_world_size)
 
@@ -240,4 +297,6 @@ def _integer(name: str) -> int:
     try:
         return int(environ[name])
     except ValueError:
-        raise UserError(f"{name}={environ[name]!r} is not an integer", "correct or unset it") from None
+        raise UserError(
+            f"{name}={environ[name]!r} is not an integer", "correct or unset it"
+        ) from None

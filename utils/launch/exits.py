@@ -1,4 +1,6 @@
-"""How a process exits after an error: one rank prints the problem and the fix on one line; the exit code is 2."""
+"""How a process exits after an error: one rank prints the problem and the fix on one line; the exit
+code is 2.
+"""
 
 import json
 import multiprocessing
@@ -23,7 +25,8 @@ from utils.output import leave
 from utils.waiting import call_with_timeout
 
 _CLEAR_LINE = "\r\x1b[K"
-_KNOWN = {  # a part of PyTorch's message: problem, in which {} stands for the start of the message, and fix
+# a part of PyTorch's message: problem, in which {} stands for the start of the message, and fix
+_KNOWN = {
     "Expected to have finished reduction": (
         "the model does not use all of its parameters",
         "set --find_unused_parameters, or name the unused ones in --freeze",
@@ -50,27 +53,35 @@ _KNOWN = {  # a part of PyTorch's message: problem, in which {} stands for the s
 def print_line(prog: str, text: str) -> None:
     """Print a line to stderr. It replaces a progress bar.
 
-    One write, so that the lines of several processes do not mix. `tqdm.write` would wait for a lock, which another
-    thread, or after a fork another rank, may never release.
+    One write, so that the lines of several processes do not mix. `tqdm.write` would wait for a
+    lock, which another thread, or after a fork another rank, may never release.
     """
     sys.stderr.write(f"{_CLEAR_LINE if sys.stderr.isatty() else ''}{prog}: {text}\n")
     sys.stderr.flush()
 
 
 def print_last_line(prog: str, text: str, is_cause: bool = True) -> None:
-    """Print the line with which this process exits, also in the launcher's table (see `inform_launcher`)."""
+    """Print the line with which this process exits, also in the launcher's table (see
+    `inform_launcher`).
+    """
     text = shorten(text, 1500)
     print_line(prog, text)
     inform_launcher(f"{prog}: {text}", is_cause)
 
 
 def exit_with_error(
-    error: BaseException, prog: str, prints: bool = True, show_traceback: bool = False, retry: bool = False
+    error: BaseException,
+    prog: str,
+    prints: bool = True,
+    show_traceback: bool = False,
+    retry: bool = False,
 ) -> NoReturn:
-    """Exit with code 2. If `prints`, print the error as one line first, after its traceback if `show_traceback`.
+    """Exit with code 2. If `prints`, print the error as one line first, after its traceback if
+    `show_traceback`.
 
-    Unless `retry`, the launcher of an elastic run ends too. It would restart the ranks until none of --max_restarts is
-    left. torchrun then closes the rendezvous for all machines and for later starts, but not after a signal.
+    Unless `retry`, the launcher of an elastic run ends too. It would restart the ranks until none
+    of --max_restarts is left. torchrun then closes the rendezvous for all machines and for later
+    starts, but not after a signal.
     """
     is_final = not retry and elastic_nodes() is not None
     if is_final:
@@ -100,7 +111,9 @@ def exit_now(code: int) -> NoReturn:
 
 def how_to_resume(prog: str) -> str:
     """What to do after train.py has exited without saving, to append to its last line."""
-    return "; resume from the last checkpoint with --run_name NAME --resume auto" * (prog == "train.py")
+    return "; resume from the last checkpoint with --run_name NAME --resume auto" * (
+        prog == "train.py"
+    )
 
 
 def delay_exit() -> None:
@@ -112,28 +125,36 @@ def delay_exit() -> None:
 
 
 def inform_launcher(text: str, is_cause: bool = True) -> None:
-    """Let torchrun or accelerate launch repeat the text at the end of its own error message, if there is a launcher.
+    """Let torchrun or accelerate launch repeat the text at the end of its own error message, if
+    there is a launcher.
 
-    The launcher reads a file of each rank, in the format of `torch.distributed.elastic.multiprocessing.ErrorHandler`.
-    `is_cause` is False if the text only says that another rank has exited.
+    The launcher reads a file of each rank, in the format of
+    `torch.distributed.elastic.multiprocessing.ErrorHandler`. `is_cause` is False if the text only
+    says that another rank has exited.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
-        # The launcher prints the earliest error last. It rounds the times of other exits down to seconds: hence - 1.
-        # A rank that lost another one may write its file first, so the cause has a time that is earlier still.
+        # The launcher prints the earliest error last. It rounds the times of other exits down to
+        # seconds: hence - 1. A rank that lost another one may write its file first, so the cause
+        # has a time that is earlier still.
         info = {"py_callstack": text, "timestamp": str(int(time.time()) - (10 if is_cause else 1))}
         with suppress(OSError):
             write_file(Path(file), json.dumps({"message": {"message": text, "extraInfo": info}}))
 
 
 def reports_for_machine() -> bool:
-    """Whether this process reports errors of its machine. Works before the launch has been checked."""
+    """Whether this process reports errors of its machine.
+
+    Works before the launch has been checked.
+    """
     rank, local_rank = claimed_ranks()
     return rank == "0" or local_rank in ("0", None)
 
 
 def with_rank(error: Exception) -> Exception:
-    """An error from before the processes are connected, with its rank and machine unless it is from rank 0."""
+    """An error from before the processes are connected, with its rank and machine unless it is from
+    rank 0.
+    """
     rank, _ = claimed_ranks()
     if rank in ("0", None):
         return error
@@ -146,7 +167,9 @@ def with_rank(error: Exception) -> Exception:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory could not be allocated, on a GPU or on the host."""
     signs = "out of memory|can't allocate memory|STATUS_ALLOC_FAILED"
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(re.search(signs, str(error))))
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and bool(re.search(signs, str(error)))
+    )
 
 
 @contextmanager
@@ -166,11 +189,14 @@ def with_known_fix(error: Exception) -> Exception:
     if is_out_of_memory(error):
         fix = "raise --grad_accum, or, in a run with --microbatches, start a new run with more of them"
         return UserError(f"out of memory ({text[:120]})", fix)
-    if isinstance(error, RuntimeError) and "DataLoader worker (pid" in text:  # raised anywhere in the main thread
+    # raised anywhere in the main thread
+    if isinstance(error, RuntimeError) and "DataLoader worker (pid" in text:
         if "Bus error" in f"{text} {error.__cause__}":
             problem = f"a loader process found no space in {SHM} ({describe_shm()})"
             return UserError(problem, f"{SHM_FIX}, or lower --num_workers")
-        return UserError(f"a loader process was killed ({text[:100]})", "if memory is short, lower --num_workers")
+        return UserError(
+            f"a loader process was killed ({text[:100]})", "if memory is short, lower --num_workers"
+        )
     for sign, (problem, fix) in _KNOWN.items():
         if isinstance(error, RuntimeError | ValueError) and sign in text:
             return UserError(problem.format(text.split(",")[0]), fix)

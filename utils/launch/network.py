@@ -13,15 +13,18 @@ from utils.launch.environment import is_launched
 def set_interface(seen: list[str], wanted: str | None, several_machines: bool) -> str:
     """Set the network interface that gloo and NCCL use, and return its name.
 
-    It is --interface, or GLOO_SOCKET_IFNAME, or the interface over which this machine reaches that of rank 0. `seen`
-    has the IP address of rank 0's machine, as found by each rank. On that machine itself it may be a loopback address,
-    as Debian sets in /etc/hosts, so the address found by another machine is used.
+    It is --interface, or GLOO_SOCKET_IFNAME, or the interface over which this machine reaches that
+    of rank 0. `seen` has the IP address of rank 0's machine, as found by each rank. On that machine
+    itself it may be a loopback address, as Debian sets in /etc/hosts, so the address found by
+    another machine is used.
     """
     names, host = sorted(psutil.net_if_addrs()), socket.gethostname()
     name = wanted or os.environ.get("GLOO_SOCKET_IFNAME")
     if name is None:
         outside = next((address for address in seen if address and not _is_loopback(address)), None)
-        name = interface_of(_address_towards((outside or "127.0.0.1") if several_machines else "127.0.0.1"))
+        name = interface_of(
+            _address_towards((outside or "127.0.0.1") if several_machines else "127.0.0.1")
+        )
         # Without another address, all processes are on this machine. Several launchers may be, too.
         if several_machines and outside is None and not is_launched():
             raise UserError(
@@ -41,7 +44,8 @@ def set_interface(seen: list[str], wanted: str | None, several_machines: bool) -
         raise UserError(problem, f"choose another one of {', '.join(names)}")
     os.environ["GLOO_SOCKET_IFNAME"] = name
     if wanted:
-        os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"  # without "=", it would also match longer names
+        # without "=", it would also match longer names
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"
     elif several_machines:  # on one machine NCCL finds the best transport itself
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
     return name
@@ -58,9 +62,17 @@ def interface_of(address: str) -> str | None:
 def address_of(interface: str) -> str:
     """An IP address of the interface, IPv4 if possible."""
     addresses = psutil.net_if_addrs().get(interface.split(",")[0], [])
-    found = [a.address for family in (socket.AF_INET, socket.AF_INET6) for a in addresses if a.family == family]
+    found = [
+        a.address
+        for family in (socket.AF_INET, socket.AF_INET6)
+        for a in addresses
+        if a.family == family
+    ]
     if not found:
-        raise UserError(f"--interface {interface}: has no IP address on {socket.gethostname()}", "choose another one")
+        raise UserError(
+            f"--interface {interface}: has no IP address on {socket.gethostname()}",
+            "choose another one",
+        )
     return found[0]
 
 
@@ -70,13 +82,23 @@ def is_own_address(address: str) -> bool:
 
 
 def outward_address() -> str:
-    """The IP address of this machine that others can use: the one on its default route, or its only one."""
+    """The IP address of this machine that others can use: the one on its default route, or its only
+    one.
+    """
     with suppress(OSError):
         return _address_towards("192.0.2.1")  # an address of no machine (RFC 5737); nothing is sent
-    known = {a.address for addresses in psutil.net_if_addrs().values() for a in addresses if a.family == socket.AF_INET}
+    known = {
+        a.address
+        for addresses in psutil.net_if_addrs().values()
+        for a in addresses
+        if a.family == socket.AF_INET
+    }
     others = [address for address in known if not _is_loopback(address)]
     if len(others) != 1:
-        raise UserError(f"{socket.gethostname()} has {len(others)} networks and no default route", "set --interface")
+        raise UserError(
+            f"{socket.gethostname()} has {len(others)} networks and no default route",
+            "set --interface",
+        )
     return others[0]
 
 
@@ -104,10 +126,16 @@ def _is_loopback(address: str) -> bool:
 
 
 def port_owner(port: int) -> str:
-    """The process that listens on a port of this machine, as text to append; empty if it cannot be found."""
+    """The process that listens on a port of this machine, as text to append; empty if it cannot be
+    found.
+    """
     with suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
-            if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
+            if (
+                connection.laddr
+                and connection.laddr.port == port
+                and connection.status == psutil.CONN_LISTEN
+            ):
                 if connection.pid is None:  # a process of another user
                     return ""
                 process = psutil.Process(connection.pid)

@@ -1,8 +1,10 @@
-"""How the processes of a run find each other: a store that all of them can reach, and a list of members.
+"""How the processes of a run find each other: a store that all of them can reach, and a list of
+members.
 
-The store can contain keys of earlier attempts, because a launcher's store survives restarts and a file survives
-launches. So rank 0 opens a session with a new name, every other rank joins that session, and rank 0 publishes the list
-of members. A rank that joins is alive, whatever else is in the store. An error names the ranks that do not join.
+The store can contain keys of earlier attempts, because a launcher's store survives restarts and a
+file survives launches. So rank 0 opens a session with a new name, every other rank joins that
+session, and rank 0 publishes the list of members. A rank that joins is alive, whatever else is in
+the store. An error names the ranks that do not join.
 """
 
 import errno
@@ -46,14 +48,19 @@ class Member:
 def rendezvous(
     topology: Topology, init_method: str, timeout: float, interface: str | None
 ) -> tuple[dist.Store, list[Member]]:
-    """Find the other processes; returns (the store of this session, its members in the order of the ranks).
+    """Find the other processes; returns (the store of this session, its members in the order of the
+    ranks).
 
     Raises UserError if they do not join within `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
-    me = Member(topology.rank, topology.world_size, socket.gethostname(), os.getpid(), uuid.uuid4().hex)
+    me = Member(
+        topology.rank, topology.world_size, socket.gethostname(), os.getpid(), uuid.uuid4().hex
+    )
     if init_method.startswith("file:"):
-        session, store, members = _rendezvous_in_file(init_method, topology, me, deadline, interface)
+        session, store, members = _rendezvous_in_file(
+            init_method, topology, me, deadline, interface
+        )
     else:
         place = urlparse(init_method)
         address, port = topology.address, topology.port
@@ -65,14 +72,19 @@ def rendezvous(
     return dist.PrefixStore(session, store), members
 
 
-def _session(store: dist.Store, me: Member, deadline: float, where: str) -> tuple[str, list[Member]]:
-    """Open a session as rank 0, or join the open one; returns its name and its members in the order of the ranks."""
+def _session(
+    store: dist.Store, me: Member, deadline: float, where: str
+) -> tuple[str, list[Member]]:
+    """Open a session as rank 0, or join the open one; returns its name and its members in the order
+    of the ranks.
+    """
     session, answers = (_open if me.rank == 0 else _join)(store, me, deadline, where)
     members = [Member(**answer) for answer in answers]
     for member in members:
         if member.world_size != len(members):
             if me.rank == 0:
-                time.sleep(1)  # the others read the same list from the store, which rank 0 may serve
+                # the others read the same list from the store, which rank 0 may serve
+                time.sleep(1)
             raise UserError(
                 f"rank 0 was started with {len(members)} processes, rank {member.rank} with {member.world_size}",
                 "start all with the same WORLD_SIZE (--num_processes)",
@@ -101,11 +113,18 @@ def _join(store: dist.Store, me: Member, deadline: float, where: str) -> tuple[s
     while time.monotonic() < deadline:
         session = store.get("session").decode() if store.check(["session"]) else ""
         if session != joined:
-            if restart_count() and store.check([f"{session}/all"]):  # ranks of the earlier attempt may still be waiting
-                store.set(f"{session}/ended", f"rank {me.rank} was killed, and its launcher restarted it")
+            # ranks of the earlier attempt may still be waiting
+            if restart_count() and store.check([f"{session}/all"]):
+                store.set(
+                    f"{session}/ended", f"rank {me.rank} was killed, and its launcher restarted it"
+                )
             store.set(f"{session}/{me.rank}", json.dumps(asdict(me)))
             joined = session
-        answers = store.get(f"{session}/all").decode() if session and store.check([f"{session}/all"]) else ""
+        answers = (
+            store.get(f"{session}/all").decode()
+            if session and store.check([f"{session}/all"])
+            else ""
+        )
         if me.nonce in answers:  # the list of an earlier attempt has the nonces of that attempt
             return session, json.loads(answers)
         time.sleep(_POLL)
@@ -139,7 +158,9 @@ def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> 
         return _serve(address, port, topology.world_size)
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error):
-            raise UserError(f"port {port} of {host} cannot be used ({one_line(error)[:160]})", _OTHER_PORT) from error
+            raise UserError(
+                f"port {port} of {host} cannot be used ({one_line(error)[:160]})", _OTHER_PORT
+            ) from error
         fix = f"{_OTHER_PORT}, or stop the process that uses it; if that is a process of this run, two have RANK=0"
         raise UserError(f"port {port} is taken on {host}{port_owner(port)}", fix) from error
 
@@ -149,7 +170,9 @@ def _serve(address: str, port: int, world_size: int) -> dist.TCPStore:
 
 
 def leads_to_this_machine(address: str, port: int) -> bool:
-    """Whether the address leads to this machine, directly or through the address translation of a cloud."""
+    """Whether the address leads to this machine, directly or through the address translation of a
+    cloud.
+    """
     if is_own_address(resolve(address)):
         return True
     try:
@@ -167,9 +190,12 @@ def _reach(address: str, port: int, deadline: float) -> dist.TCPStore:
             f"no answer from {address}:{port} within {seconds:.0f} s",
             "check that rank 0 runs on that machine, and that no firewall is between the machines",
         )
-    try:  # with a separate timeout: TCPStore waits forever for an answer from a different kind of server
+    # with a separate timeout: TCPStore waits forever for an answer from a different kind of server
+    try:
         return call_with_timeout(
-            lambda: dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds)),
+            lambda: dist.TCPStore(
+                address, port, is_master=False, timeout=timedelta(seconds=seconds)
+            ),
             max(3.0, deadline - time.monotonic()),
         )
     except RuntimeError as error:
@@ -186,7 +212,11 @@ def _listens(address: str, port: int) -> bool:
 def launcher_store(timeout: float) -> dist.Store | None:
     """The store of torchrun or accelerate, which survives restarts; None if the launcher has none."""
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    return _reach(address, int(port), time.monotonic() + timeout) if launcher_serves(address, port) else None
+    return (
+        _reach(address, int(port), time.monotonic() + timeout)
+        if launcher_serves(address, port)
+        else None
+    )
 
 
 def launcher_serves(address: str, port: int | str) -> bool:
@@ -198,22 +228,42 @@ def launcher_serves(address: str, port: int | str) -> bool:
 def _rendezvous_in_file(
     init_method: str, topology: Topology, me: Member, deadline: float, interface: str | None
 ) -> tuple[str, dist.Store, list[Member]]:
-    """Find the other processes with a store that rank 0 serves, whose address it writes to a file on a shared disk."""
+    """Find the other processes with a store that rank 0 serves, whose address it writes to a file
+    on a shared disk.
+    """
     path = Path(urlparse(init_method).path)
     if path.is_dir() or not path.parent.is_dir():
-        raise UserError(f"--init_method {init_method}: must name a file in a folder that exists on all machines")
+        raise UserError(
+            f"--init_method {init_method}: must name a file in a folder that exists on all machines"
+        )
     if path.is_file() and path.stat().st_size and _read_place(path) is None:
-        raise UserError(f"--init_method {init_method}: was not written by Lockstep", "delete it, or name another")
+        raise UserError(
+            f"--init_method {init_method}: was not written by Lockstep",
+            "delete it, or name another",
+        )
     if topology.is_main:
         one_machine = topology.local_world_size == topology.world_size
-        me.master = "127.0.0.1" if one_machine else address_of(interface) if interface else outward_address()
+        me.master = (
+            "127.0.0.1"
+            if one_machine
+            else address_of(interface)
+            if interface
+            else outward_address()
+        )
         store = _serve(me.master, 0, topology.world_size)  # at any free port
         write_file(path, f"{_IN_FILE} {me.master} {store.port}\n")
     else:
         # A file of an earlier run names a place where nobody listens, until rank 0 replaces it.
-        if not _wait(lambda: (place := _read_place(path)) is not None and _listens(*place), deadline):
-            problem = f"rank 0 did not write its address to {path} in time, or does not answer there"
-            raise UserError(problem, "read the output of rank 0, and check that no firewall is between the machines")
+        if not _wait(
+            lambda: (place := _read_place(path)) is not None and _listens(*place), deadline
+        ):
+            problem = (
+                f"rank 0 did not write its address to {path} in time, or does not answer there"
+            )
+            raise UserError(
+                problem,
+                "read the output of rank 0, and check that no firewall is between the machines",
+            )
         store = _reach(*(_read_place(path) or ("", 0)), deadline)
     session, members = _session(store, me, deadline, str(path))
     if topology.is_main:
@@ -222,7 +272,9 @@ def _rendezvous_in_file(
 
 
 def _read_place(path: Path) -> tuple[str, int] | None:
-    """The address and port in the file of a rendezvous; None if it does not exist or has something else."""
+    """The address and port in the file of a rendezvous; None if it does not exist or has something
+    else.
+    """
     with suppress(OSError, ValueError), path.open() as file:
         kind, address, port = file.read(200).split()
         return (address, int(port)) if kind == _IN_FILE else None
@@ -230,7 +282,9 @@ def _read_place(path: Path) -> tuple[str, int] | None:
 
 
 def wait_for_keys(store: dist.Store, keys: list[str], seconds: float) -> bool:
-    """Wait until the store has the keys; False if it does not within `seconds`, or cannot be reached."""
+    """Wait until the store has the keys; False if it does not within `seconds`, or cannot be
+    reached.
+    """
     try:
         call_with_timeout(lambda: store.wait(keys, timedelta(seconds=seconds)), seconds + 1)
         return True

@@ -17,19 +17,27 @@ from utils.errors import UserError, one_line
 from utils.models.published import timm_weights
 from utils.models.sharded import local
 
-MINIMUM_SIZE = {"mnist_cnn": 28, "mlp": 1, "fastnet": 28}  # smaller images are enlarged to it; 32 for other models
+# smaller images are enlarged to it; 32 for other models
+MINIMUM_SIZE = {"mnist_cnn": 28, "mlp": 1, "fastnet": 28}
 ONE_SIZE = ("mnist_cnn", "mlp")  # they take images of the size that they were made for
 
 
 def check_output(
-    model: nn.Module, config: TrainConfig, spec: InputSpec, classes: int, in_evaluation: bool = False
+    model: nn.Module,
+    config: TrainConfig,
+    spec: InputSpec,
+    classes: int,
+    in_evaluation: bool = False,
 ) -> None:
-    """Run the model on one image, and let it accept an empty batch, which a rank without samples computes.
+    """Run the model on one image, and let it accept an empty batch, which a rank without samples
+    computes.
 
     Raises UserError for a model that does not take these images or has other outputs.
     """
     name, training = config.model, model.training
-    fix_of_size = "leave out --eval_size, or use a model that takes images of any size, such as resnet18"
+    fix_of_size = (
+        "leave out --eval_size, or use a model that takes images of any size, such as resnet18"
+    )
     if in_evaluation and name in ONE_SIZE:
         raise UserError(f"--eval_size: {name} only takes images of the training size", fix_of_size)
     images = torch.zeros(1, spec.channels, spec.height, spec.width)
@@ -41,51 +49,69 @@ def check_output(
         usual = cfg.input_size[1] if (cfg := timm_weights(name)) else MINIMUM_SIZE.get(name, 224)
         fix = fix_of_size if in_evaluation else f"try --image_size {usual}"
         fix = f"change --model_args, or {fix}" if config.model_args else fix
-        what = f"{spec.height}x{spec.width}x{spec.channels} images" + ", the size of evaluation" * in_evaluation
+        what = (
+            f"{spec.height}x{spec.width}x{spec.channels} images"
+            + ", the size of evaluation" * in_evaluation
+        )
         raise UserError(f"{name} does not accept {what} ({one_line(error)[:100]})", fix) from error
     found = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
     if found != [1, classes]:
         problem = f"{name} returns {found} for an image, not one score per class, [1, {classes}]"
         raise UserError(problem, "leave out --model_args, or use another model")
-    if config.sync_batchnorm:  # ranks share batch statistics, so all of them must be in training mode
+    # ranks share batch statistics, so all of them must be in training mode
+    if config.sync_batchnorm:
         try:
             with torch.no_grad():
                 model(images[:0])
         except (RuntimeError, AssertionError, ValueError) as error:
-            problem = f"--sync_batchnorm: {name} does not accept an empty batch, which a rank may get"
-            raise UserError(f"{problem} ({one_line(error)[:100]})", "leave it out, or use another model") from error
+            problem = (
+                f"--sync_batchnorm: {name} does not accept an empty batch, which a rank may get"
+            )
+            raise UserError(
+                f"{problem} ({one_line(error)[:100]})", "leave it out, or use another model"
+            ) from error
     elif not in_evaluation:
         accept_empty_batches(model)
     model.train(training)
 
 
 def hook_for_size(weight_bytes: float) -> Callable[..., None]:
-    """A hook that raises UserError if the parameters that are registered take far more bytes than these."""
+    """A hook that raises UserError if the parameters that are registered take far more bytes than
+    these.
+    """
     left = 2 * weight_bytes + 2**26  # a head may be replaced
 
     def count(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
         nonlocal left
         left -= 0 if parameter is None else parameter.nbytes
         require(
-            left >= 0, "the settings of this checkpoint do not match the size of its weights", "use another checkpoint"
+            left >= 0,
+            "the settings of this checkpoint do not match the size of its weights",
+            "use another checkpoint",
         )
 
     return count
 
 
 def bad_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of the tensors with a NaN or infinite value, in the rows of this rank if they are sharded.
+    """The names of the tensors with a NaN or infinite value, in the rows of this rank if they are
+    sharded.
 
     Waits for the device.
     """
     floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
-    device = next(iter(floats.values())).device  # with fsdp_offload_params, buffers are on another device
-    good = torch.stack([_is_finite(local(tensor)).to(device) for tensor in floats.values()]).tolist()  # waits only once
+    # with fsdp_offload_params, buffers are on another device
+    device = next(iter(floats.values())).device
+    # waits only once
+    good = torch.stack(
+        [_is_finite(local(tensor)).to(device) for tensor in floats.values()]
+    ).tolist()
     return [name for name, is_good in zip(floats, good, strict=True) if not is_good]
 
 
 def _is_finite(tensor: Tensor) -> Tensor:
-    # On a CPU this is several times faster than `isfinite` of all values. A rank may have no row of a sharded tensor.
+    # On a CPU this is several times faster than `isfinite` of all values. A rank may have no row of
+    # a sharded tensor.
     return torch.stack(tensor.aminmax()).isfinite().all() if tensor.numel() else torch.tensor(True)
 
 
@@ -101,7 +127,10 @@ _COLUMNS = 4093  # a prime: rows or channels in another order change the sum
 
 
 def sum_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """A sum of the bits of each tensor, as integers weighted by their position, modulo 2**64. Waits once."""
+    """A sum of the bits of each tensor, as integers weighted by their position, modulo 2**64.
+
+    Waits once.
+    """
     device = next(iter(tensors.values())).device  # an optimizer may count steps on the host
     sums = torch.stack([_sum_bits(tensor.detach()).to(device) for tensor in tensors.values()])
     return dict(zip(tensors, sums.tolist(), strict=True))
@@ -109,27 +138,35 @@ def sum_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 def _sum_bits(tensor: Tensor) -> Tensor:
     # The values as they are in memory, which copies nothing.
-    values = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True)).reshape(-1).contiguous()
+    values = (
+        tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+        .reshape(-1)
+        .contiguous()
+    )
     fits = values.nbytes % 8 == values.storage_offset() * values.itemsize % 8 == 0
     words = values.view(torch.int64 if fits else torch.uint8)  # larger words are faster
     end = len(words) // _COLUMNS * _COLUMNS
     sums, rest = words[:end].view(-1, _COLUMNS).sum(0), words[end:]
     sums[: len(rest)] += rest
     sums ^= sums >> 31  # otherwise two changed signs would cancel
-    return (sums * torch.arange(1, 2 * _COLUMNS, 2, device=sums.device)).sum()  # odd: no change of one word is lost
+    # odd: no change of one word is lost
+    return (sums * torch.arange(1, 2 * _COLUMNS, 2, device=sums.device)).sum()
 
 
 def accept_empty_batches(model: nn.Module) -> None:
-    """Let the model compute an image of zeros instead of an empty batch, and return no row of its output.
+    """Let the model compute an image of zeros instead of an empty batch, and return no row of its
+    output.
 
-    Some kernels of a GPU do not accept an empty batch: cuDNN's attention returns None (PyTorch 2.11). All gradients are
-    then zero. The model is in evaluation mode meanwhile, so batch statistics do not change.
+    Some kernels of a GPU do not accept an empty batch: cuDNN's attention returns None (PyTorch
+    2.11). All gradients are then zero. The model is in evaluation mode meanwhile, so batch
+    statistics do not change.
     """
     model.forward = partial(_accepting, model)
 
 
 def _accepting(model: nn.Module, images: Tensor, *more: Any) -> Tensor:
-    # Not a closure over `model.forward`: in a copy of the model, that would be the forward pass of the original.
+    # Not a closure over `model.forward`: in a copy of the model, that would be the forward pass of
+    # the original.
     forward = partial(type(model).forward, model)
     if images.shape[0] != 0:  # not `len`, which would fix the size of a batch in an exported model
         return forward(images, *more)
@@ -143,7 +180,10 @@ def _accepting(model: nn.Module, images: Tensor, *more: Any) -> Tensor:
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Whether a layer of a model in training mode uses batch statistics. Frozen ones stay in evaluation mode."""
+    """Whether a layer of a model in training mode uses batch statistics.
+
+    Frozen ones stay in evaluation mode.
+    """
     return any(isinstance(layer, _BatchNorm) and layer.training for layer in model.modules())
 
 
@@ -153,9 +193,19 @@ def check_batch_norm(plan: Plan, updates: int, together: int = 1) -> None:
     With synchronised batch normalisation, `together` processes share their statistics.
     """
     last = (plan.updates_per_epoch - 1) * plan.global_batch_size
-    microbatches = [plan.microbatch_sizes(place) for place in (0, last)[: 1 + (updates >= plan.updates_per_epoch)]]
-    per_rank = plan.microbatches // together  # ranks compute contiguous ranges; an accumulation step shares statistics
-    alone = any(sum(sizes[step::per_rank]) == 1 for sizes in microbatches for step in range(per_rank))
+    microbatches = [
+        plan.microbatch_sizes(place)
+        for place in (0, last)[: 1 + (updates >= plan.updates_per_epoch)]
+    ]
+    # ranks compute contiguous ranges; an accumulation step shares statistics
+    per_rank = plan.microbatches // together
+    alone = any(
+        sum(sizes[step::per_rank]) == 1 for sizes in microbatches for step in range(per_rank)
+    )
     size = f"{plan.samples} samples, global batches of {plan.global_batch_size} in {plan.microbatches} microbatches"
     problem = f"batch normalisation needs more than one sample, but one batch has only one ({size})"
-    require(not alone, problem, "use --drop_last, another --global_batch_size, or fewer processes or microbatches")
+    require(
+        not alone,
+        problem,
+        "use --drop_last, another --global_batch_size, or fewer processes or microbatches",
+    )

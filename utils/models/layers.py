@@ -20,20 +20,24 @@ from utils.models.matching import head_prefixes
 
 
 def freeze(model: nn.Module, patterns: Sequence[str], new: Mapping[str, str] = {}) -> None:
-    """Freeze the parameters that match a pattern. Modules whose parameters are all frozen stay in evaluation mode.
+    """Freeze the parameters that match a pattern. Modules whose parameters are all frozen stay in
+    evaluation mode.
 
     Their batch normalisation keeps its running statistics, and their dropout is off.
 
-    A pattern is `backbone`, or the name of a layer or parameter, with the wildcards of `fnmatch`. Raises UserError for
-    a pattern that matches nothing or a parameter in `new`, and if no parameter is left to train. `new` has parameters
-    that --init_from did not set, with the reason; they would stay random.
+    A pattern is `backbone`, or the name of a layer or parameter, with the wildcards of `fnmatch`.
+    Raises UserError for a pattern that matches nothing or a parameter in `new`, and if no parameter
+    is left to train. `new` has parameters that --init_from did not set, with the reason; they would
+    stay random.
     """
     parameters, heads = dict(model.named_parameters()), head_prefixes(model)
     for pattern in patterns:
         matching = [name for name in parameters if _matches(heads, name, pattern)]
         if not matching:
             layers = [name for name, _ in model.named_modules() if name]
-            fix = suggestion(pattern, [*layers, *parameters], f"use {BACKBONE}, or names such as {layers[0]}")
+            fix = suggestion(
+                pattern, [*layers, *parameters], f"use {BACKBONE}, or names such as {layers[0]}"
+            )
             raise UserError(f"--freeze {pattern}: no parameter has such a name", fix)
         for name in matching:
             if name in new:
@@ -41,7 +45,9 @@ def freeze(model: nn.Module, patterns: Sequence[str], new: Mapping[str, str] = {
                 raise UserError(f"--freeze {pattern}: {name} would stay random ({new[name]})", fix)
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise UserError(f"--freeze {' '.join(patterns)}: no parameter is left to train", f"try {BACKBONE}")
+        raise UserError(
+            f"--freeze {' '.join(patterns)}: no parameter is left to train", f"try {BACKBONE}"
+        )
     for module in model.modules():
         trained = [parameter.requires_grad for parameter in module.parameters()]
         if trained and not any(trained):
@@ -52,11 +58,14 @@ def freeze(model: nn.Module, patterns: Sequence[str], new: Mapping[str, str] = {
 def keep_batch_stats(model: nn.Module, new: Collection[str]) -> None:
     """Let batch normalisation use its running statistics in training without updating them.
 
-    Raises UserError if some of these statistics are in `new`, the names of tensors that the given weights do not have.
+    Raises UserError if some of these statistics are in `new`, the names of tensors that the given
+    weights do not have.
     """
     for name, layer in model.named_modules():
         if isinstance(layer, _BatchNorm):
-            problem = f"--keep_batch_stats: the given weights have no {name}.running_mean of this shape"
+            problem = (
+                f"--keep_batch_stats: the given weights have no {name}.running_mean of this shape"
+            )
             require(f"{name}.running_mean" not in new, problem, "use --keep_batch_stats false")
             _stay_in_evaluation(layer)
 
@@ -74,7 +83,8 @@ def _matches(heads: tuple[str, ...], name: str, pattern: str) -> bool:
 
 
 def checkpoint_blocks(model: nn.Module, name: str) -> None:
-    """Let the model's blocks compute their activations twice; the results are the same, bit for bit.
+    """Let the model's blocks compute their activations twice; the results are the same, bit for
+    bit.
 
     Raises UserError for a model without blocks.
     """
@@ -86,10 +96,15 @@ def checkpoint_blocks(model: nn.Module, name: str) -> None:
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """The modules with sublayers, in a list or among siblings of one class, that hold at most one other such module."""
+    """The modules with sublayers, in a list or among siblings of one class, that hold at most one
+    other such module.
+    """
     containers, found = nn.Sequential | nn.ModuleList, []
-    in_list = isinstance(module, containers) or len({type(child) for child in module.children()}) == 1
-    in_list = in_list and not isinstance(module, nn.ModuleDict)  # the layers of DenseNet extend one list of tensors
+    in_list = (
+        isinstance(module, containers) or len({type(child) for child in module.children()}) == 1
+    )
+    # the layers of DenseNet extend one list of tensors
+    in_list = in_list and not isinstance(module, nn.ModuleDict)
     for child in module.children():
         inner = find_blocks(child)
         is_block = in_list and not isinstance(child, containers) and any(child.children())
@@ -98,7 +113,8 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def _compute_twice(block: nn.Module, forward: Callable, *inputs: Any, **named: Any) -> Any:
-    if not block.training:  # also for an empty batch, see `accept_empty_batches`: the second pass would be in training
+    # also for an empty batch, see `accept_empty_batches`: the second pass would be in training
+    if not block.training:
         return forward(*inputs, **named)
     # The second pass has the same random numbers, and must not change the batch statistics again.
     return checkpoint(
@@ -122,13 +138,16 @@ def restored_buffers(module: nn.Module) -> Iterator[None]:
 
 
 class Views(nn.Module):
-    """The weighted mean of a model's logits over views of each image, [n, C, H, W] to float32 [n, outputs].
+    """The weighted mean of a model's logits over views of each image, [n, C, H, W] to float32 [n,
+    outputs].
 
-    The views of `flip` are the image and its mirror image. Those of `shift` are the image, with weight 1/2, and the
-    image shifted by one pixel to the lower right and to the upper left, with weight 1/4 each; the edges are reflected.
-    `flip,shift` has the views of `shift` and their mirror images, as `infer_mirror_translate` of airbench (Jordan,
-    2024, https://arxiv.org/abs/2404.00498), which averages logits too. After a softmax or a sigmoid, this is the
-    normalised geometric mean of the probabilities. Shifts need images of at least 2x2 pixels.
+    The views of `flip` are the image and its mirror image. Those of `shift` are the image, with
+    weight 1/2, and the image shifted by one pixel to the lower right and to the upper left, with
+    weight 1/4 each; the edges are reflected. `flip,shift` has the views of `shift` and their mirror
+    images, as `infer_mirror_translate` of airbench (Jordan, 2024,
+    https://arxiv.org/abs/2404.00498), which averages logits too. After a softmax or a sigmoid, this
+    is the normalised geometric mean of the probabilities. Shifts need images of at least 2x2
+    pixels.
     """
 
     def __init__(self, model: nn.Module, views: str):
@@ -143,4 +162,6 @@ class Views(nn.Module):
         if "flip" in self.views:
             views += [(weight, view.flip(-1)) for weight, view in views]
         total = sum(weight for weight, _ in views)
-        return torch.stack([weight / total * self.model(view).float() for weight, view in views]).sum(0)
+        return torch.stack(
+            [weight / total * self.model(view).float() for weight, view in views]
+        ).sum(0)

@@ -1,4 +1,6 @@
-"""Weights from elsewhere: tensors are matched by name and shape, the rows of the head by class name."""
+"""Weights from elsewhere: tensors are matched by name and shape, the rows of the head by class
+name.
+"""
 
 import os
 import re
@@ -18,13 +20,17 @@ from utils.errors import UserError
 
 @dataclass
 class Match:
-    """The names of the model's tensors that were copied, and of those that were not, with the reason."""
+    """The names of the model's tensors that were copied, and of those that were not, with the
+    reason.
+    """
 
     kept: list[str] = field(default_factory=list)
     new: dict[str, str] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)  # tensors that the model does not have
-    rows: tuple[int, int] | None = None  # classes whose rows of the head were copied, and all classes
-    classes: list[str] = field(default_factory=list)  # those whose rows were copied, unless these are all
+    # classes whose rows of the head were copied, and all classes
+    rows: tuple[int, int] | None = None
+    # those whose rows were copied, unless these are all
+    classes: list[str] = field(default_factory=list)
 
     def line(self) -> str:
         """The numbers, and the names of new and unused tensors, on one line."""
@@ -47,8 +53,14 @@ def shape_of(tensor: Tensor) -> str:
 
 
 def find_heads(model: nn.Module) -> tuple[str, ...]:
-    """The names of the layers that compute the logits: those that timm names, else the last linear layer."""
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.Conv2d)}
+    """The names of the layers that compute the logits: those that timm names, else the last linear
+    layer.
+    """
+    layers = {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear | nn.Conv2d)
+    }
     named = getattr(model, "pretrained_cfg", {}).get("classifier") or ()
     named = (named,) if isinstance(named, str) else named
     return tuple(name for name in named if name in layers) or tuple(layers)[-1:]
@@ -59,23 +71,27 @@ def head_prefixes(model: nn.Module) -> tuple[str, ...]:
     return tuple(f"{name}." for name in find_heads(model))
 
 
-_WRAPPERS = re.compile(r"((module|_orig_mod|model|backbone)\.)*")  # modules around a model of which no name is known
+# modules around a model of which no name is known
+_WRAPPERS = re.compile(r"((module|_orig_mod|model|backbone)\.)*")
 
 
 def fit_names(
     tensors: Mapping[str, Tensor], model: nn.Module, where: str, name: str, order: bool = False
 ) -> tuple[Mapping[str, Tensor], list[str]]:
-    """The `tensors` that were read from `where`, renamed to the names of the model, which the user calls `name`.
+    """The `tensors` that were read from `where`, renamed to the names of the model, which the user
+    calls `name`.
 
-    The prefix of its names is removed, and timm converts the names of the authors' own code. With `order`, the tensors
-    get the model's names one after the other. Also returns the names of tensors without the prefix, which are left out.
-    Raises UserError if `order` is set and the shapes differ, or if it is not set, no name fits, and the shapes are the
-    same.
+    The prefix of its names is removed, and timm converts the names of the authors' own code. With
+    `order`, the tensors get the model's names one after the other. Also returns the names of
+    tensors without the prefix, which are left out. Raises UserError if `order` is set and the
+    shapes differ, or if it is not set, no name fits, and the shapes are the same.
     """
     own = model.state_dict()
     prefix = _prefix_of(tensors, own)
     left_out = [each for each in tensors if not each.startswith(prefix)]
-    tensors = {each.removeprefix(prefix): tensors[each] for each in tensors if each.startswith(prefix)}
+    tensors = {
+        each.removeprefix(prefix): tensors[each] for each in tensors if each.startswith(prefix)
+    }
     tensors = _with_timm(tensors, model)
     heads = head_prefixes(model)
     pairs = [] if not order and own.keys() & tensors.keys() else _pair_by_order(tensors, own, heads)
@@ -91,13 +107,17 @@ def fit_names(
 
 
 def _prefix_of(tensors: Iterable[str], own: Collection[str]) -> str:
-    """The prefix, such as `module.encoder_q.`, with which the most of the model's `own` names are names of the tensors.
+    """The prefix, such as `module.encoder_q.`, with which the most of the model's `own` names are
+    names of the tensors.
 
-    If these are less than half, the names may be those of other code: then the wrappers that all names begin with.
+    If these are less than half, the names may be those of other code: then the wrappers that all
+    names begin with.
     """
     names = list(tensors)
     dots = re.compile(r"^|\.").finditer
-    found = Counter(name[: dot.end()] for name in names for dot in dots(name) if name[dot.end() :] in own)
+    found = Counter(
+        name[: dot.end()] for name in names for dot in dots(name) if name[dot.end() :] in own
+    )
     prefix = max(found, key=found.__getitem__, default="")
     if 2 * found[prefix] < min(len(own), len(names)):
         prefix = (_WRAPPERS.match(os.path.commonprefix(names)) or [""])[0]  # noqa: RUF071  it ends with a dot
@@ -105,7 +125,9 @@ def _prefix_of(tensors: Iterable[str], own: Collection[str]) -> str:
 
 
 def _with_timm(tensors: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
-    """The tensors, converted by timm from the authors' own code if timm can do this and the model needs more names."""
+    """The tensors, converted by timm from the authors' own code if timm can do this and the model
+    needs more names.
+    """
     convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     if convert and not model.state_dict().keys() <= tensors.keys():
         with suppress(Exception):  # of any class, if it does not expect these tensors
@@ -116,7 +138,8 @@ def _with_timm(tensors: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, 
 def _pair_by_order(
     tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], heads: tuple[str, ...]
 ) -> list[tuple[str, str]]:
-    """Pairs of an `own` name and a name in `tensors`, in order. Empty if the shapes are not the same in the same order.
+    """Pairs of an `own` name and a name in `tensors`, in order. Empty if the shapes are not the
+    same in the same order.
 
     The head may have another number of rows.
     """
@@ -131,7 +154,9 @@ def _pair_by_order(
 
 
 def count_outputs(tensors: Mapping[str, Tensor], model: nn.Module) -> int:
-    """The rows of the head among these tensors, which have the names of the model; 0 if there is none."""
+    """The rows of the head among these tensors, which have the names of the model; 0 if there is
+    none.
+    """
     heads = [tensors[f"{name}.weight"] for name in find_heads(model) if f"{name}.weight" in tensors]
     return len(heads[0]) if heads else 0
 
@@ -140,8 +165,9 @@ def count_outputs(tensors: Mapping[str, Tensor], model: nn.Module) -> int:
 def zero_heads(model: nn.Module) -> None:
     """Set the layers that compute the logits to zero, for a new head on pretrained weights.
 
-    All classes then have the same probability. With a random head, the first gradients would make the pretrained
-    weights worse: for two classes, the head of timm's EfficientNets has random weights from -0.7 to 0.7.
+    All classes then have the same probability. With a random head, the first gradients would make
+    the pretrained weights worse: for two classes, the head of timm's EfficientNets has random
+    weights from -0.7 to 0.7.
     """
     for name in find_heads(model):
         for parameter in model.get_submodule(name).parameters():
@@ -149,11 +175,14 @@ def zero_heads(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def copy_matching(model: nn.Module, tensors: Mapping[str, Tensor], there: Sequence[str], here: Sequence[str]) -> Match:
+def copy_matching(
+    model: nn.Module, tensors: Mapping[str, Tensor], there: Sequence[str], here: Sequence[str]
+) -> Match:
     """Copy the tensors that the model has under the same name and in the same shape.
 
-    `there` has the class names of `tensors`, or nothing if they are unknown, and `here` those of the model. If both are
-    known, the rows of the head are copied by class name; names that occur twice are left out.
+    `there` has the class names of `tensors`, or nothing if they are unknown, and `here` those of
+    the model. If both are known, the rows of the head are copied by class name; names that occur
+    twice are left out.
     """
     state, found = model.state_dict(), Match()
     heads = head_prefixes(model)

@@ -1,4 +1,6 @@
-"""Published weights of torchvision's and timm's models: their input, errors in loading them, and ImageNet's classes."""
+"""Published weights of torchvision's and timm's models: their input, errors in loading them, and
+ImageNet's classes.
+"""
 
 import importlib.util
 import pickle
@@ -21,7 +23,9 @@ from utils.models.matching import copy_matching, head_prefixes
 
 
 def timm_weights(name: str) -> Any:
-    """timm's description of the published weights of timm/NAME; None if it has none, and for torchvision's models."""
+    """timm's description of the published weights of timm/NAME; None if it has none, and for
+    torchvision's models.
+    """
     if not name.startswith("timm/"):
         return None
     import timm
@@ -35,7 +39,8 @@ def torchvision_weights(name: str) -> Any:
 
 
 def published_input(name: str) -> dict[str, Any]:
-    """The settings of the input of the published weights: channels, size, mean, std, and how evaluation crops.
+    """The settings of the input of the published weights: channels, size, mean, std, and how
+    evaluation crops.
 
     Empty for a model that neither timm nor torchvision describes.
     """
@@ -50,8 +55,13 @@ def published_input(name: str) -> dict[str, Any]:
 
 
 def input_of(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the input in timm's description of weights. Raises errors of many classes if it is malformed."""
-    values: dict[str, Any] = {name: [*map(float, cfg[name])] for name in ("mean", "std") if name in cfg}
+    """The settings of the input in timm's description of weights.
+
+    Raises errors of many classes if it is malformed.
+    """
+    values: dict[str, Any] = {
+        name: [*map(float, cfg[name])] for name in ("mean", "std") if name in cfg
+    }
     if "input_size" in cfg:
         values |= {"channels": cfg["input_size"][0], "image_size": list(cfg["input_size"][1:])}
     if "crop_pct" in cfg:
@@ -78,15 +88,22 @@ def _fix_of_weights(config: TrainConfig) -> str:
         from huggingface_hub.constants import HF_HUB_CACHE
 
         get = f"run `hf download {cfg.hf_hub_id}`" if cfg.hf_hub_id else f"download {cfg.url}"
-        return ", or ".join([*fixes, f"without a network, {get} elsewhere and copy the files to {HF_HUB_CACHE}"])
+        return ", or ".join(
+            [*fixes, f"without a network, {get} elsewhere and copy the files to {HF_HUB_CACHE}"]
+        )
     url = torchvision_weights(config.model).url
     path = Path(torch.hub.get_dir()) / "checkpoints" / Path(url).name
-    fixes.append(f"delete {path} if it is damaged" if path.exists() else f"without a network, save {url} as {path}")
+    fixes.append(
+        f"delete {path} if it is damaged"
+        if path.exists()
+        else f"without a network, save {url} as {path}"
+    )
     return ", or ".join(fixes)
 
 
 CLASSES: list[str] = torchvision_weights("resnet18").meta["categories"]
-"""Names of the 1,000 classes of ImageNet-1k, in the order of the outputs of all torchvision models."""
+"""Names of the 1,000 classes of ImageNet-1k, in the order of the outputs of all torchvision
+models."""
 _ENDS = ["n01440764", "n15075141"]  # the first and the last synset
 
 
@@ -97,18 +114,22 @@ def published_outputs(name: str) -> int:
 
 
 def names_of_outputs(count: int, published: bool, names: Sequence[str]) -> list[str]:
-    """The classes of weights with `count` outputs, in the order of the outputs, with the names that the data set uses.
+    """The classes of weights with `count` outputs, in the order of the outputs, with the names that
+    the data set uses.
 
-    `names` are the classes of the data set. Weights with 1,000 outputs have ImageNet's classes (`names_as_in`). If
-    `names` are synsets, weights with 21,841 outputs, and some other numbers, have the classes of a larger ImageNet.
-    Other weights, unless they are `published`, have the classes of the data set, in numeric order if all are numbers.
-    Raises UserError if nothing fits.
+    `names` are the classes of the data set. Weights with 1,000 outputs have ImageNet's classes
+    (`names_as_in`). If `names` are synsets, weights with 21,841 outputs, and some other numbers,
+    have the classes of a larger ImageNet. Other weights, unless they are `published`, have the
+    classes of the data set, in numeric order if all are numbers. Raises UserError if nothing fits.
     """
     own = len(names) == count and not published
     if count == len(CLASSES):
         with suppress(UserError) if own else nullcontext():
             return names_as_in(names)
-    if all(re.fullmatch(r"n\d{8}", name) for name in names) and importlib.util.find_spec("timm") is not None:
+    if (
+        all(re.fullmatch(r"n\d{8}", name) for name in names)
+        and importlib.util.find_spec("timm") is not None
+    ):
         from timm.data import ImageNetInfo, infer_imagenet_subset
 
         subset = infer_imagenet_subset({"num_classes": count})
@@ -123,15 +144,22 @@ def names_of_outputs(count: int, published: bool, names: Sequence[str]) -> list[
 def names_as_in(names: Sequence[str]) -> list[str]:
     """ImageNet's 1,000 classes in the order of the outputs, by the names that a data set uses.
 
-    `names` are the data set's classes: some or all of `CLASSES`, some or all synsets such as n01440764, or lists of
-    words such as "tench, Tinca tinca" of all 1,000 classes in ImageNet's order, or of some if timm is installed.
-    ImageNet's order is that of the sorted synsets. Raises UserError for other names.
+    `names` are the data set's classes: some or all of `CLASSES`, some or all synsets such as
+    n01440764, or lists of words such as "tench, Tinca tinca" of all 1,000 classes in ImageNet's
+    order, or of some if timm is installed. ImageNet's order is that of the sorted synsets. Raises
+    UserError for other names.
     """
     synsets = [name for name in names if re.fullmatch(r"n\d{8}", name)]
     complete = len(names) == len(CLASSES)
     if len(synsets) == len(names):
-        known = sorted(synsets) if complete and [min(names), max(names)] == _ENDS else _from_timm().label_names()
-    elif complete and sum(a in b.split(", ") for a, b in zip(CLASSES, names, strict=True)) > 0.9 * len(CLASSES):
+        known = (
+            sorted(synsets)
+            if complete and [min(names), max(names)] == _ENDS
+            else _from_timm().label_names()
+        )
+    elif complete and sum(
+        a in b.split(", ") for a, b in zip(CLASSES, names, strict=True)
+    ) > 0.9 * len(CLASSES):
         known = list(names)  # torchvision changed a few names, because they would occur twice
     elif set(names) <= set(CLASSES) or importlib.util.find_spec("timm") is None:
         known = CLASSES
@@ -141,7 +169,10 @@ def names_as_in(names: Sequence[str]) -> list[str]:
     unknown = sorted(set(names) - set(known))
     if unknown:
         problem = f"the class {unknown[0]!r} of --data is not a class of ImageNet"
-        raise UserError(problem, f"name classes by synset, such as n01440764, or as torchvision does: {CLASSES[0]!r}")
+        raise UserError(
+            problem,
+            f"name classes by synset, such as n01440764, or as torchvision does: {CLASSES[0]!r}",
+        )
     return known
 
 
@@ -156,7 +187,10 @@ def _from_timm() -> Any:
 
 
 def published_model(config: TrainConfig, **arguments: Any) -> nn.Module:
-    """The network of --model with its published weights and their head. Raises UserError if they cannot be loaded."""
+    """The network of --model with its published weights and their head.
+
+    Raises UserError if they cannot be loaded.
+    """
     try:
         if config.model.startswith("timm/"):
             import timm
@@ -169,7 +203,9 @@ def published_model(config: TrainConfig, **arguments: Any) -> nn.Module:
 
 
 def load_published(config: TrainConfig, model: nn.Module) -> None:
-    """Load the published weights of --model, with their head, into a model of `build_model` with 1,000 outputs."""
+    """Load the published weights of --model, with their head, into a model of `build_model` with
+    1,000 outputs.
+    """
     tensors = published_model(config).state_dict()  # some have extra heads for training
     model.load_state_dict({name: tensors[name] for name in model.state_dict()})
 
@@ -181,7 +217,8 @@ def version_of(config: TrainConfig) -> str:
 
 
 def keep_head(model: Any, config: TrainConfig, names: Sequence[str]) -> None:
-    """Copy the rows of the published head by class name if all of the classes `names` are classes of ImageNet.
+    """Copy the rows of the published head by class name if all of the classes `names` are classes
+    of ImageNet.
 
     Does nothing for published weights with other classes.
     """
@@ -191,9 +228,13 @@ def keep_head(model: Any, config: TrainConfig, names: Sequence[str]) -> None:
         there = names_as_in(names)
     except UserError:
         return
-    arguments: dict[str, Any] = {key: value for key, value in config.model_args.items() if key != "num_classes"}
+    arguments: dict[str, Any] = {
+        key: value for key, value in config.model_args.items() if key != "num_classes"
+    }
     published = published_model(config, **arguments)
     heads = head_prefixes(published)
-    tensors = {name: tensor for name, tensor in published.state_dict().items() if name.startswith(heads)}
+    tensors = {
+        name: tensor for name, tensor in published.state_dict().items() if name.startswith(heads)
+    }
     copy_matching(model, tensors, there, names)
     model.head_change = f"head of the published weights for all {len(names)} classes"

@@ -1,4 +1,5 @@
-"""Tensors of a model, without duplicates. With FSDP2, each rank has some rows of each parameter, as a DTensor.
+"""Tensors of a model, without duplicates. With FSDP2, each rank has some rows of each parameter, as
+a DTensor.
 
 `local` and `whole` return plain tensors unchanged.
 """
@@ -10,7 +11,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 has sharded this model. If so, all ranks run it the same number of times, even without samples."""
+    """Whether FSDP2 has sharded this model.
+
+    If so, all ranks run it the same number of times, even without samples.
+    """
     return isinstance(model, FSDPModule)
 
 
@@ -33,7 +37,9 @@ def whole(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_into(target: Tensor, tensor: Tensor) -> None:
-    """Copy the full `tensor` into `target`: if that is sharded, only the rows of this rank, without communication."""
+    """Copy the full `tensor` into `target`: if that is sharded, only the rows of this rank, without
+    communication.
+    """
     if isinstance(target, DTensor):
         assert target.placements == (Shard(0),)
         mesh = target.device_mesh
@@ -55,7 +61,10 @@ def forget_whole_weights(model: nn.Module) -> None:
 def tied_names(model: nn.Module) -> dict[str, str]:
     """The later names of each tensor that has several, and its first name."""
     first: dict[int, str] = {}
-    found = {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
+    found = {
+        name: first.setdefault(id(tensor), name)
+        for name, tensor in model.state_dict(keep_vars=True).items()
+    }
     return {name: other for name, other in found.items() if name != other}
 
 

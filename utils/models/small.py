@@ -1,6 +1,7 @@
 """Our own small models: mnist_cnn, mlp and fastnet.
 
-To add a model, write a class or a function with the same first two arguments and add it to `OWN_MODELS` in zoo.py.
+To add a model, write a class or a function with the same first two arguments and add it to
+`OWN_MODELS` in zoo.py.
 """
 
 from collections.abc import Sequence
@@ -15,12 +16,15 @@ from utils.errors import UserError
 
 
 class MnistCNN(nn.Module):
-    """The convolutional network of the MNIST tutorials: 32 and 64 3x3 filters, then 500 units, with dropout."""
+    """The convolutional network of the MNIST tutorials: 32 and 64 3x3 filters, then 500 units, with
+    dropout.
+    """
 
     def __init__(self, spec: InputSpec, classes: int, dropout: float = 0.5):
         super().__init__()
         height, width = (((side - 2) // 2 - 2) // 2 for side in (spec.height, spec.width))
-        self.height, self.width = 4 * height + 6, 4 * width + 6  # the poolings would drop all further pixels
+        # the poolings would drop all further pixels
+        self.height, self.width = 4 * height + 6, 4 * width + 6
         self.conv1, self.conv2 = nn.Conv2d(spec.channels, 32, 3), nn.Conv2d(32, 64, 3)
         self.fc1, self.fc2 = nn.Linear(64 * height * width, 500), nn.Linear(500, classes)
         self.drop_maps, self.drop_units = nn.Dropout2d(dropout), nn.Dropout(dropout)
@@ -38,18 +42,25 @@ class MnistCNN(nn.Module):
 
 
 def _onednn(images: Tensor) -> Tensor:
-    """On the CPU, convert the images to oneDNN's own layout. Its pooling is faster, so a step is a sixth faster.
+    """On the CPU, convert the images to oneDNN's own layout. Its pooling is faster, so a step is a
+    sixth faster.
 
-    The layout is not used with autocast to bfloat16, which it does not support, or with torch.compile, which fuses
-    poolings itself.
+    The layout is not used with autocast to bfloat16, which it does not support, or with
+    torch.compile, which fuses poolings itself.
     """
-    plain = images.device.type != "cpu" or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
+    plain = (
+        images.device.type != "cpu"
+        or torch.is_autocast_enabled("cpu")
+        or torch.compiler.is_compiling()
+    )
     plain = plain or images.dtype != torch.float32 or not torch.backends.mkldnn.is_available()
     return images if plain else images.to_mkldnn()
 
 
 class MLP(nn.Module):
-    """Two linear layers, without dropout and batch statistics, so that runs on different topologies are comparable."""
+    """Two linear layers, without dropout and batch statistics, so that runs on different topologies
+    are comparable.
+    """
 
     def __init__(self, spec: InputSpec, classes: int, hidden: int = 256):
         super().__init__()
@@ -65,17 +76,26 @@ _EPS = 5e-4  # added to the variances of patches, as in the paper, so that noise
 
 
 class FastNet(nn.Module):
-    """A whitening layer, then blocks of two 3x3 convolutions, each of which halves height and width.
+    """A whitening layer, then blocks of two 3x3 convolutions, each of which halves height and
+    width.
 
-    `widths` has the channels of each block. The logits are multiplied by `scaling`. Raises UserError for images that
-    are too small for so many blocks, or larger than 96 pixels.
+    `widths` has the channels of each block. The logits are multiplied by `scaling`. Raises
+    UserError for images that are too small for so many blocks, or larger than 96 pixels.
     """
 
-    def __init__(self, spec: InputSpec, classes: int, widths: Sequence[int] = (64, 256, 256), scaling: float = 1 / 9):
+    def __init__(
+        self,
+        spec: InputSpec,
+        classes: int,
+        widths: Sequence[int] = (64, 256, 256),
+        scaling: float = 1 / 9,
+    ):
         super().__init__()
         least = 1 + 2 ** len(widths)
         if not spec.small or min(spec.size) < least:
-            problem = f"fastnet takes images of {least} to 96 pixels, got {spec.height}x{spec.width}"
+            problem = (
+                f"fastnet takes images of {least} to 96 pixels, got {spec.height}x{spec.width}"
+            )
             raise UserError(problem, "try --image_size 32, or --model resnet18")
         self.spec, self.scaling = spec, scaling
         self.whiten = nn.Conv2d(spec.channels, 8 * spec.channels, 2)
@@ -91,20 +111,29 @@ class FastNet(nn.Module):
     def initialise(self, pixels: np.ndarray) -> None:
         """Make the first layer whiten the 2x2 patches of these images, uint8 [n, H, W, C], n >= 1.
 
-        Each principal component of the normalised patches becomes two channels, the component divided by its standard
-        deviation and the negative of that, so that no information is lost in the activation. Sums of integers are exact
-        in float64, so the weights do not depend on the number of threads.
+        Each principal component of the normalised patches becomes two channels, the component
+        divided by its standard deviation and the negative of that, so that no information is lost
+        in the activation. Sums of integers are exact in float64, so the weights do not depend on
+        the number of threads.
         """
         std, mean = (np.repeat(values, 4) for values in (self.spec.std, self.spec.mean))
         count, total, products = 0, np.zeros(len(std)), np.zeros((len(std), len(std)))
         for part in np.array_split(pixels, -(-len(pixels) // 100)):
-            windows = np.lib.stride_tricks.sliding_window_view(part, (2, 2), axis=(1, 2))  # [n, H - 1, W - 1, C, 2, 2]
+            # [n, H - 1, W - 1, C, 2, 2]
+            windows = np.lib.stride_tricks.sliding_window_view(part, (2, 2), axis=(1, 2))
             patches = windows.reshape(-1, len(std)).astype(np.float64)
-            count, total, products = count + len(patches), total + patches.sum(0), products + patches.T @ patches
+            count, total, products = (
+                count + len(patches),
+                total + patches.sum(0),
+                products + patches.T @ patches,
+            )
         center = (total / count / 255 - mean) / std
-        covariance = (products / count - np.outer(total / count, total / count)) / np.outer(255 * std, 255 * std)
+        covariance = (products / count - np.outer(total / count, total / count)) / np.outer(
+            255 * std, 255 * std
+        )
         variances, components = np.linalg.eigh(covariance)
-        components *= np.sign(components[np.abs(components).argmax(0), np.arange(len(std))])  # LAPACK chooses the signs
+        # LAPACK chooses the signs
+        components *= np.sign(components[np.abs(components).argmax(0), np.arange(len(std))])
         kernels = (components / np.sqrt(np.maximum(variances, 0) + _EPS)).T
         kernels = np.concatenate([kernels, -kernels])
         assert self.whiten.bias is not None
@@ -114,16 +143,24 @@ class FastNet(nn.Module):
 
 
 def _block(inputs: int, outputs: int) -> nn.Sequential:
-    """Convolution, pooling, convolution. At first, output channel i of a convolution is a copy of input channel i."""
+    """Convolution, pooling, convolution.
+
+    At first, output channel i of a convolution is a copy of input channel i.
+    """
     convs = [nn.Conv2d(n, outputs, 3, padding="same", bias=False) for n in (inputs, outputs)]
     norms = [nn.BatchNorm2d(outputs, momentum=0.2) for _ in convs]  # runs are short
     for conv, norm in zip(convs, norms, strict=True):
-        nn.init.dirac_(conv.weight[: conv.in_channels])  # channels without such an input stay random
+        # channels without such an input stay random
+        nn.init.dirac_(conv.weight[: conv.in_channels])
         norm.weight.requires_grad = False  # the next layer can learn the scale
-    return nn.Sequential(convs[0], nn.MaxPool2d(2), norms[0], nn.GELU(), convs[1], norms[1], nn.GELU())
+    return nn.Sequential(
+        convs[0], nn.MaxPool2d(2), norms[0], nn.GELU(), convs[1], norms[1], nn.GELU()
+    )
 
 
 def some_images(dataset: ImageDataset) -> np.ndarray:
-    """Evenly spaced training images to initialise the network with, uint8 [n, H, W, C]; the same on every rank."""
+    """Evenly spaced training images to initialise the network with, uint8 [n, H, W, C]; the same on
+    every rank.
+    """
     assert isinstance(dataset, DecodedImages)  # the network takes small images only
     return dataset.pixels[np.arange(0, len(dataset), -(-len(dataset) // _IMAGES))]

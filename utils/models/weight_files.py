@@ -1,4 +1,7 @@
-"""Read weights that others have published: safetensors files, and files of torch.save. Nothing in them is executed."""
+"""Read weights that others have published: safetensors files, and files of torch.save.
+
+Nothing in them is executed.
+"""
 
 import argparse
 import re
@@ -18,7 +21,16 @@ from utils.errors import UserError, one_line
 from utils.files import naming_file, open_regular
 
 # Names under which trainers store a model's tensors. Averaged weights come first.
-WRAPPERS = ("model_ema", "state_dict_ema", "ema", "model_state_dict", "state_dict", "model", "module", "teacher")
+WRAPPERS = (
+    "model_ema",
+    "state_dict_ema",
+    "ema",
+    "model_state_dict",
+    "state_dict",
+    "model",
+    "module",
+    "teacher",
+)
 _SAVE = "save only the state dict: torch.save(model.state_dict(), FILE)"
 
 
@@ -27,7 +39,9 @@ def read_weights(path: Path, fix: str = "use another checkpoint") -> dict[str, T
     try:
         return load_safetensors(path)
     except SafetensorError as error:
-        raise UserError(f"{path} is not a safetensors file ({one_line(error)[:80]})", fix) from error
+        raise UserError(
+            f"{path} is not a safetensors file ({one_line(error)[:80]})", fix
+        ) from error
 
 
 def load_safetensors(path: Path) -> dict[str, Tensor]:
@@ -39,7 +53,9 @@ def load_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def load_pickled(path: Path) -> Any:
-    """The tensors, numbers and strings in a file of torch.save, mapped into memory if the file system can."""
+    """The tensors, numbers and strings in a file of torch.save, mapped into memory if the file
+    system can.
+    """
     check_size(path)
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -48,14 +64,16 @@ def load_pickled(path: Path) -> Any:
 
 
 def read_any(file: Path) -> tuple[dict[str, Tensor], str]:
-    """The tensors in a safetensors file or in a file of torch.save, and the keys under which they were found.
+    """The tensors in a safetensors file or in a file of torch.save, and the keys under which they
+    were found.
 
-    The keys are those of `WRAPPERS`, such as `state_dict`, or else of the dictionary with the most tensors. Raises
-    UserError if loading the file would execute code, or if it has no state dict.
+    The keys are those of `WRAPPERS`, such as `state_dict`, or else of the dictionary with the most
+    tensors. Raises UserError if loading the file would execute code, or if it has no state dict.
     """
     with naming_file(file), open_regular(file) as opened:
         start = opened.read(16)
-    if start[8:9] == b"{" or file.suffix == ".safetensors":  # the length of a header in 8 bytes, and JSON
+    # the length of a header in 8 bytes, and JSON
+    if start[8:9] == b"{" or file.suffix == ".safetensors":
         return plain_tensors(file, read_weights(file, "give another file")), ""
     return _read_pickled(file)
 
@@ -63,7 +81,8 @@ def read_any(file: Path) -> tuple[dict[str, Tensor], str]:
 def _read_pickled(path: Path) -> tuple[dict[str, Tensor], str]:
     try:
         check_size(path)
-        with torch.serialization.safe_globals([argparse.Namespace]):  # in timm's checkpoints; holds only data
+        # in timm's checkpoints; holds only data
+        with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         named = re.findall(r"(?:GLOBAL|class) (\S+)", str(error))
@@ -72,9 +91,12 @@ def _read_pickled(path: Path) -> tuple[dict[str, Tensor], str]:
         raise UserError(problem, f"if you trust the file, load it and {_SAVE}") from error
     except UserError:
         raise
-    except Exception as error:  # torch.load raises errors of many classes, such as those of struct and zipfile
+    # torch.load raises errors of many classes, such as those of struct and zipfile
+    except Exception as error:
         fix = "give a safetensors file, or one of torch.save with a state dict"
-        raise UserError(f"{path}: its weights cannot be read ({one_line(error)[:160]})", fix) from error
+        raise UserError(
+            f"{path}: its weights cannot be read ({one_line(error)[:160]})", fix
+        ) from error
     inside: list[str] = []
     while isinstance(content, dict) and len(inside) < 4:  # a dictionary may contain itself
         # Other names, such as net, only where there are no tensors beside them.
@@ -88,11 +110,17 @@ def _read_pickled(path: Path) -> tuple[dict[str, Tensor], str]:
 
 def _count(content: Any, kind: Any = Tensor) -> int:
     """How many values of a dictionary are tensors."""
-    return sum(isinstance(value, kind) for value in content.values()) if isinstance(content, dict) else 0
+    return (
+        sum(isinstance(value, kind) for value in content.values())
+        if isinstance(content, dict)
+        else 0
+    )
 
 
 def check_size(path: Path) -> None:
-    """Raise UserError for an archive whose entries are larger than the file. torch.save never compresses them."""
+    """Raise UserError for an archive whose entries are larger than the file. torch.save never
+    compresses them.
+    """
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             size = sum(entry.file_size for entry in archive.infolist())
@@ -103,12 +131,18 @@ def check_size(path: Path) -> None:
 def plain_tensors(path: Path, content: Any) -> dict[str, Tensor]:
     """The tensors of a state dict by name. Other values are left out."""
     values = content.items() if isinstance(content, Mapping) else ()
-    tensors = {name: value.detach() for name, value in values if isinstance(name, str) and isinstance(value, Tensor)}
+    tensors = {
+        name: value.detach()
+        for name, value in values
+        if isinstance(name, str) and isinstance(value, Tensor)
+    }
     tensors.pop("n_averaged", None)  # of torch's AveragedModel
     require(bool(tensors), f"{path}: has no state dict with tensors", _SAVE)
     for name, tensor in tensors.items():
         # A view can have more bytes than its storage.
-        dense = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_neg()
+        dense = (
+            tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_neg()
+        )
         dense = dense and not tensor.is_quantized and not tensor.is_complex()
         fits = dense and tensor.nbytes <= tensor.untyped_storage().nbytes()
         require(fits, f"{path}: {name} is not a plain dense tensor", _SAVE)

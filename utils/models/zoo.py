@@ -23,7 +23,8 @@ from utils.models.published import keep_head, published_input, published_model, 
 from utils.models.small import MLP, FastNet, MnistCNN, some_images
 
 _SEVERAL_HEADS = {"googlenet", "inception_v3"}  # they have three outputs in training
-_NOT_ARGUMENTS = {"weights", "pretrained", "checkpoint_path"}  # timm would unpickle the file of the last one
+# timm would unpickle the file of the last one
+_NOT_ARGUMENTS = {"weights", "pretrained", "checkpoint_path"}
 OWN_MODELS = Table(
     "model",
     {"mnist_cnn": MnistCNN, "mlp": MLP, "fastnet": FastNet},
@@ -32,13 +33,19 @@ OWN_MODELS = Table(
 
 
 def check_model(config: TrainConfig) -> None:
-    """Raise ValueError if there is no model of this name, or no pretrained weights for it. Does not build it."""
+    """Raise ValueError if there is no model of this name, or no pretrained weights for it.
+
+    Does not build it.
+    """
     name = config.model
     if name is None:  # chosen from the data
         return
     if name in OWN_MODELS:
         if config.pretrained:
-            raise UserError(f"--pretrained: {name} has no published weights", "use a torchvision model or timm/NAME")
+            raise UserError(
+                f"--pretrained: {name} has no published weights",
+                "use a torchvision model or timm/NAME",
+            )
     elif name.startswith("timm/"):
         if importlib.util.find_spec("timm") is None:
             raise UserError(f"--model {name}: timm is not installed", "pip install timm")
@@ -46,17 +53,30 @@ def check_model(config: TrainConfig) -> None:
 
         bare = name[5:].partition(".")[0]
         if not timm.is_model(bare):
-            fix = suggestion(bare, timm.list_models(), f"use {OWN_MODELS.describe_values()}", "timm/")
+            fix = suggestion(
+                bare, timm.list_models(), f"use {OWN_MODELS.describe_values()}", "timm/"
+            )
             raise UserError(f"--model {name}: timm has no such model", fix)
         if config.pretrained and not timm.is_model_pretrained(name[5:]):
-            fix = suggestion(f"{bare}.", timm.list_models(f"{bare}.*", pretrained=True), "use another model", "timm/")
+            fix = suggestion(
+                f"{bare}.",
+                timm.list_models(f"{bare}.*", pretrained=True),
+                "use another model",
+                "timm/",
+            )
             raise UserError(f"--pretrained: timm has no weights for {name[5:]}", fix)
     elif name not in torchvision_models():
         raise UserError(f"--model {name}: no such model", _similar_model(name))
     if name not in OWN_MODELS and (given := _NOT_ARGUMENTS & config.model_args.keys()):
-        raise UserError(f"--model_args {min(given)}: cannot be set here", "leave it out, or use --pretrained")
-    if config.stem == "small" and (name in OWN_MODELS or name.startswith("timm/") or config.pretrained):
-        raise UserError("--stem small: only for models of torchvision without --pretrained", "leave it out")
+        raise UserError(
+            f"--model_args {min(given)}: cannot be set here", "leave it out, or use --pretrained"
+        )
+    if config.stem == "small" and (
+        name in OWN_MODELS or name.startswith("timm/") or config.pretrained
+    ):
+        raise UserError(
+            "--stem small: only for models of torchvision without --pretrained", "leave it out"
+        )
 
 
 def _similar_model(name: str) -> str:
@@ -66,7 +86,9 @@ def _similar_model(name: str) -> str:
 
         if timm.is_model(name):
             return f"did you mean timm/{name}?"
-    return suggestion(name, [*OWN_MODELS, *torchvision_models()], f"use {OWN_MODELS.describe_values()}")
+    return suggestion(
+        name, [*OWN_MODELS, *torchvision_models()], f"use {OWN_MODELS.describe_values()}"
+    )
 
 
 def torchvision_models() -> list[str]:
@@ -74,8 +96,11 @@ def torchvision_models() -> list[str]:
     return sorted({*torchvision.models.list_models(module=torchvision.models)} - _SEVERAL_HEADS)
 
 
-def input_spec(config: TrainConfig, seen_channels: int, seen_size: tuple[int, int] | None) -> InputSpec:
-    """The model's input, from the flags, its pretrained weights, and the channels and size of the images.
+def input_spec(
+    config: TrainConfig, seen_channels: int, seen_size: tuple[int, int] | None
+) -> InputSpec:
+    """The model's input, from the flags, its pretrained weights, and the channels and size of the
+    images.
 
     `seen_size` is None if the images differ in size.
     """
@@ -88,9 +113,15 @@ def input_spec(config: TrainConfig, seen_channels: int, seen_size: tuple[int, in
         height, width = (round(side * enlarge) for side in seen_size)
     else:
         height = width = 224
-    if config.pretrained and config.model.startswith("vit_") and [height, width] != weights["image_size"]:
+    if (
+        config.pretrained
+        and config.model.startswith("vit_")
+        and [height, width] != weights["image_size"]
+    ):
         side = weights["image_size"][0]
-        problem = f"--image_size {config.image_size}: the weights of {config.model} are for {side}x{side}"
+        problem = (
+            f"--image_size {config.image_size}: the weights of {config.model} are for {side}x{side}"
+        )
         raise UserError(f"{problem} images only", "leave out --image_size")
     given = {"mean": config.mean, "std": config.std}
     for flag, values in given.items():
@@ -118,11 +149,11 @@ def build_model(
 ) -> nn.Module:
     """The model, from images [n, C, H, W] to logits [n, classes].
 
-    Its weights are random, drawn with --seed. With --pretrained they are the published ones. If these know all of the
-    classes `names`, their head is kept. The first layer of fastnet is computed from the training `images`. If other
-    weights will be loaded, of `weight_bytes`, they are random, and a far larger model is refused before it fills the
-    memory. Raises ValueError if --model_args are invalid or the model does not accept the images of training or
-    evaluation.
+    Its weights are random, drawn with --seed. With --pretrained they are the published ones. If
+    these know all of the classes `names`, their head is kept. The first layer of fastnet is
+    computed from the training `images`. If other weights will be loaded, of `weight_bytes`, they
+    are random, and a far larger model is refused before it fills the memory. Raises ValueError if
+    --model_args are invalid or the model does not accept the images of training or evaluation.
     """
     check_model(config)  # again: the data may have chosen the model
     load = weight_bytes is None
@@ -134,7 +165,11 @@ def build_model(
                 model = _timm(config, spec, classes, load)
             else:
                 own = OWN_MODELS.get(name)
-                model = own(spec, classes, **config.model_args) if own else _torchvision(config, spec, classes, load)
+                model = (
+                    own(spec, classes, **config.model_args)
+                    if own
+                    else _torchvision(config, spec, classes, load)
+                )
                 if config.drop_path is not None:
                     raise _without_drop_path(name)
         if images is not None and isinstance(model, FastNet):
@@ -153,9 +188,16 @@ def build_model(
             raise
         what, fix = "--model", ""
         if config.model_args:
-            what, fix = "--model_args for", "change or remove these arguments, written as '{NAME: VALUE, NAME: VALUE}'"
+            what, fix = (
+                "--model_args for",
+                "change or remove these arguments, written as '{NAME: VALUE, NAME: VALUE}'",
+            )
         # The text of a KeyError and others means nothing without the class.
-        kind = "" if isinstance(error, TypeError | ValueError | RuntimeError) else f"{type(error).__name__} "
+        kind = (
+            ""
+            if isinstance(error, TypeError | ValueError | RuntimeError)
+            else f"{type(error).__name__} "
+        )
         raise UserError(f"{what} {name}: {kind}{one_line(error)[:200]}", fix) from error
     return model.to(memory_format=torch.channels_last) if config.channels_last else model
 
@@ -168,7 +210,11 @@ def _without_drop_path(name: str) -> UserError:
 def _timm(config: TrainConfig, spec: InputSpec, classes: int, load: bool) -> nn.Module:
     import timm
 
-    arguments: dict[str, Any] = {"num_classes": classes, "in_chans": spec.channels, **config.model_args}
+    arguments: dict[str, Any] = {
+        "num_classes": classes,
+        "in_chans": spec.channels,
+        **config.model_args,
+    }
     if config.drop_path is not None:
         arguments["drop_path_rate"] = config.drop_path
     try:
@@ -191,8 +237,14 @@ def _torchvision(config: TrainConfig, spec: InputSpec, classes: int, load: bool)
         arguments = {"image_size": spec.height, **arguments}
     if config.pretrained:
         if spec.channels != 3:
-            raise UserError("--pretrained weights of torchvision take colour images", "leave out --channels 1")
-        model = published_model(config, **arguments) if load else torchvision.models.get_model(name, **arguments)
+            raise UserError(
+                "--pretrained weights of torchvision take colour images", "leave out --channels 1"
+            )
+        model = (
+            published_model(config, **arguments)
+            if load
+            else torchvision.models.get_model(name, **arguments)
+        )
         _replace_head(model, classes)
     else:
         model = torchvision.models.get_model(name, num_classes=classes, **arguments)
@@ -206,19 +258,30 @@ def _replace_head(model: nn.Module, classes: int) -> None:
     head: Any = model.get_submodule(name)
     bias = head.bias is not None
     linear = isinstance(head, nn.Linear)
-    new = nn.Linear(head.in_features, classes, bias) if linear else nn.Conv2d(head.in_channels, classes, 1, bias=bias)
+    new = (
+        nn.Linear(head.in_features, classes, bias)
+        if linear
+        else nn.Conv2d(head.in_channels, classes, 1, bias=bias)
+    )
     model.set_submodule(name, new)
 
 
 def _fit_stem(model: nn.Module, spec: InputSpec, config: TrainConfig) -> str:
-    """Replace the first convolution with one that has the channels of the images and does not shrink small images.
+    """Replace the first convolution with one that has the channels of the images and does not
+    shrink small images.
 
-    With the small stem, an overlapping stem (kernel larger than stride) becomes 3x3 with stride 1 and its pooling is
-    removed, as in the CIFAR networks of He et al., 2016. Patch stems keep their kernel and stride. Returns a
-    description of the change; "" if there is none.
+    With the small stem, an overlapping stem (kernel larger than stride) becomes 3x3 with stride 1
+    and its pooling is removed, as in the CIFAR networks of He et al., 2016. Patch stems keep their
+    kernel and stride. Returns a description of the change; "" if there is none.
     """
-    name, conv = next((name, module) for name, module in model.named_modules() if isinstance(module, nn.Conv2d))
-    geometry: dict[str, Any] = {"kernel_size": conv.kernel_size, "stride": conv.stride, "padding": conv.padding}
+    name, conv = next(
+        (name, module) for name, module in model.named_modules() if isinstance(module, nn.Conv2d)
+    )
+    geometry: dict[str, Any] = {
+        "kernel_size": conv.kernel_size,
+        "stride": conv.stride,
+        "padding": conv.padding,
+    }
     small = spec.small if config.stem == "auto" else config.stem == "small"
     if small and max(conv.stride) > 1 and max(conv.kernel_size) > max(conv.stride):
         change = "small-image stem (3x3, stride 1: slower; --stem standard keeps torchvision's)"
@@ -227,7 +290,9 @@ def _fit_stem(model: nn.Module, spec: InputSpec, config: TrainConfig) -> str:
             if pool in dict(model.named_modules()):
                 model.set_submodule(pool, nn.Identity())
     elif config.stem == "small":
-        raise UserError(f"--stem small: {config.model} has no stem that can be replaced", "leave it out")
+        raise UserError(
+            f"--stem small: {config.model} has no stem that can be replaced", "leave it out"
+        )
     elif conv.in_channels == spec.channels:
         return ""
     else:

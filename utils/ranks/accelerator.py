@@ -29,7 +29,9 @@ from utils.launch.command import precision_is_chosen
 from utils.launch.environment import is_set, shards_model
 from utils.ranks.ranks import Ranks
 
-_OF_SIZE_1 = r"Grad strides do not match bucket view strides[\s\S]*\bgrad\.sizes\(\) = \[(\d+, )*1[,\]]"
+_OF_SIZE_1 = (
+    r"Grad strides do not match bucket view strides[\s\S]*\bgrad\.sizes\(\) = \[(\d+, )*1[,\]]"
+)
 
 
 def check_precision(config: TrainConfig | EvalConfig, ranks: Ranks) -> None:
@@ -44,7 +46,9 @@ _OF_DDP = "is a setting of DDP, which FSDP replaces"
 
 
 def check_sharding(config: TrainConfig, ranks: Ranks) -> None:
-    """Raise UserError for settings that do not work with FSDP, if the accelerate config asks for it."""
+    """Raise UserError for settings that do not work with FSDP, if the accelerate config asks for
+    it.
+    """
     if not shards_model() or ranks.topology.world_size == 1:
         return
     on_gpu, without = ranks.device.type == "cuda", "leave it out, or train without FSDP"
@@ -72,10 +76,13 @@ def check_sharding(config: TrainConfig, ranks: Ranks) -> None:
 
 
 def has_native_bf16(device: torch.device) -> bool:
-    """Whether the device has instructions for bfloat16; without them bfloat16 is slower than float32."""
+    """Whether the device has instructions for bfloat16; without them bfloat16 is slower than
+    float32.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    capabilities: dict = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of PyTorch lack it
+    # older versions of PyTorch lack it
+    capabilities: dict = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
@@ -91,19 +98,25 @@ def make_accelerator(ranks: Ranks, config: TrainConfig | EvalConfig) -> Accelera
         return _accelerator(ranks, config, precision)
 
 
-def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str | None) -> Accelerator:
+def _accelerator(
+    ranks: Ranks, config: TrainConfig | EvalConfig, precision: str | None
+) -> Accelerator:
     if os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None) and ranks.is_main:
         print("ACCELERATE_GRADIENT_ACCUMULATION_STEPS is ignored; use --grad_accum")
-    # Accelerate would give DDP the local rank as its GPU, but a task of a scheduler may see only one, number 0.
+    # Accelerate would give DDP the local rank as its GPU, but a task of a scheduler may see only
+    # one, number 0.
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
     shards = shards_model() and isinstance(config, TrainConfig)  # eval.py does not shard
     if shards and ranks.topology.world_size == 1:
         print("FSDP has no effect: one process has the whole model")
         shards = False
-    config, on_gpu = config if isinstance(config, TrainConfig) else TrainConfig(), ranks.device.type == "cuda"
-    # DDP would broadcast the running batch statistics in each update. Only evaluation uses them, and it first
-    # broadcasts those of the main process (`Ranks.broadcast_buffers`).
-    # PyTorch has deprecated this argument of DDP, but Accelerate does not have its successor yet.
+    config, on_gpu = (
+        config if isinstance(config, TrainConfig) else TrainConfig(),
+        ranks.device.type == "cuda",
+    )
+    # DDP would broadcast the running batch statistics in each update. Only evaluation uses them,
+    # and it first broadcasts those of the main process (`Ranks.broadcast_buffers`). PyTorch has
+    # deprecated this argument of DDP, but Accelerate does not have its successor yet.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
     wrapping = DistributedDataParallelKwargs(
         gradient_as_bucket_view=True,
@@ -117,7 +130,8 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
         mixed_precision=precision,
         log_with=config.trackers or None,  # it warns about an empty list
         project_config=ProjectConfiguration(logging_dir="."),  # until the run folder is known
-        gradient_accumulation_steps=1,  # train.py accumulates itself: Accelerate scales partial windows wrongly
+        # train.py accumulates itself: Accelerate scales partial windows wrongly
+        gradient_accumulation_steps=1,
         # The samplers make exact batches, which Accelerate must pass to the ranks unchanged.
         dataloader_config=DataLoaderConfiguration(even_batches=False),
     )
@@ -127,43 +141,56 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
         else:
             plugin = _fsdp_plugin(ranks)
             # Autocast would keep a copy of each parameter in bfloat16 until the end of the pass.
-            accelerator = make(kwargs_handlers=[AutocastKwargs(cache_enabled=False)], fsdp_plugin=plugin)
+            accelerator = make(
+                kwargs_handlers=[AutocastKwargs(cache_enabled=False)], fsdp_plugin=plugin
+            )
             if not on_gpu:
                 use_fsdp(plugin)
     # After the constructor, which turns TF32 on if the model is to be compiled in float32.
-    choose_kernels(ranks.device, config.deterministic or (on_gpu and config.microbatches is not None), config.tf32)
-    if on_gpu and ranks.backend == "gloo":  # Accelerate takes NCCL for granted, whose `gather` gloo does not have
+    choose_kernels(
+        ranks.device,
+        config.deterministic or (on_gpu and config.microbatches is not None),
+        config.tf32,
+    )
+    # Accelerate takes NCCL for granted, whose `gather` gloo does not have
+    if on_gpu and ranks.backend == "gloo":
         PartialState._shared_state["backend"] = "gloo"
     assert accelerator.num_processes == ranks.topology.world_size
     return accelerator
 
 
 def _fsdp_plugin(ranks: Ranks) -> FullyShardedDataParallelPlugin:
-    """The FSDP2 settings of the accelerate config, which `accelerate launch` passes as environment variables."""
+    """The FSDP2 settings of the accelerate config, which `accelerate launch` passes as environment
+    variables.
+    """
     on_gpu = ranks.device.type == "cuda"
     if is_set("FSDP_OFFLOAD_PARAMS") and not on_gpu and ranks.is_main:
         print("fsdp_offload_params is ignored: on CPUs there is nothing to offload")
     return FullyShardedDataParallelPlugin(
-        # Autocast chooses the precision, as with DDP. FSDP2's own mixed precision would also reduce gradients in
-        # bfloat16.
+        # Autocast chooses the precision, as with DDP. FSDP2's own mixed precision would also reduce
+        # gradients in bfloat16.
         mixed_precision_policy=MixedPrecisionPolicy(),
         cpu_offload=None if on_gpu else False,
         cpu_ram_efficient_loading=False,  # only for models of the transformers library
-        state_dict_type="FULL_STATE_DICT",  # `save_state` writes whole tensors, which any number of processes can load
+        # `save_state` writes whole tensors, which any number of processes can load
+        state_dict_type="FULL_STATE_DICT",
     )
 
 
 def use_fsdp(plugin: FullyShardedDataParallelPlugin) -> None:
     """Make Accelerate use FSDP2 on CPUs, too. By itself it selects FSDP only on GPUs."""
-    for state in (PartialState, AcceleratorState):  # a new AcceleratorState copies the type from PartialState
+    # a new AcceleratorState copies the type from PartialState
+    for state in (PartialState, AcceleratorState):
         state._shared_state["distributed_type"] = DistributedType.FSDP
     AcceleratorState._shared_state["fsdp_plugin"] = plugin
 
 
 def choose_kernels(device: torch.device, deterministic: bool, tf32: bool | None) -> None:
-    """Set the precision of float32 products on GPUs (None: TF32 unless `deterministic`) and how kernels are chosen.
+    """Set the precision of float32 products on GPUs (None: TF32 unless `deterministic`) and how
+    kernels are chosen.
 
-    It sets everything each time, because an earlier run in the same process may have had other settings.
+    It sets everything each time, because an earlier run in the same process may have had other
+    settings.
     """
     tf32 = not deterministic if tf32 is None else tf32
     tf32 = tf32 and device.type == "cuda"  # not on CPUs, some of which it would make less precise
@@ -172,39 +199,46 @@ def choose_kernels(device: torch.device, deterministic: bool, tf32: bool | None)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
     torch.use_deterministic_algorithms(deterministic)
-    # PyTorch would fill new tensors with NaN, to find programs that read them. That takes a kernel for each tensor.
+    # PyTorch would fill new tensors with NaN, to find programs that read them. That takes a kernel
+    # for each tensor.
     torch.utils.deterministic.fill_uninitialized_memory = not deterministic  # type: ignore[attr-defined]
-    torch.backends.cudnn.benchmark = not deterministic  # image shapes do not change, so kernels are timed once
+    # image shapes do not change, so kernels are timed once
+    torch.backends.cudnn.benchmark = not deterministic
 
 
 def compile_model(accelerator: Accelerator, module: nn.Module) -> None:
     """Compile the module in place, as set by `dynamo_config` in the accelerate config.
 
-    Accelerate would compile the DDP wrapper, whose keys begin with `_orig_mod`. If the module is compiled in place, its
-    checkpoint keys do not change, evaluation also uses the compiled module, and DDP still overlaps communication.
+    Accelerate would compile the DDP wrapper, whose keys begin with `_orig_mod`. If the module is
+    compiled in place, its checkpoint keys do not change, evaluation also uses the compiled module,
+    and DDP still overlaps communication.
     """
     plugin = accelerator.state.dynamo_plugin
     if plugin.backend != DynamoBackend.NO:
         if plugin.use_regional_compilation and accelerator.is_main_process:
             print("dynamo_use_regional_compilation is ignored: the whole model is compiled")
-        # With None, PyTorch's default, the first smaller batch would make all later ones use slower code for any size.
+        # With None, PyTorch's default, the first smaller batch would make all later ones use slower
+        # code for any size.
         module.compile(**plugin.to_kwargs() | {"dynamic": bool(plugin.dynamic)})
         plugin.backend = DynamoBackend.NO  # done
 
 
 def prepare_buckets(model: nn.Module, module: nn.Module, no_images: Tensor) -> None:
-    """Run one backward pass on an empty batch, so that DDP rebuilds its gradient buckets now; collective.
+    """Run one backward pass on an empty batch, so that DDP rebuilds its gradient buckets now;
+    collective.
 
-    DDP rebuilds them after its first backward pass. With three or more ranks, gradients are then added in a different
-    order, so a resumed run would differ from an uninterrupted one. `no_images` is [0, C, H, W]. The buffers of the
-    module are restored.
+    DDP rebuilds them after its first backward pass. With three or more ranks, gradients are then
+    added in a different order, so a resumed run would differ from an uninterrupted one. `no_images`
+    is [0, C, H, W]. The buffers of the module are restored.
     """
     if not isinstance(model, DistributedDataParallel):
         return
-    # By default, DDP waits for the GPU in the first 10 updates, which cannot be changed, and in each 100th update.
+    # By default, DDP waits for the GPU in the first 10 updates, which cannot be changed, and in
+    # each 100th update.
     model._set_ddp_runtime_logging_sample_rate(10**9)
-    # DDP warns if a gradient and its parameter have different layouts. For kernels of grey images and kernels of one
-    # pixel this warning is wrong, because the stride of a dimension of size 1 has no meaning.
+    # DDP warns if a gradient and its parameter have different layouts. For kernels of grey images
+    # and kernels of one pixel this warning is wrong, because the stride of a dimension of size 1
+    # has no meaning.
     warnings.filterwarnings("ignore", message=_OF_SIZE_1)
     buffers = [buffer.clone() for buffer in module.buffers()]
     with torch.compiler.set_stance("force_eager"):  # do not compile for an empty batch

@@ -19,7 +19,13 @@ from utils.config.settings import LaunchConfig
 from utils.errors import USER_ERRORS, AgreedError, UserError, as_lost_rank, one_line, split_error
 from utils.launch.command import launcher
 from utils.launch.devices import choose_backend, choose_device, cpu_is_requested
-from utils.launch.environment import Topology, is_launched, is_set, shards_model, threads_per_process
+from utils.launch.environment import (
+    Topology,
+    is_launched,
+    is_set,
+    shards_model,
+    threads_per_process,
+)
 from utils.launch.exits import exit_now, exit_with_error
 from utils.launch.network import address_of, set_interface
 from utils.launch.rendezvous import Member, launcher_store, rendezvous, wait_for_keys
@@ -29,7 +35,8 @@ from utils.ranks.watch import Watch
 Result = TypeVar("Result")
 
 _PATIENCE = timedelta(days=1)  # for slow work on one rank, such as a download
-_NCCL_LATER = timedelta(seconds=30)  # more for NCCL, which prints a dump and aborts: the watch reports a timeout first
+# more for NCCL, which prints a dump and aborts: the watch reports a timeout first
+_NCCL_LATER = timedelta(seconds=30)
 _CONNECT = 12.0  # seconds, for 32 ranks; gloo may try to connect for up to five times as long
 
 # Public since PyTorch 2.15.
@@ -37,37 +44,45 @@ _set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_
 
 
 class Ranks:
-    """The processes of a run: the rank and device of this process, and the communication between all of them.
+    """The processes of a run: the rank and device of this process, and the communication between
+    all of them.
 
-    These methods are collective and must be called by all ranks or none: `join`, `agree`, `local_main_first`,
-    `from_main`, `gather`, `check_same`, `any_rank`, `broadcast_buffers`, `finish`.
+    These methods are collective and must be called by all ranks or none: `join`, `agree`,
+    `local_main_first`, `from_main`, `gather`, `check_same`, `any_rank`, `broadcast_buffers`,
+    `finish`.
     """
 
     def __init__(self, topology: Topology, launch: LaunchConfig, prog: str = "train.py"):
         self.topology, self.launch, self.prog = topology, launch, prog
         self.device = choose_device(topology, launch.cpu)
-        # The number of threads changes the bits of sums on the CPU, so with --microbatches it must not follow from the
-        # number of processes.
+        # The number of threads changes the bits of sums on the CPU, so with --microbatches it must
+        # not follow from the number of processes.
         fixed = self.device.type == "cpu" and getattr(launch, "microbatches", None)
         self.threads = launch.threads or (1 if fixed else threads_per_process(topology))
-        cores = os.cpu_count() or 1  # not at the field: a checkpoint's settings are those of another machine
+        # not at the field: a checkpoint's settings are those of another machine
+        cores = os.cpu_count() or 1
         require(self.threads <= cores, f"--threads must be at most {cores}, got {self.threads}")
         self.backend = choose_backend(topology, launch.backend, self.device)
         topology.export()
-        os.environ["OMP_NUM_THREADS"] = str(self.threads)  # otherwise Accelerate would set a different number
+        # otherwise Accelerate would set a different number
+        os.environ["OMP_NUM_THREADS"] = str(self.threads)
         torch.set_num_threads(self.threads)
-        if self.device.type == "cpu" and not shards_model():  # it would keep what FSDP frees after each block
+        # it would keep what FSDP frees after each block
+        if self.device.type == "cpu" and not shards_model():
             keep_freed_memory()
-        # A launcher that is killed cannot stop its processes, so they check for it. A shell may exit, as with nohup.
+        # A launcher that is killed cannot stop its processes, so they check for it. A shell may
+        # exit, as with nohup.
         self._launcher = launcher()
         self.interface = ""
         self.members: list[Member] = []
         self.expects_peers = False  # whether `join` has begun to look for other processes
         self.watch = Watch(topology.rank, launch.timeout, prog, lambda: self.orphaned)
-        # They record what this rank is doing, so that ranks that wait for it can report it. Not collective.
+        # They record what this rank is doing, so that ranks that wait for it can report it. Not
+        # collective.
         self.mark, self.mark_waiting = self.watch.mark, self.watch.mark_waiting
-        # Agreements use separate gloo groups, because NCCL's groups need a GPU. The store could not replace them: a
-        # wait in it does not end when a rank dies, and fails when the launcher, which may serve the store, dies.
+        # Agreements use separate gloo groups, because NCCL's groups need a GPU. The store could not
+        # replace them: a wait in it does not end when a rank dies, and fails when the launcher,
+        # which may serve the store, dies.
         self._fast: Any = None  # a single process needs none
         self._slow: Any = None
         self.store: dist.Store | None = None  # once the ranks are connected
@@ -85,8 +100,8 @@ class Ranks:
     def join(self, give_up: Callable[[UserError], None] | None = None) -> None:
         """Create the process group, which Accelerate then uses, if there are several processes.
 
-        If the ranks find each other but cannot connect in time, a thread calls `give_up` with the error, which must
-        exit (default: print the error, exit with code 2).
+        If the ranks find each other but cannot connect in time, a thread calls `give_up` with the
+        error, which must exit (default: print the error, exit with code 2).
         """
         topology, launch = self.topology, self.launch
         if self.is_main and self.device.type == "cpu" and not cpu_is_requested(launch.cpu):
@@ -96,16 +111,25 @@ class Ranks:
         self._launchers_store = launcher_store(launch.timeout)
         if not self.expects_peers:
             return
-        store, self.members = rendezvous(topology, launch.init_method, launch.timeout, launch.interface)
+        store, self.members = rendezvous(
+            topology, launch.init_method, launch.timeout, launch.interface
+        )
         # With several machines Accelerate requires an address, which it does not use.
         os.environ.setdefault("MASTER_ADDR", self.members[0].master)
         self.watch.connect(store, self.members)
-        several_machines = topology.world_size > topology.local_world_size or len({m.host for m in self.members}) > 1
-        self.interface = set_interface([m.master for m in self.members], launch.interface, several_machines)
+        several_machines = (
+            topology.world_size > topology.local_world_size
+            or len({m.host for m in self.members}) > 1
+        )
+        self.interface = set_interface(
+            [m.master for m in self.members], launch.interface, several_machines
+        )
         self.watch.mark_waiting("connecting")
         no_answer = self._connection_error("no answer")
         # gloo may block this thread for much longer than it was given.
-        timer = threading.Timer(1 + 3 * self._time_to_connect, give_up or self._give_up, [no_answer])
+        timer = threading.Timer(
+            1 + 3 * self._time_to_connect, give_up or self._give_up, [no_answer]
+        )
         timer.daemon = True
         timer.start()
         try:
@@ -118,7 +142,10 @@ class Ranks:
             timer.cancel()
 
     def _connect(self, store: dist.Store) -> None:
-        """Create the groups of all ranks. Raises RuntimeError or ValueError if they cannot connect."""
+        """Create the groups of all ranks.
+
+        Raises RuntimeError or ValueError if they cannot connect.
+        """
         limit = timedelta(seconds=self.launch.timeout)
         main_limit = limit + _NCCL_LATER if self.backend == "nccl" else limit
         connecting = timedelta(seconds=self._time_to_connect)
@@ -131,14 +158,19 @@ class Ranks:
             world_size=self.topology.world_size,
             timeout=connecting if self.backend == "gloo" else main_limit,
         )
-        self._fast, self._slow = (dist.new_group(backend="gloo", timeout=connecting) for _ in range(2))
+        self._fast, self._slow = (
+            dist.new_group(backend="gloo", timeout=connecting) for _ in range(2)
+        )
         for group, seconds in ((None, main_limit), (self._fast, limit), (self._slow, _PATIENCE)):
             _set_timeout(seconds, group)
         self.store = dist.PrefixStore("lockstep", store)
 
     @property
     def _time_to_connect(self) -> float:
-        """The seconds that a group may take. All ranks are running, so they connect immediately, or one has died."""
+        """The seconds that a group may take.
+
+        All ranks are running, so they connect immediately, or one has died.
+        """
         return min(self.launch.timeout, _CONNECT * max(1.0, self.topology.world_size / 32))
 
     def _connection_error(self, reason: str) -> UserError:
@@ -149,16 +181,20 @@ class Ranks:
         )
 
     def _give_up(self, error: UserError) -> None:
-        with suppress(SystemExit):  # in this thread it would not end the process; local rank 0 may be the lost one
-            exit_with_error(error, self.prog, self.topology.local_rank == 0 or not is_launched(), retry=True)
+        # in this thread it would not end the process; local rank 0 may be the lost one
+        with suppress(SystemExit):
+            exit_with_error(
+                error, self.prog, self.topology.local_rank == 0 or not is_launched(), retry=True
+            )
         exit_now(2)
 
     @contextmanager
     def agree(self, place: str = "", patient: bool = False) -> Iterator[None]:
-        """Run the block on every rank; an error on any rank is raised on all of them, as AgreedError, at its end.
+        """Run the block on every rank; an error on any rank is raised on all of them, as
+        AgreedError, at its end.
 
-        The block must not communicate. `place` is passed to `mark`. A `patient` wait for the other ranks lasts as long
-        as they are alive. A single process raises its error unchanged.
+        The block must not communicate. `place` is passed to `mark`. A `patient` wait for the other
+        ranks lasts as long as they are alive. A single process raises its error unchanged.
         """
         self.mark(place)
         error = None
@@ -183,7 +219,8 @@ class Ranks:
     def local_main_first(self, place: str = "") -> Iterator[None]:
         """`agree`, but the first rank of each machine runs the block before the others.
 
-        So they find the files that it has downloaded or decoded. They wait for it as long as it is alive.
+        So they find the files that it has downloaded or decoded. They wait for it as long as it is
+        alive.
         """
         is_first = self.topology.local_rank == 0
         self.mark(place)
@@ -197,7 +234,8 @@ class Ranks:
     def from_main(self, action: Callable[[], Result], patient: bool = False) -> Result:
         """The result of `action`, run on the main process, on every rank.
 
-        An error is raised on all ranks, as AgreedError. A `patient` wait lasts as long as the main process is alive.
+        An error is raised on all ranks, as AgreedError. A `patient` wait lasts as long as the main
+        process is alive.
         """
         result: Any = None
         with self.agree(patient=patient):
@@ -206,7 +244,8 @@ class Ranks:
         return self.gather(result)[0]
 
     def gather(self, value: Result, patient: bool = False) -> list[Result]:
-        """Every rank's value, in the order of the ranks. A `patient` wait lasts as long as the ranks are alive.
+        """Every rank's value, in the order of the ranks. A `patient` wait lasts as long as the
+        ranks are alive.
 
         The values are pickled: the ranks of a run trust each other.
         """
@@ -219,7 +258,9 @@ class Ranks:
         return values
 
     def check_same(self, text: str, what: str, fix: str = "give all ranks the same files") -> None:
-        """Raise UserError on all ranks unless all have the same text; `what` describes the difference."""
+        """Raise UserError on all ranks unless all have the same text; `what` describes the
+        difference.
+        """
         texts = self.gather(text)
         other = next((rank for rank, theirs in enumerate(texts) if theirs != texts[0]), None)
         if other is not None:
@@ -230,7 +271,9 @@ class Ranks:
         return any(self.gather(flag))
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        """Copy the main process's buffers to all ranks, whose batch statistics are those of their own batches."""
+        """Copy the main process's buffers to all ranks, whose batch statistics are those of their
+        own batches.
+        """
         if self._fast is not None:
             self.watch.mark_waiting()
             for buffer in model.buffers():
@@ -238,7 +281,10 @@ class Ranks:
             self.watch.mark()
 
     def store_set(self, key: str, text: str) -> None:
-        """Store a text for the attempt after a restart by the launcher, if it has a store. Not collective."""
+        """Store a text for the attempt after a restart by the launcher, if it has a store.
+
+        Not collective.
+        """
         if self._launchers_store is not None:
             self._launchers_store.set(f"lockstep-{key}", text)
 
@@ -248,31 +294,42 @@ class Ranks:
         return store.get(key).decode() if store is not None and store.check([key]) else ""
 
     def finish(self) -> None:
-        """Stop the watchdog, and wait until no rank needs the store, which the main process may serve."""
+        """Stop the watchdog, and wait until no rank needs the store, which the main process may
+        serve.
+        """
         self.watch.end()
-        served_by_launcher = self._launchers_store is not None  # if the store is lost, PyTorch prints a stack trace
+        # if the store is lost, PyTorch prints a stack trace
+        served_by_launcher = self._launchers_store is not None
         if self.store is None or (self.orphaned and served_by_launcher):
             return
-        with suppress(RuntimeError):  # the launcher or rank 0, one of which serves the store, may have exited
+        # the launcher or rank 0, one of which serves the store, may have exited
+        with suppress(RuntimeError):
             self.store.set(f"finished-{self.topology.rank}", "")
             if self.is_main:
                 ranks = range(self.topology.world_size)
                 wait_for_keys(self.store, [f"finished-{rank}" for rank in ranks], seconds=10)
 
     def record_end(self, error: BaseException) -> BaseException:
-        """Inform the other ranks that this rank exits; returns the error, as LostRank if it is one. Not collective."""
+        """Inform the other ranks that this rank exits; returns the error, as LostRank if it is one.
+
+        Not collective.
+        """
         place, late = self.watch.place, self.watch.describe_late()
         self.watch.end(one_line(error))
         return as_lost_rank(error, place, late)
 
     @property
     def rounding(self) -> str:
-        """What the rounding of this rank depends on: its processor, its threads and its version of PyTorch."""
+        """What the rounding of this rank depends on: its processor, its threads and its version of
+        PyTorch.
+        """
         processor = torch.backends.cpu.get_cpu_capability()
         if self.device.type == "cuda":
             processor = torch.cuda.get_device_name(self.device)
         elif Path("/proc/cpuinfo").exists():
-            processor += "".join(re.findall(r"model name\s*:(.*)", Path("/proc/cpuinfo").read_text())[:1])
+            processor += "".join(
+                re.findall(r"model name\s*:(.*)", Path("/proc/cpuinfo").read_text())[:1]
+            )
         return f"{processor}, {self.threads} threads, torch {torch.__version__}"
 
     def describe(self) -> str:

@@ -13,12 +13,14 @@
     a wait that the watchdog ends             the first rank that ends                            2; asked to stop: 75
     blocked, while another rank has ended     this rank; asked to stop: only the other one        2; asked to stop: 75
 
-Errors of PyTorch with a known cause, such as out of memory, become UserErrors with a fix first (`with_known_fix`).
+Errors of PyTorch with a known cause, such as out of memory, become UserErrors with a fix first
+(`with_known_fix`).
 
-After an error, a rank first tells the store that it exits, and why (`Watch.end`). The rank that prints then prints
-the line, and writes it to the error file of torchrun or accelerate, which they repeat at the end. A bug is written
-there by each rank that has it. Ranks that do not print exit last (`delay_exit`), because a launcher ends all
-ranks when one has exited. `ranks/watch.py` ends waits, in a thread, and `launch/exits.py` prints and exits.
+After an error, a rank first tells the store that it exits, and why (`Watch.end`). The rank that
+prints then prints the line, and writes it to the error file of torchrun or accelerate, which they
+repeat at the end. A bug is written there by each rank that has it. Ranks that do not print exit
+last (`delay_exit`), because a launcher ends all ranks when one has exited. `ranks/watch.py` ends
+waits, in a thread, and `launch/exits.py` prints and exits.
 """
 
 import os
@@ -48,7 +50,10 @@ from utils.ranks.ranks import Ranks
 
 @contextmanager
 def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
-    """A context with the ranks of this launch. After an error, all exit with code 2, and one rank prints one line."""
+    """A context with the ranks of this launch.
+
+    After an error, all exit with code 2, and one rank prints one line.
+    """
     topology: Topology | None = None
     ranks: Ranks | None = None
     try:
@@ -63,18 +68,24 @@ def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
         raise  # a bug, which needs a traceback
     finally:
         if ranks is not None:
-            # If this thread were the last owner of the process groups, Python would crash when it ends.
+            # If this thread were the last owner of the process groups, Python would crash when it
+            # ends.
             ranks.watch.end()
         if dist.is_initialized():
             _leave_group(sys.exception())
 
 
 def _leave_group(error: BaseException | None) -> None:
-    """Destroy the process group. After an error over NCCL this would wait for other ranks, so the process just ends."""
+    """Destroy the process group.
+
+    After an error over NCCL this would wait for other ranks, so the process just ends.
+    """
     if error is None or "nccl" not in dist.get_backend():
         dist.destroy_process_group()
     else:
-        end_without_cleanup(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
+        end_without_cleanup(
+            error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+        )
 
 
 def _end(
@@ -92,8 +103,10 @@ def _end(
             ranks.record_end(error)
         leave(getattr(error, "code", 130))
     with suppress(ValueError):  # only the main thread can set a handler
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would raise for the next dead worker
-    # If the ranks cannot connect, one may have died. Without a cause, an AgreedError is that of another rank.
+        # PyTorch's handler would raise for the next dead worker
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # If the ranks cannot connect, one may have died. Without a cause, an AgreedError is that of
+    # another rank.
     connecting = ranks is not None and ranks.expects_peers and ranks.store is None
     cause = error.__cause__ if isinstance(error, AgreedError) else error
     retry = connecting or isinstance(cause, InUse) or not isinstance(cause, USER_ERRORS)
@@ -104,14 +117,17 @@ def _end(
     final = ranks.record_end(error) if ranks else error
     if isinstance(final, USER_ERRORS):
         names_ranks = ranks is not None and ranks.expects_peers
-        exit_with_error(final if names_ranks else with_rank(final), prog, prints, launch.traceback, retry)
+        exit_with_error(
+            final if names_ranks else with_rank(final), prog, prints, launch.traceback, retry
+        )
     inform_launcher(f"{prog}: {type(final).__name__}: {one_line(final)}")
 
 
 def _should_print(error: Exception, topology: Topology | None, ranks: Ranks | None) -> bool:
     """Whether this rank prints the error that it exits with."""
     if ranks is None or ranks.store is None:  # not connected
-        # Variables that were exported by hand may be wrong only in this shell, and rank 0 may be missing.
+        # Variables that were exported by hand may be wrong only in this shell, and rank 0 may be
+        # missing.
         may_be_alone = ranks.expects_peers if ranks else topology is None and "RANK" in os.environ
         return reports_for_machine() or (may_be_alone and not is_launched())
     if ranks.watch.store_lost:  # the ranks cannot agree on which of them prints

@@ -1,4 +1,7 @@
-"""Requests to stop, from a signal or the death of the launcher. The run then saves and can be resumed."""
+"""Requests to stop, from a signal or the death of the launcher.
+
+The run then saves and can be resumed.
+"""
 
 import signal
 import threading
@@ -10,11 +13,12 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Stopping:
-    """Whether this rank was asked to stop (`request`), and whether all ranks have agreed to stop (`agreed`).
+    """Whether this rank was asked to stop (`request`), and whether all ranks have agreed to stop
+    (`agreed`).
 
-    As a context it handles SIGTERM, SIGINT, SIGUSR1 and SIGHUP. Before `training_begins` they raise KeyboardInterrupt,
-    because there is nothing to save. Afterwards the first signal is a request, on which the ranks agree when they next
-    sum their losses, and a second SIGINT exits immediately.
+    As a context it handles SIGTERM, SIGINT, SIGUSR1 and SIGHUP. Before `training_begins` they raise
+    KeyboardInterrupt, because there is nothing to save. Afterwards the first signal is a request,
+    on which the ranks agree when they next sum their losses, and a second SIGINT exits immediately.
     """
 
     current: "Stopping | None" = None  # the instance that handles signals now, for other threads
@@ -27,9 +31,11 @@ class Stopping:
         self._before: dict = {}
 
     def __enter__(self) -> "Stopping":
-        if threading.current_thread() is threading.main_thread():  # other threads cannot set handlers
+        # other threads cannot set handlers
+        if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                # nohup ignores SIGHUP on purpose, and a shell ignores SIGINT for its background jobs.
+                # nohup ignores SIGHUP on purpose, and a shell ignores SIGINT for its background
+                # jobs.
                 if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._on_signal)
         Stopping.current = self
@@ -38,8 +44,11 @@ class Stopping:
     def __exit__(self, *exception: object) -> None:
         Stopping.current = None
         for number, handler in self._before.items():
-            # SLURM and a launcher may both send a signal: a second one is ignored, even while the last ranks exit.
-            signal.signal(number, signal.SIG_IGN if self.agreed and number != signal.SIGINT else handler)
+            # SLURM and a launcher may both send a signal: a second one is ignored, even while the
+            # last ranks exit.
+            signal.signal(
+                number, signal.SIG_IGN if self.agreed and number != signal.SIGINT else handler
+            )
 
     def training_begins(self) -> None:
         """From now on, a stopped run finishes its update and saves before it exits."""
@@ -47,7 +56,9 @@ class Stopping:
 
     @property
     def request(self) -> str:
-        """What has asked this rank to stop, which other ranks may not know yet; empty if nothing has."""
+        """What has asked this rank to stop, which other ranks may not know yet; empty if nothing
+        has.
+        """
         if self._signal is not None:
             return self._signal.name
         return "the launcher has exited" if self._ranks.orphaned else ""

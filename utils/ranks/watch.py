@@ -1,4 +1,6 @@
-"""The watchdog: report waits for other ranks and for data that last long, and end those that last too long."""
+"""The watchdog: report waits for other ranks and for data that last long, and end those that last
+too long.
+"""
 
 import json
 import math
@@ -22,26 +24,32 @@ _TICK = 0.5  # seconds between checks
 _LATE = 1.0  # seconds that a check may be late; if later, the process was paused
 _ANSWER = 3.0  # seconds that the store may take to answer
 _SILENT = 5.0  # seconds without a heartbeat after which a rank is reported as silent
-_LOST = 30.0  # seconds of silence after which a rank counts as lost, if the launcher can restart the run
-_LATER = 3.0  # seconds after the timeout, because at the timeout gloo raises an error in the main thread
+# seconds of silence after which a rank counts as lost, if the launcher can restart the run
+_LOST = 30.0
+# seconds after the timeout, because at the timeout gloo raises an error in the main thread
+_LATER = 3.0
 _GRACE = 5.0  # seconds that the main thread has to notice that another rank has ended
-_STOPPED = "stopped: "  # the start of the message of a rank that was asked to stop and exited without the others
+# the start of the message of a rank that was asked to stop and exited without the others
+_STOPPED = "stopped: "
 
 
 class Watch:
     """A thread that watches what the main thread waits for.
 
-    It reports a wait after a tenth of the timeout, and exits this process after the whole timeout, because the main
-    thread may be blocked where no exception can reach it. There are two kinds of wait:
+    It reports a wait after a tenth of the timeout, and exits this process after the whole timeout,
+    because the main thread may be blocked where no exception can reach it. There are two kinds of
+    wait:
 
     * For other ranks, in a collective. Late ranks have entered fewer collectives. Each rank writes heartbeats with what
-      it does to the store. One of the waiting ranks reports the late ones. If a machine loses its power, its
-      connections stay open. So the wait also ends when a rank has been silent for `_LOST` seconds and the launcher can
-      restart the run.
+      it does to the store. One of the waiting ranks reports the late ones. If a machine loses its
+      power, its connections stay open. So the wait also ends when a rank has been silent for
+      `_LOST` seconds and the launcher can restart the run.
     * For data (`DataWait`), as from a dead disk. After a request to stop, or if the launcher has exited, the process
-      exits within `PATIENCE` with code 75, since nothing can be saved; after the timeout it exits with code 2.
+      exits within `PATIENCE` with code 75, since nothing can be saved; after the timeout it exits
+      with code 2.
 
-    A rank that exits with an error writes this to the store, so that the others exit even if no launcher stops them.
+    A rank that exits with an error writes this to the store, so that the others exit even if no
+    launcher stops them.
     """
 
     def __init__(self, rank: int, timeout: float, prog: str, is_orphan: Callable[[], bool]):
@@ -51,12 +59,14 @@ class Watch:
         self._store: dist.Store | None = None
         self._members: list[Member] = []
         self._answered = math.inf  # when the store last answered
-        # Each rank's last heartbeat, and when it arrived: the collectives it has entered, its place, its seconds.
-        # Empty unless this rank needs them: otherwise N ranks would each read N heartbeats from one store.
+        # Each rank's last heartbeat, and when it arrived: the collectives it has entered, its
+        # place, its seconds. Empty unless this rank needs them: otherwise N ranks would each read N
+        # heartbeats from one store.
         self._heard: dict[int, tuple[list, float]] = {}
         self._ended: tuple[float, str] | None = None  # when another rank exited, and why
         self._now = 0.0  # the seconds that this process has run, without pauses
-        self._began, self._reported = 0.0, False  # when this rank has entered the last collective; see `_look_at_ranks`
+        # when this rank has entered the last collective; see `_look_at_ranks`
+        self._began, self._reported = 0.0, False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -80,7 +90,10 @@ class Watch:
         self.waiting, self.place = False, place or self.place
 
     def mark_waiting(self, place: str = "", patient: bool = False) -> None:
-        """Record that this rank waits for the others in a collective. A `patient` wait has no time limit."""
+        """Record that this rank waits for the others in a collective.
+
+        A `patient` wait has no time limit.
+        """
         self.place, self.patient, self.waiting = place or self.place, patient, True
         self._began, self._reported = self._now, False
         self.entered += 1
@@ -96,11 +109,18 @@ class Watch:
                 time.sleep(1.5 * _TICK)
 
     def _inform_others(self, text: str, stopped: bool = False) -> bool:
-        """Write to the store that this rank exits, and why; returns whether it is the first that exits."""
+        """Write to the store that this rank exits, and why; returns whether it is the first that
+        exits.
+        """
         mine = f"{_STOPPED * stopped}rank {self.rank} ended: {text}"
         if self._store is not None:
             with suppress(RuntimeError):
-                return call_with_timeout(partial(self._store.compare_set, "ended", "", mine), _ANSWER).decode() == mine
+                return (
+                    call_with_timeout(
+                        partial(self._store.compare_set, "ended", "", mine), _ANSWER
+                    ).decode()
+                    == mine
+                )
         return True
 
     def _exit(self, text: str, code: int = 2) -> None:
@@ -109,14 +129,16 @@ class Watch:
             print_last_line(self.prog, text)
         else:
             inform_launcher(f"{self.prog}: {text}", is_cause=False)
-        if self._store is not None:  # connections break when this rank exits: let the others read it first
+        # connections break when this rank exits: let the others read it first
+        if self._store is not None:
             time.sleep(4 * _TICK)
         exit_now(code)
 
     def _run(self) -> None:
         last = time.monotonic()
         while not self._stop.wait(_TICK):
-            # If all ranks are paused (SIGSTOP, a suspended job), this does not count as waiting for each other.
+            # If all ranks are paused (SIGSTOP, a suspended job), this does not count as waiting for
+            # each other.
             elapsed = min(time.monotonic() - last, _TICK + _LATE)
             last = time.monotonic()
             self._now += elapsed
@@ -136,7 +158,9 @@ class Watch:
         if wait.asked > PATIENCE:
             self._exit(f"stopped ({reason}): {text}{how_to_resume(self.prog)}", EXIT_RESUME)
         if wait.seconds > self.timeout:
-            self._exit(f"error: {text}; check that the disk with the data responds, or raise --timeout")
+            self._exit(
+                f"error: {text}; check that the disk with the data responds, or raise --timeout"
+            )
         if wait.seconds >= self._patience and not wait.reported:
             wait.reported = True
             if self.rank == 0:
@@ -159,15 +183,22 @@ class Watch:
         if not self._reported and self._is_first():
             self._reported = True
             print_line(self.prog, text)
-        lost = [rank for rank, (_, since) in self._heard.items() if rank != self.rank and self._now - since > _LOST]
-        if lost and attempts_left() and not self.store_lost:  # without the store, all ranks seem silent
+        lost = [
+            rank
+            for rank, (_, since) in self._heard.items()
+            if rank != self.rank and self._now - since > _LOST
+        ]
+        # without the store, all ranks seem silent
+        if lost and attempts_left() and not self.store_lost:
             self._exit(f"error: {text}; gave up on the silent rank; the launcher restarts the run")
         still_late = self.describe_late(max(_SILENT, self.timeout / 2))
         if waited > self.timeout + _LATER and still_late and not self.patient:
             self._exit(f"error: {text}; read the output of the late ranks, or raise --timeout")
 
     def _follow(self, ended: float, text: str) -> None:
-        """Exit because another rank did; later if the main thread is not waiting, because it may be saving."""
+        """Exit because another rank did; later if the main thread is not waiting, because it may be
+        saving.
+        """
         if text.startswith(_STOPPED) and self.waiting:
             exit_now(EXIT_RESUME)  # that rank prints why
         if self._now - ended > (_GRACE if self.waiting else self.timeout):
@@ -184,7 +215,9 @@ class Watch:
             self._answered = -math.inf
 
     def _exchange(self, store: dist.Store) -> None:
-        """Write this rank's heartbeat, and read why a rank has exited, if any, and the heartbeats that are needed."""
+        """Write this rank's heartbeat, and read why a rank has exited, if any, and the heartbeats
+        that are needed.
+        """
         store.set(f"beat-{self.rank}", json.dumps([self.entered, self.place, self._now]))
         if self._ended is None and store.check(["ended"]):
             self._ended = self._now, store.get("ended").decode()
@@ -198,7 +231,8 @@ class Watch:
     def describe_late(self, silence: float = _SILENT) -> str:
         """The ranks that keep this rank waiting, and what they are doing; empty if there are none.
 
-        These are the ranks that have entered fewer collectives or have been silent for `silence` seconds.
+        These are the ranks that have entered fewer collectives or have been silent for `silence`
+        seconds.
         """
         parts, heard = [], self._heard
         for member in self._members if heard else ():
@@ -207,10 +241,15 @@ class Watch:
             if member.rank != self.rank and (seconds > silence or entered < self.entered):
                 signs = [f"silent for {seconds:.0f} s"] if seconds > silence or not place else []
                 signs += [f"{'last ' * bool(signs)}at: {place}"] if place else []
-                parts.append(f"rank {member.rank} ({member.host}, process {member.process}), {', '.join(signs)}")
+                parts.append(
+                    f"rank {member.rank} ({member.host}, process {member.process}), {', '.join(signs)}"
+                )
         return "; ".join(parts[:4]) + f"; and {len(parts) - 4} more" * (len(parts) > 4)
 
     def _is_first(self) -> bool:
         """Whether this rank is the lowest of those that wait."""
         lower = [heard for rank, heard in self._heard.items() if rank < self.rank]
-        return not any(entered >= self.entered and self._now - since < _SILENT for (entered, *_), since in lower)
+        return not any(
+            entered >= self.entered and self._now - since < _SILENT
+            for (entered, *_), since in lower
+        )

@@ -1,4 +1,6 @@
-"""Write the page of one or several runs: python -m utils.report RUN [RUN ...] [--out FILE] [--no_images]"""
+"""Write the page of one or several runs: python -m utils.report RUN [RUN ...] [--out FILE]
+[--no_images]
+"""
 
 from utils.output import guard_output  # the first import: see its docstring
 
@@ -15,9 +17,15 @@ from utils.report.page import PAGE, write_page
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the page, and print where it is."""
     guard_output()
-    parser = argparse.ArgumentParser("python -m utils.report", description="Write the page of one or several runs.")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder; several are compared on one page")
-    parser.add_argument("--out", help=f"file to write (default: {PAGE} in the run folder; needed for several runs)")
+    parser = argparse.ArgumentParser(
+        "python -m utils.report", description="Write the page of one or several runs."
+    )
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="run folder; several are compared on one page"
+    )
+    parser.add_argument(
+        "--out", help=f"file to write (default: {PAGE} in the run folder; needed for several runs)"
+    )
     parser.add_argument("--no_images", action="store_true", help="leave out all pictures")
     flags = parser.parse_args(argv)
     folders = [expand(run) for run in flags.runs]
@@ -32,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         exit_with_error(error, parser.prog)
     except Exception as error:
         problem = f"log.jsonl, config.yaml or report.json has unknown contents ({one_line(error)})"
-        exit_with_error(UserError(problem, "use the version of Lockstep that wrote them"), parser.prog)
+        exit_with_error(
+            UserError(problem, "use the version of Lockstep that wrote them"), parser.prog
+        )
     print(out)
 
 

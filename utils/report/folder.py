@@ -1,4 +1,6 @@
-"""What the page shows of a run folder: its settings, log and pictures, and the analysis of its best checkpoint."""
+"""What the page shows of a run folder: its settings, log and pictures, and the analysis of its best
+checkpoint.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,17 +18,25 @@ from utils.runs.log import read_log
 from utils.tasks.table import TASKS
 
 ANALYSIS = "report.json"
-_LIKE_DEFAULT = {"task": "classification", "grad_accum": 1}  # saved in place of the default, which means the same
+# saved in place of the default, which means the same
+_LIKE_DEFAULT = {"task": "classification", "grad_accum": 1}
 
 
 def read_run(folder: Path, images: bool = True) -> dict[str, Any]:
-    """The values of page.html for a run. Raises ValueError or OSError if this is not the folder of a run.
+    """The values of page.html for a run. Raises ValueError or OSError if this is not the folder of
+    a run.
 
     If `images` is False, pictures are left out.
     """
-    require((folder / "config.yaml").is_file(), f"{folder}: has no config.yaml", "name a run folder, such as runs/NAME")
+    require(
+        (folder / "config.yaml").is_file(),
+        f"{folder}: has no config.yaml",
+        "name a run folder, such as runs/NAME",
+    )
     records = read_log(folder)
-    kinds = {kind: [r for r in records if r.get("kind") == kind] for kind in ("start", "train", "eval")}
+    kinds = {
+        kind: [r for r in records if r.get("kind") == kind] for kind in ("start", "train", "eval")
+    }
     settings, last = read_yaml(folder / "config.yaml"), (kinds["train"] or [{}])[-1]
     metric = settings["best_metric"] or ""
     highest = metric in TASKS[settings["task"]].highest_is_best
@@ -48,10 +58,14 @@ def read_run(folder: Path, images: bool = True) -> dict[str, Any]:
     }
 
 
-def best_evaluation(records: Sequence[dict[str, Any]], metric: str, highest: bool) -> dict[str, Any]:
-    """The evaluation of the best checkpoint by `metric`, the first of equal ones; without values, the last evaluation.
+def best_evaluation(
+    records: Sequence[dict[str, Any]], metric: str, highest: bool
+) -> dict[str, Any]:
+    """The evaluation of the best checkpoint by `metric`, the first of equal ones; without values,
+    the last evaluation.
 
-    With --ema_decay, that of the averaged weights counts. Its record follows that of the raw weights.
+    With --ema_decay, that of the averaged weights counts. Its record follows that of the raw
+    weights.
     """
     of_step = {record["step"]: record for record in records}
     known = [record for record in of_step.values() if record.get(metric) is not None]
@@ -80,9 +94,16 @@ def _analysis(folder: Path, best: Mapping[str, Any]) -> dict[str, Any]:
 def changed_settings(values: Mapping[str, Any]) -> dict[str, str]:
     """The settings that differ from their defaults, as text, without those of the machine."""
     usual = asdict(TrainConfig()) | {"best_metric": values.get("best_metric")}
-    own = {*OF_THIS_MACHINE, *(name for name, value in _LIKE_DEFAULT.items() if values.get(name) == value)}
+    own = {
+        *OF_THIS_MACHINE,
+        *(name for name, value in _LIKE_DEFAULT.items() if values.get(name) == value),
+    }
     kept = {name: value for name, value in values.items() if name not in own}
-    return {name: _text(value) for name, value in without_places(kept).items() if value != usual.get(name, value)}
+    return {
+        name: _text(value)
+        for name, value in without_places(kept).items()
+        if value != usual.get(name, value)
+    }
 
 
 def without_places(value: Any) -> Any:

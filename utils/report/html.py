@@ -1,4 +1,7 @@
-"""What the pages of runs and of predict.py share: templates, and images as data URIs. Each page is one file."""
+"""What the pages of runs and of predict.py share: templates, and images as data URIs.
+
+Each page is one file.
+"""
 
 import base64
 import io
@@ -25,13 +28,20 @@ _MOST = 1000  # images on the page of predict.py; the thumbnail of each has abou
 def template(name: str) -> Template:
     """A template of this folder, compiled; it escapes all values."""
     loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters["date"] = lambda seconds: time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    environment.filters["date"] = lambda seconds: time.strftime(
+        "%Y-%m-%d %H:%M UTC", time.gmtime(seconds)
+    )
     return environment.get_template(name)
 
 
 def render(name: str, **values: Any) -> str:
-    """The text of a template with these values. Characters of names that are not UTF-8 are escaped."""
+    """The text of a template with these values.
+
+    Characters of names that are not UTF-8 are escaped.
+    """
     return template(name).render(values).encode(errors="backslashreplace").decode()
 
 
@@ -42,7 +52,9 @@ def gallery(title: str, rows: Sequence[Row], split: Split) -> str:
         for place, row in enumerate(rows[:_MOST])
     ]
     unreadable = sum(row.error is not None for row in rows)
-    return render("gallery.html", title=title, count=len(rows), unreadable=unreadable, figures=figures)
+    return render(
+        "gallery.html", title=title, count=len(rows), unreadable=unreadable, figures=figures
+    )
 
 
 def thumbnail(split: Split, position: int) -> dict[str, str | bool]:
@@ -56,11 +68,17 @@ def thumbnail(split: Split, position: int) -> dict[str, str | bool]:
     except ValueError:
         return {"image": "", "small": False, "file": name}
     small = max(pixels.shape[:2]) <= SMALL
-    return {"image": _uri(Image.fromarray(pixels.numpy()), _SIDE, exact=small), "small": small, "file": name}
+    return {
+        "image": _uri(Image.fromarray(pixels.numpy()), _SIDE, exact=small),
+        "small": small,
+        "file": name,
+    }
 
 
 def sheet(path: Path) -> str:
-    """The picture of the first batch, reduced to the width of the page; empty if the file does not exist."""
+    """The picture of the first batch, reduced to the width of the page; empty if the file does not
+    exist.
+    """
     if not path.is_file():
         return ""
     with Image.open(path) as image:

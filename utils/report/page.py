@@ -1,7 +1,7 @@
 """report.html: the page of one or several runs, a single file that loads nothing else.
 
-To add a section, add it to page.html. `read_run` (folder.py) has its values: the log, the settings, and the numbers of
-an evaluation (analysis.py).
+To add a section, add it to page.html. `read_run` (folder.py) has its values: the log, the settings,
+and the numbers of an evaluation (analysis.py).
 """
 
 import math
@@ -18,7 +18,8 @@ from utils.training.summary import FEW
 WIDTH, HEIGHT = 480, 250  # of a chart, in SVG units
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 26  # space around the plot, for the ticks
 _MOST = 1000  # points of a line
-_FROM_ZERO = ("images/s", "time waiting for data", "GPU memory")  # else small changes would look large
+# else small changes would look large
+_FROM_ZERO = ("images/s", "time waiting for data", "GPU memory")
 
 
 class Series(NamedTuple):
@@ -29,12 +30,18 @@ class Series(NamedTuple):
     points: Sequence[tuple[float, float]]
 
 
-def line_chart(title: str, series: Sequence[Series], marks: Sequence[int] = (), unit: str = "") -> dict[str, Any]:
-    """A chart of values over updates; `marks` are updates with a vertical line. Empty if there are no points.
+def line_chart(
+    title: str, series: Sequence[Series], marks: Sequence[int] = (), unit: str = ""
+) -> dict[str, Any]:
+    """A chart of values over updates; `marks` are updates with a vertical line. Empty if there are
+    no points.
 
-    NaN and infinite values are left out. The axis of a loss is logarithmic if its values differ by a factor above 50.
+    NaN and infinite values are left out. The axis of a loss is logarithmic if its values differ by
+    a factor above 50.
     """
-    lines = [s._replace(points=_thinned([p for p in s.points if math.isfinite(p[1])])) for s in series]
+    lines = [
+        s._replace(points=_thinned([p for p in s.points if math.isfinite(p[1])])) for s in series
+    ]
     lines = [s for s in lines if s.points]
     values = [value for s in lines for _, value in s.points]
     if not values:
@@ -69,7 +76,9 @@ def line_chart(title: str, series: Sequence[Series], marks: Sequence[int] = (), 
             for s in lines
         ],
         "rows": [(row(tick), _number(tick, unit, 6)) for tick in ticks],
-        "columns": [(column(tick), f"{tick:,.0f}") for tick in nice_ticks(0, end) if tick == int(tick)],
+        "columns": [
+            (column(tick), f"{tick:,.0f}") for tick in nice_ticks(0, end) if tick == int(tick)
+        ],
         "marks": [(column(mark), mark) for mark in marks if mark <= end],
     }
 
@@ -99,14 +108,17 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def _number(value: float, unit: str, digits: int = 3) -> str:
-    return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}".replace("e-0", "e-")) + unit
+    return (
+        f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}".replace("e-0", "e-")
+    ) + unit
 
 
 PAGE = "report.html"
 
 
 def write_page(folders: Sequence[Path], out: Path, images: bool = True) -> None:
-    """Write the page of these run folders. Raises ValueError or OSError if one of them is not the folder of a run.
+    """Write the page of these run folders. Raises ValueError or OSError if one of them is not the
+    folder of a run.
 
     The runs are in the order of `best_first`. If folders have the same name, all are numbered.
     """
@@ -120,7 +132,9 @@ def write_page(folders: Sequence[Path], out: Path, images: bool = True) -> None:
 
 
 def best_first(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The runs sorted by the value of their best checkpoint, or in the given order if metrics differ; None last."""
+    """The runs sorted by the value of their best checkpoint, or in the given order if metrics
+    differ; None last.
+    """
     metrics = {run["metric"] for run in runs}
     sign = 0 if len(metrics) > 1 else -1 if runs[0]["highest_is_best"] else 1
 
@@ -133,10 +147,15 @@ def best_first(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def charts(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The charts over updates of all runs, without empty ones."""
-    shown = {name: word for run in runs for name, word in _metrics_of(run).items() if name != "top5"}
+    shown = {
+        name: word for run in runs for name, word in _metrics_of(run).items() if name != "top5"
+    }
     titles = {"loss": "loss"} | shown | {"lr": "learning rate", "images_per_second": "images/s"}
     made = [line_chart(title, _lines(runs, name), _marks(runs)) for name, title in titles.items()]
-    others = ("time waiting for data", "data_wait", 100, "%"), ("GPU memory", "gpu_memory", 1e-9, " GB")
+    others = (
+        ("time waiting for data", "data_wait", 100, "%"),
+        ("GPU memory", "gpu_memory", 1e-9, " GB"),
+    )
     for title, name, factor, unit in (*others, ("updates skipped in fp16", "skipped", 1, "")):
         made.append(line_chart(title, _lines(runs, name, factor), _marks(runs), unit))
     return [chart for chart in made if chart]
@@ -153,14 +172,21 @@ def _marks(runs: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def _lines(runs: Sequence[dict[str, Any]], name: str, factor: float = 1) -> list[Series]:
-    """The values of one name in the train and eval records of each run. Averaged weights have a line of their own."""
+    """The values of one name in the train and eval records of each run.
+
+    Averaged weights have a line of their own.
+    """
     lines = []
     for number, run in enumerate(runs):
         groups = {"training": run["train"]}
         for record in run["eval"]:
             groups.setdefault(f"evaluation {record.get('weights', '')}".strip(), []).append(record)
         for place, (group, records) in enumerate(groups.items()):
-            points = [(record["step"], factor * record[name]) for record in records if record.get(name) is not None]
+            points = [
+                (record["step"], factor * record[name])
+                for record in records
+                if record.get(name) is not None
+            ]
             label = group if len(runs) == 1 else f"{run['name']}, {group}"
             colour = place if len(runs) == 1 else number
             kind = "train" if not place else "raw" if group.endswith("raw") else "eval"
@@ -179,7 +205,9 @@ def settings_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]
 
 
 def metrics_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """The metrics of the evaluation of each run, with their intervals; a cell without a value has no interval."""
+    """The metrics of the evaluation of each run, with their intervals; a cell without a value has
+    no interval.
+    """
     words = {name: word for run in runs for name, word in _metrics_of(run).items()}
     found = {
         name: name.replace("_", " ")
@@ -189,7 +217,13 @@ def metrics_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[st
     }
     rows = []
     for name in [name for name in words | found if name in found]:
-        pairs = [(run["evaluation"].get(name), run["analysis"].get("intervals", {}).get(name)) for run in runs]
-        cells = [{"value": value, "interval": None if value is None else bounds} for value, bounds in pairs]
+        pairs = [
+            (run["evaluation"].get(name), run["analysis"].get("intervals", {}).get(name))
+            for run in runs
+        ]
+        cells = [
+            {"value": value, "interval": None if value is None else bounds}
+            for value, bounds in pairs
+        ]
         rows.append((words.get(name, found[name]), cells))
     return rows

@@ -1,4 +1,7 @@
-"""Write report.html at the end of a training run or an evaluation. If that fails, the run only prints a warning."""
+"""Write report.html at the end of a training run or an evaluation.
+
+If that fails, the run only prints a warning.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -29,8 +32,8 @@ _STORED = "best_predictions.npz"  # in the run folder, until the page is written
 class Evaluated:
     """An evaluation; `record` has its metrics and origin.
 
-    `common` is the most frequent class of the training images. If it is None, the class of the older analysis is used,
-    if there is one. If `predictions` is None, the older analysis is kept.
+    `common` is the most frequent class of the training images. If it is None, the class of the
+    older analysis is used, if there is one. If `predictions` is None, the older analysis is kept.
     """
 
     task: Task
@@ -44,13 +47,20 @@ class Evaluated:
 def report_training(run: Run, result: Mapping[str, Any] | None = None) -> None:
     """Write the page of a run if it is complete; collective.
 
-    `result` is an evaluation that has just ended, if any. The page shows the best checkpoint, which eval.py evaluates
-    too. So the predictions of the best checkpoint so far are stored, where a resumed run finds them. They are analysed
-    only at the end, because this takes time. Call this before the checkpoint is saved: if the run is killed while it
-    writes, the resumed run evaluates and writes again.
+    `result` is an evaluation that has just ended, if any. The page shows the best checkpoint, which
+    eval.py evaluates too. So the predictions of the best checkpoint so far are stored, where a
+    resumed run finds them. They are analysed only at the end, because this takes time. Call this
+    before the checkpoint is saved: if the run is killed while it writes, the resumed run evaluates
+    and writes again.
     """
     state, found, stored = run.state, run.evaluator.predictions, run.folder / _STORED
-    if result and found and run.config.report and run.ranks.is_main and state.best_step in (None, state.step):
+    if (
+        result
+        and found
+        and run.config.report
+        and run.ranks.is_main
+        and state.best_step in (None, state.step)
+    ):
         with _warned(run.log.say):
             file = BytesIO()
             np.savez(file, step=state.step, **found._asdict())
@@ -63,7 +73,10 @@ def report_training(run: Run, result: Mapping[str, Any] | None = None) -> None:
                     found = _read(stored, record["step"]) if result else None
                     common = (always_answering(run.data) or [None])[0]
                     split = run.data.evaluation
-                    write_report(run.folder, Evaluated(run.task, split, found, record, run.config.seed, common))
+                    write_report(
+                        run.folder,
+                        Evaluated(run.task, split, found, record, run.config.seed, common),
+                    )
                     stored.unlink(missing_ok=True)
 
 
@@ -75,8 +88,12 @@ def _read(path: Path, step: int) -> Predictions | None:
     return None
 
 
-def report_evaluation(checkpoint: Path, evaluated: Evaluated, asked: bool, say: Callable[[str], None]) -> None:
-    """Write the page again with this evaluation, if the checkpoint is in a run folder; `asked`: --report was given."""
+def report_evaluation(
+    checkpoint: Path, evaluated: Evaluated, asked: bool, say: Callable[[str], None]
+) -> None:
+    """Write the page again with this evaluation, if the checkpoint is in a run folder; `asked`:
+    --report was given.
+    """
     checkpoints = checkpoint.absolute().parent
     folder = checkpoints.parent
     if checkpoints.name == "checkpoints" and (folder / "log.jsonl").is_file():
@@ -104,7 +121,9 @@ def write_report(folder: Path, evaluated: Evaluated) -> None:
 
 @contextmanager
 def _warned(say: Callable[[str], None]) -> Iterator[None]:
-    """Print an error of any class with `say` instead of raising it, because the run itself has succeeded."""
+    """Print an error of any class with `say` instead of raising it, because the run itself has
+    succeeded.
+    """
     try:
         yield
     except Exception as error:

@@ -1,4 +1,5 @@
-"""Find, save, load and delete the checkpoints of a run. A checkpoint is a folder that is complete or does not exist.
+"""Find, save, load and delete the checkpoints of a run. A checkpoint is a folder that is complete
+or does not exist.
 
 RUN/checkpoints/step-00001234/   model.safetensors, optimizer.bin                      (Accelerator.save_state)
                                  NAME.safetensors of each part                         (loading.py)
@@ -10,7 +11,8 @@ RUN/resumed_from.txt             the path of a checkpoint of another run that th
 What a start resumes from (`CheckpointManager.newest`):
 1. after a restart by the launcher, the newest good checkpoint of this run's folder, if it has one;
 2. with --resume auto, the newest good checkpoint of the folder --run_name, if it has one;
-   in both cases, if it has none, the checkpoint that resumed_from.txt names, if the folder has this file;
+   in both cases, if it has none, the checkpoint that resumed_from.txt names, if the folder has this
+   file;
 3. with --resume PATH, that checkpoint, or the newest good one of that run;
 4. else nothing: a new run, whose folder must not exist.
 """
@@ -34,7 +36,14 @@ from utils.files import LOCK, check_output_folder, expand, holder_text, lock, re
 from utils.launch.environment import can_be_restarted
 from utils.models.sharded import is_sharded, tied_names
 from utils.ranks.ranks import Ranks
-from utils.runs.loading import Part, bytes_to_save, check_savable, load_optimizer, load_parts, write_parts
+from utils.runs.loading import (
+    Part,
+    bytes_to_save,
+    check_savable,
+    load_optimizer,
+    load_parts,
+    write_parts,
+)
 from utils.runs.manifest import find_checkpoint, newest_good, verify
 from utils.runs.metadata import Begun, SavedRun, check_identity, read_checkpoint, read_settings
 from utils.runs.state import TrainState
@@ -58,20 +67,25 @@ class CheckpointManager:
 
     All public methods except `has_failed` are collective.
 
-    Call `newest` first, which locks the run folder if it exists, then `restore`, which creates the folder of a new run.
+    Call `newest` first, which locks the run folder if it exists, then `restore`, which creates the
+    folder of a new run.
     """
 
     def __init__(self, config: TrainConfig, ranks: Ranks):
         self.config, self.ranks = config, ranks
         self.folder: Path | None = None  # of the run
-        self.begun: Begun | None = None  # if this folder has settings, but no checkpoint of its own; set by `newest`
+        # if this folder has settings, but no checkpoint of its own; set by `newest`
+        self.begun: Begun | None = None
         self._locked: TextIO | None = None  # on the main process, so that no other run writes there
-        self._thread = ThreadPoolExecutor(1)  # Python waits for it before it exits, also after an error
+        # Python waits for it before it exits, also after an error
+        self._thread = ThreadPoolExecutor(1)
         self._saving: Future[None] | None = None  # the last save, on the main process, until `wait`
-        self._tensors: tuple[nn.Module, Optimizer, Mapping[str, Part]]  # what checkpoints hold, set by `restore`
+        # what checkpoints hold, set by `restore`
+        self._tensors: tuple[nn.Module, Optimizer, Mapping[str, Part]]
 
     def newest(self) -> SavedRun | None:
-        """The verified checkpoint that --resume, or a restart by the launcher, starts from; None for a new run.
+        """The verified checkpoint that --resume, or a restart by the launcher, starts from; None
+        for a new run.
 
         For --resume auto, or if --resume names a run folder, it is the newest good one.
         """
@@ -94,11 +108,13 @@ class CheckpointManager:
         optimizer: Optimizer,
         parts: Mapping[str, Part],
     ) -> tuple[Path, list[str]]:
-        """Open the folder of the run, and load the optimizer's state and the parts of `saved`, if it is given.
+        """Open the folder of the run, and load the optimizer's state and the parts of `saved`, if
+        it is given.
 
-        The `model` has its weights already. Deletes later checkpoints. `config` has the resolved settings; the
-        name of a new folder contains the model. Returns the folder, and a line for each part that only the checkpoint
-        or only the run has. Raises ValueError, before any file is changed, if the tensors do not fit.
+        The `model` has its weights already. Deletes later checkpoints. `config` has the resolved
+        settings; the name of a new folder contains the model. Returns the folder, and a line for
+        each part that only the checkpoint or only the run has. Raises ValueError, before any file
+        is changed, if the tensors do not fit.
         """
         self.config, self._tensors, lines = config, (model, optimizer, parts), list[str]()
         write_parts(accelerator, model, optimizer, parts)
@@ -110,10 +126,13 @@ class CheckpointManager:
             with self.ranks.agree():
                 if self.ranks.is_main:
                     if saved.is_in(folder):
-                        delete_after(folder / "checkpoints", saved.state.step, saved.state.best_step)
+                        delete_after(
+                            folder / "checkpoints", saved.state.step, saved.state.best_step
+                        )
                     else:
                         write_file(folder / _ORIGIN, bytes(saved.path.absolute()))
-        self.ranks.store_set("started", "yes")  # after a restart, its own checkpoints come before that of --resume
+        # after a restart, its own checkpoints come before that of --resume
+        self.ranks.store_set("started", "yes")
         return folder, lines
 
     def _open_folder(self) -> Path:
@@ -124,18 +143,20 @@ class CheckpointManager:
 
         self.folder, holder = self.ranks.from_main(create)
         with self.ranks.agree():
-            if not self.ranks.is_main:  # closing the file would release the lock that the main process has on it
+            # closing the file would release the lock that the main process has on it
+            if not self.ranks.is_main:
                 _check_shared(self.folder, holder)
         return self.folder
 
     @contextmanager
     def writing(self, state: TrainState, files: Mapping[str, bytes]) -> Iterator[Path | None]:
-        """The folder into which `Accelerator.save_state` writes a checkpoint, after the last save is complete.
+        """The folder into which `Accelerator.save_state` writes a checkpoint, after the last save
+        is complete.
 
-        None on ranks that must not call it: with DDP only the main process does, with FSDP2 all ranks do. The folder is
-        not a checkpoint yet. After the block a thread of the main process adds the small `files` and completes it,
-        see `wait`. Collective. Errors are raised on all ranks, except those of the block with FSDP2; older
-        checkpoints do not change.
+        None on ranks that must not call it: with DDP only the main process does, with FSDP2 all
+        ranks do. The folder is not a checkpoint yet. After the block a thread of the main process
+        adds the small `files` and completes it, see `wait`. Collective. Errors are raised on all
+        ranks, except those of the block with FSDP2; older checkpoints do not change.
         """
         assert self.folder is not None
         folder = self.folder / "checkpoints"
@@ -155,17 +176,22 @@ class CheckpointManager:
         except Exception as raised:
             gone = not partial.exists()  # another rank has failed, and says why
             error = delete_failed(partial, raised)
-            if sharded and not gone:  # the other ranks are in a collective of `save_state`: this one cannot agree
+            # the other ranks are in a collective of `save_state`: this one cannot agree
+            if sharded and not gone:
                 raise error from raised
         with self.ranks.agree():
             if error is not None:
                 raise error
-            # Each rank deletes its own, because on a network file system the main process may not see it yet.
+            # Each rank deletes its own, because on a network file system the main process may not
+            # see it yet.
             with suppress(OSError):
                 (partial / f"random_states_{self.ranks.topology.rank}.pkl").unlink()
         if self.ranks.is_main:
-            # In a thread, the `state_dict` behind these names would free weights that FSDP2 has gathered.
-            self._saving = self._thread.submit(self._complete, state.step, state.best_step, files, tied_names(model))
+            # In a thread, the `state_dict` behind these names would free weights that FSDP2 has
+            # gathered.
+            self._saving = self._thread.submit(
+                self._complete, state.step, state.best_step, files, tied_names(model)
+            )
 
     def wait(self) -> None:
         """Wait until the last save is complete; if it has failed, all ranks raise its error."""
@@ -176,11 +202,22 @@ class CheckpointManager:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the thread of the main process has failed; then all ranks should call `wait`. Not collective."""
-        return self._saving is not None and self._saving.done() and self._saving.exception() is not None
+        """Whether the thread of the main process has failed; then all ranks should call `wait`.
 
-    def _complete(self, step: int, best_step: int | None, files: Mapping[str, bytes], tied: Iterable[str]) -> None:
-        """Called in a thread, with `self`, which holds the lock of the folder even if training has failed."""
+        Not collective.
+        """
+        return (
+            self._saving is not None
+            and self._saving.done()
+            and self._saving.exception() is not None
+        )
+
+    def _complete(
+        self, step: int, best_step: int | None, files: Mapping[str, bytes], tied: Iterable[str]
+    ) -> None:
+        """Called in a thread, with `self`, which holds the lock of the folder even if training has
+        failed.
+        """
         assert self.folder is not None
         folder = self.folder / "checkpoints"
         partial = partial_of(folder, step)
@@ -192,13 +229,17 @@ class CheckpointManager:
         update_pointers(folder, step, best_step, self.config.keep)
 
     def _find(self) -> tuple[Path | None, Path | None, Begun | None]:
-        """The existing folder of the run, and the checkpoint or settings to start from, if any, on the main process."""
+        """The existing folder of the run, and the checkpoint or settings to start from, if any, on
+        the main process.
+        """
         config, checkpoint, begun = self.config, None, None
         before = self.ranks.store_get("run-folder")
         path = Path(before) if before else None
         if path is None:
             check_run_folder(config, connected=True)
-            if config.run_name and (config.resume == "auto" or (config.resume and _named_folder(config).exists())):
+            if config.run_name and (
+                config.resume == "auto" or (config.resume and _named_folder(config).exists())
+            ):
                 path = _named_folder(config)
         if path is not None:
             if not path.exists():
@@ -212,7 +253,9 @@ class CheckpointManager:
                     if checkpoint is None and (path / _ORIGIN).exists():
                         verify(checkpoint := Path(read_text(path / _ORIGIN, 8192)))
                 except UserError as error:  # its fix is for another checkpoint or a --config file
-                    raise UserError(error.problem, "start a new run with another --run_name") from None
+                    raise UserError(
+                        error.problem, "start a new run with another --run_name"
+                    ) from None
         if checkpoint is None and config.resume not in (None, "auto"):
             named = expand(config.resume)
             checkpoint = _newest_of(named) if (named / "checkpoints").is_dir() else None
@@ -221,11 +264,15 @@ class CheckpointManager:
                 verify(checkpoint)
         if begun:
             start = checkpoint or "the beginning"
-            print(f"{path} has no checkpoint; starting from {start}, with the settings of its config.yaml")
+            print(
+                f"{path} has no checkpoint; starting from {start}, with the settings of its config.yaml"
+            )
         return path, checkpoint, begun
 
     def _lock(self, path: Path) -> Path:
-        """Lock the folder, which is created if it is missing, and store its path for a restart by the launcher."""
+        """Lock the folder, which is created if it is missing, and store its path for a restart by
+        the launcher.
+        """
         (path / "checkpoints").mkdir(parents=True, exist_ok=True)
         self._locked = lock(path, _ORPHANS_EXIT_WITHIN)
         clean_up(path / "checkpoints")
@@ -235,10 +282,16 @@ class CheckpointManager:
 
 
 def _newest_of(folder: Path) -> Path | None:
-    """The newest good checkpoint of a run; None if the run has not saved any. Reports damaged ones."""
+    """The newest good checkpoint of a run; None if the run has not saved any.
+
+    Reports damaged ones.
+    """
     checkpoint, damages = newest_good(folder / "checkpoints")
     if damages and checkpoint is None:
-        raise UserError(f"{'; '.join(damages)}; all checkpoints are damaged", "start a new run with another --run_name")
+        raise UserError(
+            f"{'; '.join(damages)}; all checkpoints are damaged",
+            "start a new run with another --run_name",
+        )
     for damage in damages:
         print(f"{damage}; resuming from {checkpoint} instead")
     return checkpoint
@@ -246,7 +299,8 @@ def _newest_of(folder: Path) -> Path | None:
 
 def _check_own(folder: Path, locked: TextIO) -> None:
     """Raise OSError if the folder was deleted, or now belongs to another run."""
-    if not (folder / "checkpoints").is_dir():  # not created again: its disk may be unmounted for a while
+    # not created again: its disk may be unmounted for a while
+    if not (folder / "checkpoints").is_dir():
         raise FileNotFoundError(f"{folder / 'checkpoints'} no longer exists")
     with suppress(FileNotFoundError):
         if (folder / LOCK).stat().st_ino != os.fstat(locked.fileno()).st_ino:
@@ -254,10 +308,12 @@ def _check_own(folder: Path, locked: TextIO) -> None:
 
 
 def check_run_folder(config: TrainConfig, connected: bool = False) -> None:
-    """Raise ValueError or OSError if the run folder is taken or cannot be created, or the checkpoint does not exist.
+    """Raise ValueError or OSError if the run folder is taken or cannot be created, or the
+    checkpoint does not exist.
 
-    After a restart by the launcher, an existing folder may be that of this run, so the check waits until the processes
-    have connected (`connected`). A launcher does not count restarts that the launcher of another machine began.
+    After a restart by the launcher, an existing folder may be that of this run, so the check waits
+    until the processes have connected (`connected`). A launcher does not count restarts that the
+    launcher of another machine began.
     """
     if can_be_restarted() and not connected:
         return
@@ -265,10 +321,19 @@ def check_run_folder(config: TrainConfig, connected: bool = False) -> None:
     if config.resume not in (None, "auto"):
         path = expand(config.resume)
         find_checkpoint(path, prefer=("latest",))
-        if config.run_name and folder.exists() and folder.resolve() not in (path.resolve(), *path.resolve().parents):
-            raise UserError(f"{folder} exists and is not the run of {config.resume}", "choose another --run_name")
+        if (
+            config.run_name
+            and folder.exists()
+            and folder.resolve() not in (path.resolve(), *path.resolve().parents)
+        ):
+            raise UserError(
+                f"{folder} exists and is not the run of {config.resume}",
+                "choose another --run_name",
+            )
     if config.run_name and config.resume is None and folder.exists():
-        raise UserError(f"{folder} exists", "continue it with --resume auto, or choose another --run_name")
+        raise UserError(
+            f"{folder} exists", "continue it with --resume auto, or choose another --run_name"
+        )
     check_output_folder("--output_dir", parent)
 
 
@@ -281,18 +346,23 @@ def _create_folder(config: TrainConfig) -> Path:
     """Create a new folder for the run and return its path."""
     about = re.sub(r"[^\w.]+", "-", f"{Path(config.data).name}-{config.model}").lstrip(".-")
     while True:
-        path = expand(config.output_dir) / (config.run_name or f"{about[:50]}-{time.strftime('%Y%m%d-%H%M%S')}")
+        path = expand(config.output_dir) / (
+            config.run_name or f"{about[:50]}-{time.strftime('%Y%m%d-%H%M%S')}"
+        )
         try:
             path.mkdir(parents=True)
             return path
-        except FileExistsError:  # another run started in the same second, or created this name after the check
+        # another run started in the same second, or created this name after the check
+        except FileExistsError:
             if config.run_name or not path.exists():  # a folder above it is a broken link
                 raise
             time.sleep(0.2)
 
 
 def _check_shared(folder: Path, holder: str) -> None:
-    """Raise ValueError if this rank does not see the folder that the main process, `holder`, has locked."""
+    """Raise ValueError if this rank does not see the folder that the main process, `holder`, has
+    locked.
+    """
     for _ in range(20):  # a network file system may show a new file with a delay
         with suppress(OSError):
             if (folder / LOCK).read_text() == holder:

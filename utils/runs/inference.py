@@ -24,7 +24,8 @@ from utils.tasks.task import Task
 def find_saved(ckpt: str, kind: str | None, ranks: Ranks, tries: int = 10) -> SavedRun:
     """The verified checkpoint of --ckpt, with the weights that --weights `kind` names; collective.
 
-    Everything is read here. If a training run deletes the checkpoint meanwhile, the search begins anew.
+    Everything is read here. If a training run deletes the checkpoint meanwhile, the search begins
+    anew.
     """
     # Only the main process searches: a training run could move `best` between two searches.
     path = ranks.from_main(lambda: find_checkpoint(expand(ckpt)))
@@ -67,13 +68,19 @@ def set_evaluation_input(saved: SavedRun, spec: InputSpec) -> SavedRun:
 
 
 def given_settings(flags: LaunchConfig) -> dict[str, Any]:
-    """The settings of a training run that these flags replace: those that both have, except where it is launched."""
+    """The settings of a training run that these flags replace: those that both have, except where
+    it is launched.
+    """
     own = {setting.name for setting in fields(TrainConfig)} - {*OF_ONE_START, "model", "pretrained"}
     return {name: value for name, value in vars(flags).items() if name in own and value is not None}
 
 
-def warn_about_flags(flags: EvalConfig | PredictConfig, config: TrainConfig, spec: InputSpec) -> list[str]:
-    """Lines about given settings that have no effect or do not suit the run; `spec` is that of the evaluation."""
+def warn_about_flags(
+    flags: EvalConfig | PredictConfig, config: TrainConfig, spec: InputSpec
+) -> list[str]:
+    """Lines about given settings that have no effect or do not suit the run; `spec` is that of the
+    evaluation.
+    """
     lines = []
     if flags.threshold is not None and config.task == "classification":
         lines.append("--threshold has no effect: only multilabel and binary use it")

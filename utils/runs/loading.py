@@ -1,7 +1,8 @@
-"""The tensors of checkpoints: what is added to `Accelerator.save_state`, and how all of them are read.
+"""The tensors of checkpoints: what is added to `Accelerator.save_state`, and how all of them are
+read.
 
-A part of a run besides model and optimizer is a safetensors file NAME.safetensors in its checkpoints. To add one, add
-an object with the methods of `Part` to `make_parts`.
+A part of a run besides model and optimizer is a safetensors file NAME.safetensors in its
+checkpoints. To add one, add an object with the methods of `Part` to `make_parts`.
 """
 
 from collections.abc import Mapping
@@ -32,10 +33,11 @@ EMA = "ema"
 
 
 class Part(Protocol):
-    """What `run.parts` holds. The state is a flat dict, with the same names, shapes and dtypes during the whole run.
+    """What `run.parts` holds. The state is a flat dict, with the same names, shapes and dtypes
+    during the whole run.
 
-    `state_dict` must not communicate, because it may be called on the main process only; its tensors may be sharded.
-    All ranks call `load_state_dict`, with the same state, or `restart`.
+    `state_dict` must not communicate, because it may be called on the main process only; its
+    tensors may be sharded. All ranks call `load_state_dict`, with the same state, or `restart`.
     """
 
     def state_dict(self) -> dict[str, Tensor]: ...
@@ -43,22 +45,32 @@ class Part(Protocol):
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> object: ...
 
     def restart(self) -> str:
-        """Called after the weights are loaded if the checkpoint lacks this part; returns what it does instead."""
+        """Called after the weights are loaded if the checkpoint lacks this part; returns what it
+        does instead.
+        """
         ...
 
 
 class LossScale:
-    """The loss scale of fp16 as float64 scalars. A new one would overflow at first, and updates would be skipped."""
+    """The loss scale of fp16 as float64 scalars.
+
+    A new one would overflow at first, and updates would be skipped.
+    """
 
     def __init__(self, scaler: torch.amp.GradScaler):
         self.scaler = scaler
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {name: torch.tensor(value, dtype=torch.float64) for name, value in self.scaler.state_dict().items()}
+        return {
+            name: torch.tensor(value, dtype=torch.float64)
+            for name, value in self.scaler.state_dict().items()
+        }
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         kinds = {name: type(value) for name, value in self.scaler.state_dict().items()}
-        self.scaler.load_state_dict({name: kind(state_dict[name].item()) for name, kind in kinds.items()})
+        self.scaler.load_state_dict(
+            {name: kind(state_dict[name].item()) for name, kind in kinds.items()}
+        )
 
     def restart(self) -> str:
         return "keeps its initial state"
@@ -69,21 +81,31 @@ def make_average(module: nn.Module, decay: float | None) -> WeightAverage | None
     return WeightAverage(module, decay) if decay else None
 
 
-def make_parts(accelerator: Accelerator, module: nn.Module, average: WeightAverage | None) -> dict[str, Part]:
+def make_parts(
+    accelerator: Accelerator, module: nn.Module, average: WeightAverage | None
+) -> dict[str, Part]:
     """The parts of a run, by their names. `module` is for parts that you add."""
-    parts: dict[str, Part] = {LOSS_SCALE: LossScale(accelerator.scaler)} if accelerator.scaler else {}
+    parts: dict[str, Part] = (
+        {LOSS_SCALE: LossScale(accelerator.scaler)} if accelerator.scaler else {}
+    )
     return parts | ({EMA: average} if average else {})
 
 
 def write_parts(
-    accelerator: Accelerator, module: nn.Module, optimizer: torch.optim.Optimizer, parts: Mapping[str, Part]
+    accelerator: Accelerator,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    parts: Mapping[str, Part],
 ) -> None:
-    """Let `Accelerator.save_state` write the parts of a run, too, and each tied weight of `module` once.
+    """Let `Accelerator.save_state` write the parts of a run, too, and each tied weight of `module`
+    once.
 
     With FSDP2 all ranks send their rows of each tensor, and the main process writes them.
     """
     if not is_sharded(module):  # otherwise torch.load without map_location would need a GPU
-        _unwrapped(optimizer).register_state_dict_post_hook(lambda _, state: send_to_device(state, "cpu"))
+        _unwrapped(optimizer).register_state_dict_post_hook(
+            lambda _, state: send_to_device(state, "cpu")
+        )
 
     def before_saving(_models: Any, weights: list[dict[str, Tensor]], folder: str) -> None:
         if weights:  # empty with FSDP2. Accelerate would drop tensors that share memory with others
@@ -106,10 +128,16 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def bytes_to_save(module: nn.Module, optimizer: torch.optim.Optimizer, parts: Mapping[str, Part]) -> int:
+def bytes_to_save(
+    module: nn.Module, optimizer: torch.optim.Optimizer, parts: Mapping[str, Part]
+) -> int:
     """The bytes that a save needs on the disk. With FSDP2 this includes the weights twice."""
     weights = [distinct_state(module)] * (1 + is_sharded(module))
-    states = [*weights, *_unwrapped(optimizer).state.values(), *(part.state_dict() for part in parts.values())]
+    states = [
+        *weights,
+        *_unwrapped(optimizer).state.values(),
+        *(part.state_dict() for part in parts.values()),
+    ]
     tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
@@ -120,7 +148,11 @@ def check_savable(optimizer: torch.optim.Optimizer) -> None:
     values = [pair for state in (*own.state.values(), *own.param_groups) for pair in state.items()]
     for key, value in values:
         problem = f"the state of this optimizer cannot be saved: {key} is a {type(value).__name__}"
-        require(key == "params" or isinstance(value, Tensor) or _is_plain(value), problem, "use another --optimizer")
+        require(
+            key == "params" or isinstance(value, Tensor) or _is_plain(value),
+            problem,
+            "use another --optimizer",
+        )
 
 
 def trained_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -133,17 +165,21 @@ def trained_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def read_optimizer(checkpoint: Path) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """The names of all parameters of a saved optimizer, and the state of those that have one, by name.
+    """The names of all parameters of a saved optimizer, and the state of those that have one, by
+    name.
 
     With DDP, the state in the file has the numbers of parameters as keys; with FSDP2, their names.
     """
     saved = load_pickled(checkpoint / OPTIMIZER)
     keys = _by_name(saved["param_groups"])
-    return list(keys), {name: saved["state"][key] for name, key in keys.items() if key in saved["state"]}
+    return list(keys), {
+        name: saved["state"][key] for name, key in keys.items() if key in saved["state"]
+    }
 
 
 def load_weights(checkpoint: Path, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Copy the weights of a checkpoint into a bare model. Raises ValueError if they do not fit, or are not finite.
+    """Copy the weights of a checkpoint into a bare model. Raises ValueError if they do not fit, or
+    are not finite.
 
     Tied weights have one name in a checkpoint, see `distinct_state`.
     """
@@ -161,13 +197,14 @@ def load_weights(checkpoint: Path, tensors: Mapping[str, Tensor], model: nn.Modu
 def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> list[str]:
     """Load the checkpoint's optimizer state into `optimizer`. Nothing in the file is executed.
 
-    Takes one step with zero gradients, which creates the state, restores the weights, and copies the saved state.
-    Parameters are matched by name, so their groups may differ. Settings such as the weight decay stay as in this run.
-    Returns a line about parameters without a state. Raises ValueError if the state does not fit, or if it lacks a
-    parameter whose state this optimizer creates before the first gradient.
+    Takes one step with zero gradients, which creates the state, restores the weights, and copies
+    the saved state. Parameters are matched by name, so their groups may differ. Settings such as
+    the weight decay stay as in this run. Returns a line about parameters without a state. Raises
+    ValueError if the state does not fit, or if it lacks a parameter whose state this optimizer
+    creates before the first gradient.
     """
-    # Not `Accelerator.load_state`: it unpickles random states, matches the state by position, and replaces the settings
-    # of the groups. With FSDP2 it also needs a state for each parameter.
+    # Not `Accelerator.load_state`: it unpickles random states, matches the state by position, and
+    # replaces the settings of the groups. With FSDP2 it also needs a state for each parameter.
     path, optimizer = checkpoint / OPTIMIZER, _unwrapped(optimizer)
     problem = f"{checkpoint / MANIFEST}: does not name {OPTIMIZER}"
     require(OPTIMIZER in files_of(checkpoint), problem, "use another checkpoint")
@@ -194,11 +231,16 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> list[s
                     raise ValueError(f"{key} is a {type(value).__name__}")
             optimizer.state[parameter] = values
     except UnpicklingError as error:
-        problem = f"{path}: is refused, because it contains objects whose loading would execute code"
+        problem = (
+            f"{path}: is refused, because it contains objects whose loading would execute code"
+        )
         raise UserError(problem, "use another checkpoint") from error
-    except Exception as error:  # torch.load raises errors of many classes, such as those of struct and zipfile
+    # torch.load raises errors of many classes, such as those of struct and zipfile
+    except Exception as error:
         problem = f"{path}: not this run's optimizer ({one_line(error)[:160]})"
-        raise UserError(problem, "use the same --optimizer, with the same arguments, and the same --model") from error
+        raise UserError(
+            problem, "use the same --optimizer, with the same arguments, and the same --model"
+        ) from error
     text = f"without a state of the optimizer in the checkpoint, as before the first gradient: {join_names(missing)}"
     return [text] * bool(missing)
 
@@ -235,14 +277,19 @@ def _step_with_zeros(optimizer: torch.optim.Optimizer, parameters: list[nn.Param
 
 
 def load_parts(checkpoint: Path, parts: Mapping[str, Part]) -> list[str]:
-    """Load the checkpoint's parts. Returns lines to print about parts that only the checkpoint or only the run has.
+    """Load the checkpoint's parts. Returns lines to print about parts that only the checkpoint or
+    only the run has.
 
     Raises ValueError if the tensors of a part do not fit.
     """
     saved = {Path(name).stem for name in files_of(checkpoint) if name.endswith(".safetensors")}
     saved.remove(Path(MODEL).stem)
     unknown = sorted(saved - parts.keys())
-    lines = [f"parts of the checkpoint that this run does not have: {join_names(unknown)}"] if unknown else []
+    lines = (
+        [f"parts of the checkpoint that this run does not have: {join_names(unknown)}"]
+        if unknown
+        else []
+    )
     for name, part in parts.items():
         path = checkpoint / f"{name}.safetensors"
         if name not in saved:
@@ -265,8 +312,8 @@ def load_parts(checkpoint: Path, parts: Mapping[str, Part]) -> list[str]:
 class Weights:
     """The weights of an evaluation, from a verified checkpoint.
 
-    They are read at once, because a training run may delete the checkpoint. `part` is "model" or "ema". If `is_choice`,
-    the checkpoint has both.
+    They are read at once, because a training run may delete the checkpoint. `part` is "model" or
+    "ema". If `is_choice`, the checkpoint has both.
     """
 
     checkpoint: Path
@@ -283,7 +330,10 @@ def choose_weights(checkpoint: Path, kind: str | None) -> Weights:
     """Read the weights that --weights names, by default the average if the checkpoint has one."""
     has_average = f"{EMA}.safetensors" in files_of(checkpoint)
     if kind == "ema" and not has_average:
-        raise UserError(f"{checkpoint}: has no average of the weights", "use --weights raw, or train with --ema_decay")
+        raise UserError(
+            f"{checkpoint}: has no average of the weights",
+            "use --weights raw, or train with --ema_decay",
+        )
     part = EMA if has_average and kind != "raw" else "model"
     return Weights(checkpoint, part, has_average, read_weights(checkpoint / f"{part}.safetensors"))
 

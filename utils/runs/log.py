@@ -113,7 +113,9 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     path, records = folder / "log.jsonl", list[dict[str, Any]]()
     require(path.is_file(), f"{folder}: has no log.jsonl", "name a run folder, such as runs/NAME")
     # A run may be writing the last line, or was killed meanwhile.
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1], 1):
+    for number, line in enumerate(
+        path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1], 1
+    ):
         with suppress(ValueError, TypeError, RecursionError):
             records.append({**json.loads(line)})
         require(len(records) == number, f"{path}: line {number} is damaged", "delete it")
@@ -138,7 +140,11 @@ def is_kept(record: Any, state: TrainState) -> bool:
     """
     try:
         is_last = record["kind"] == "eval" and record["step"] == state.step
-        return record["step"] <= state.step and record["kind"] != "end" and not (is_last and state.owes_evaluation)
+        return (
+            record["step"] <= state.step
+            and record["kind"] != "end"
+            and not (is_last and state.owes_evaluation)
+        )
     except (KeyError, TypeError):
         return False
 

@@ -12,7 +12,8 @@ from utils.files import read_json, read_text, write_file
 
 MANIFEST = "manifest.json"
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.bin"  # as Accelerate's `save_state` names them
-NEEDED = (MODEL, "state.json", "config.yaml", "labels.json", SAMPLES)  # a resume also needs OPTIMIZER
+# a resume also needs OPTIMIZER
+NEEDED = (MODEL, "state.json", "config.yaml", "labels.json", SAMPLES)
 
 
 def checkpoint_of(folder: Path, step: int | None) -> Path:
@@ -21,7 +22,10 @@ def checkpoint_of(folder: Path, step: int | None) -> Path:
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, including damaged ones, oldest first. Raises OSError if it cannot be listed."""
+    """The checkpoints in `folder`, including damaged ones, oldest first.
+
+    Raises OSError if it cannot be listed.
+    """
     return sorted((path for path in folder.iterdir() if is_checkpoint_name(path.name)), key=step_of)
 
 
@@ -39,7 +43,8 @@ def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
 def find_checkpoint(path: Path, prefer: tuple[str, ...] = ("best", "latest")) -> Path:
     """The checkpoint at `path`, or in the run folder at `path`. Raises ValueError if there is none.
 
-    In a run folder it is the checkpoint of the first `prefer` pointer that exists, or else the newest one.
+    In a run folder it is the checkpoint of the first `prefer` pointer that exists, or else the
+    newest one.
     """
     if not path.exists():
         raise UserError(f"{path}: no such checkpoint or run folder", "correct the path")
@@ -48,7 +53,8 @@ def find_checkpoint(path: Path, prefer: tuple[str, ...] = ("best", "latest")) ->
     for folder in (path / "checkpoints", path):
         if not folder.is_dir():
             continue
-        for name in [name for name in prefer for _ in range(2)]:  # a training run may move it and delete its checkpoint
+        # a training run may move it and delete its checkpoint
+        for name in [name for name in prefer for _ in range(2)]:
             found = read_pointer(folder, name)
             if found is not None and found.is_dir():
                 return found
@@ -73,11 +79,18 @@ def verify(checkpoint: Path) -> None:
 
 
 def files_of(checkpoint: Path) -> dict[str, dict]:
-    """Size and SHA-256 of each file in the manifest. Raises ValueError if the manifest is damaged."""
+    """Size and SHA-256 of each file in the manifest.
+
+    Raises ValueError if the manifest is damaged.
+    """
     path = checkpoint / MANIFEST
     manifest = read_json(path)
     files = manifest.get("files") if isinstance(manifest, dict) else None
-    if not isinstance(files, dict) or not files or path.read_bytes() != manifest_text(files).encode():
+    if (
+        not isinstance(files, dict)
+        or not files
+        or path.read_bytes() != manifest_text(files).encode()
+    ):
         raise UserError(f"{path}: damaged", "use another checkpoint")
     return files
 
@@ -97,7 +110,8 @@ def damage_of(checkpoint: Path) -> str | None:
                 return f"{path}: damaged"
     except (ValueError, OSError) as error:
         text, _ = split_error(error)
-        return text if text.startswith(str(path)) else f"{path}: {text}"  # an OSError may lack the file's name
+        # an OSError may lack the file's name
+        return text if text.startswith(str(path)) else f"{path}: {text}"
     return None
 
 
@@ -108,7 +122,10 @@ def write_manifest(folder: Path) -> None:
 
 
 def manifest_text(files: dict) -> str:
-    """The text of a manifest. Equal entries always give the same text, so any change to a manifest is detected."""
+    """The text of a manifest.
+
+    Equal entries always give the same text, so any change to a manifest is detected.
+    """
     return json.dumps({"files": files}, indent=1) + "\n"
 
 
@@ -123,7 +140,9 @@ def sha256_of(path: Path) -> str:
 
 
 def read_pointer(folder: Path, name: str) -> Path | None:
-    """The checkpoint that the pointer `latest` or `best` names; None if there is no such checkpoint."""
+    """The checkpoint that the pointer `latest` or `best` names; None if there is no such
+    checkpoint.
+    """
     try:
         target = read_text(folder / name, max_bytes=4096).strip()
     except (OSError, ValueError):

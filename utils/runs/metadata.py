@@ -1,4 +1,6 @@
-"""The contents of a checkpoint besides its tensors: settings, training state, classes, samples and versions."""
+"""The contents of a checkpoint besides its tensors: settings, training state, classes, samples and
+versions.
+"""
 
 import json
 import math
@@ -43,7 +45,9 @@ _OTHER = "use another checkpoint"
 
 @dataclass(kw_only=True)
 class SavedState:
-    """The contents of state.json: the training state, and the samples and processes that it belongs to."""
+    """The contents of state.json: the training state, and the samples and processes that it belongs
+    to.
+    """
 
     format: Annotated[PositiveInt, at_least(FORMAT), at_most(FORMAT)] = FORMAT
     state: TrainState
@@ -62,12 +66,18 @@ class SavedState:
 
     @classmethod
     def from_json(cls, path: Path) -> "SavedState":
-        """Read the file of a verified checkpoint. Raises ValueError, which names it, if a value is malformed."""
+        """Read the file of a verified checkpoint.
+
+        Raises ValueError, which names it, if a value is malformed.
+        """
         values = read_json(path)
         try:
             return read_fields(cls, values)
         except ValueError as error:
-            found, wrote = (values.get(name) if isinstance(values, dict) else None for name in ("format", "versions"))
+            found, wrote = (
+                values.get(name) if isinstance(values, dict) else None
+                for name in ("format", "versions")
+            )
             if type(found) is not int or found == FORMAT:
                 raise UserError(f"{path}: {error}", _OTHER) from None
             version = str(wrote.get("lockstep"))[:40] if isinstance(wrote, dict) else "?"
@@ -85,7 +95,8 @@ class Begun:
 
 @dataclass(frozen=True)
 class SavedRun(Begun):
-    """A verified checkpoint and its contents besides its tensors; `record` is None for published weights.
+    """A verified checkpoint and its contents besides its tensors; `record` is None for published
+    weights.
 
     `weights` are those to evaluate, which eval.py chooses.
     """
@@ -110,14 +121,18 @@ class SavedRun(Begun):
 
 
 def read_checkpoint(path: Path) -> SavedRun:
-    """Read the small files of a verified checkpoint. Raises ValueError if one of them is malformed."""
+    """Read the small files of a verified checkpoint.
+
+    Raises ValueError if one of them is malformed.
+    """
     values = SavedState.from_json(path / "state.json")
     run = SavedRun(path, read_settings(path), values, read_classes(path), read_record(path / FILE))
     return replace(run, weight_bytes=(path / MODEL).stat().st_size)
 
 
 def check_identity(saved: SavedRun) -> None:
-    """Raise UserError if a good checkpoint in the folder of this one was renamed, or is of another run.
+    """Raise UserError if a good checkpoint in the folder of this one was renamed, or is of another
+    run.
 
     Resumes and saves delete checkpoints by their names.
     """
@@ -130,7 +145,8 @@ def check_identity(saved: SavedRun) -> None:
         if (name, state.run_id) != (path.name, saved.state.run_id) and not damage_of(path):
             require(name == path.name, f"{path}: holds {name}", f"rename it to {name}")
             raise UserError(
-                f"{path}: belongs to another run than {saved.path.name}", "move one of them to another folder"
+                f"{path}: belongs to another run than {saved.path.name}",
+                "move one of them to another folder",
             )
 
 
@@ -159,7 +175,9 @@ def make_files(
 
 
 def read_settings(checkpoint: Path) -> TrainConfig:
-    """The settings of the run that wrote a checkpoint; settings that affect this machine have their defaults."""
+    """The settings of the run that wrote a checkpoint; settings that affect this machine have their
+    defaults.
+    """
     settings = read_config(checkpoint / "config.yaml")
     for name in CHOSEN:
         if getattr(settings, name) is None:
@@ -183,8 +201,15 @@ def read_classes(checkpoint: Path) -> list[str]:
 @cache
 def versions() -> dict[str, str]:
     """The versions of Lockstep, its commit, Python and the main packages."""
-    packages = {module.__name__: module.__version__ for module in (torch, torchvision, accelerate, np)}
-    return {"lockstep": VERSION, "commit": code_commit(), **packages, "python": platform.python_version()}
+    packages = {
+        module.__name__: module.__version__ for module in (torch, torchvision, accelerate, np)
+    }
+    return {
+        "lockstep": VERSION,
+        "commit": code_commit(),
+        **packages,
+        "python": platform.python_version(),
+    }
 
 
 def config_to_save(config: TrainConfig) -> str:

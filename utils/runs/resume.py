@@ -1,4 +1,6 @@
-"""Resume a run from a checkpoint: its settings, batch sizes and state, and what differs from the earlier run."""
+"""Resume a run from a checkpoint: its settings, batch sizes and state, and what differs from the
+earlier run.
+"""
 
 import uuid
 from collections.abc import Set
@@ -19,11 +21,14 @@ from utils.runs.metadata import Begun, SavedRun
 from utils.runs.state import TrainState
 
 
-def choose_batch(config: TrainConfig, saved: SavedRun | None, processes: int) -> tuple[int, int, int]:
-    """(batch_size, grad_accum, global_batch_size) of this start; a resumed run keeps its global batch size.
+def choose_batch(
+    config: TrainConfig, saved: SavedRun | None, processes: int
+) -> tuple[int, int, int]:
+    """(batch_size, grad_accum, global_batch_size) of this start; a resumed run keeps its global
+    batch size.
 
-    The batch size per process does not exceed --batch_size or, if it is not set, the largest one so far. Raises
-    ValueError, which lists the numbers of processes that work.
+    The batch size per process does not exceed --batch_size or, if it is not set, the largest one so
+    far. Raises ValueError, which lists the numbers of processes that work.
     """
     if saved is None:
         return resolve_batch(config, processes)
@@ -37,7 +42,9 @@ def choose_batch(config: TrainConfig, saved: SavedRun | None, processes: int) ->
             return resolve_batch(config, processes)
     if total % processes:
         *works, most = [str(number) for number in range(1, 2 * processes) if total % number == 0]
-        problem = f"{saved.path}: the global batch of {total} is not divisible by {processes} processes"
+        problem = (
+            f"{saved.path}: the global batch of {total} is not divisible by {processes} processes"
+        )
         raise UserError(problem, f"resume with {', '.join(works)} or {most} processes")
     share, largest = total // processes, config.batch_size or saved.state.batch_size
     batch_size = next(size for size in range(min(largest, share), 0, -1) if share % size == 0)
@@ -45,11 +52,16 @@ def choose_batch(config: TrainConfig, saved: SavedRun | None, processes: int) ->
 
 
 def keep_settings(config: TrainConfig, given: Set[str], saved: Begun) -> TrainConfig:
-    """The settings: those that are `given` or belong to this machine, else those of the checkpoint or the run.
+    """The settings: those that are `given` or belong to this machine, else those of the checkpoint
+    or the run.
 
     Raises UserError if they contradict each other.
     """
-    own = {name for name in given if name not in KEPT or getattr(config, name) != getattr(TrainConfig, name)}
+    own = {
+        name
+        for name in given
+        if name not in KEPT or getattr(config, name) != getattr(TrainConfig, name)
+    }
     own |= {*OF_THIS_MACHINE}
     batch = {"batch_size", "grad_accum"}  # they follow from the global batch
     if isinstance(saved, SavedRun) or given & batch:
@@ -69,7 +81,8 @@ def keep_settings(config: TrainConfig, given: Set[str], saved: Begun) -> TrainCo
 def restore_state(
     saved: SavedRun | None, folder: Path | None, config: TrainConfig, plan: Plan, data: Data
 ) -> TrainState:
-    """The state to start from: the checkpoint's, or a new one. Raises ValueError if the checkpoint does not fit.
+    """The state to start from: the checkpoint's, or a new one. Raises ValueError if the checkpoint
+    does not fit.
 
     `folder` is the run folder if it exists already.
     """
@@ -94,7 +107,9 @@ def restore_state(
 
 
 def check_same_run(saved: SavedRun, config: TrainConfig, plan: Plan, data: Data) -> None:
-    """Raise ValueError if a run with these settings and this data cannot continue the run of the checkpoint."""
+    """Raise ValueError if a run with these settings and this data cannot continue the run of the
+    checkpoint.
+    """
     there = saved.values
     for what, old, new in (
         *((f"a --{name}", getattr(saved.settings, name), getattr(config, name)) for name in FIXED),
@@ -103,7 +118,9 @@ def check_same_run(saved: SavedRun, config: TrainConfig, plan: Plan, data: Data)
         ("the classes", saved.class_names, data.class_names),
         ("labels", there.labels, data.train.label_fingerprint),
     ):
-        problem = f"{saved.path}: was trained with {what} of {shorten(str(old))}, not {shorten(str(new))}"
+        problem = (
+            f"{saved.path}: was trained with {what} of {shorten(str(old))}, not {shorten(str(new))}"
+        )
         require(old == new, problem, "use the same settings, or start a new run")
     threads = torch.get_num_threads()
     same = not config.microbatches or there.device != "cpu" or there.threads == threads
@@ -111,13 +128,19 @@ def check_same_run(saved: SavedRun, config: TrainConfig, plan: Plan, data: Data)
     require(same, problem, f"set --threads {there.threads}")
 
 
-def resume_lines(saved: SavedRun, config: TrainConfig, resolved: TrainConfig, plan: Plan, processes: int) -> list[str]:
+def resume_lines(
+    saved: SavedRun, config: TrainConfig, resolved: TrainConfig, plan: Plan, processes: int
+) -> list[str]:
     """The lines that a resumed run prints: its checkpoint, and what differs from the earlier run.
 
     `config` has the batch sizes of this start as given.
     """
     ignored = {*OF_THIS_MACHINE, "global_batch_size", "batch_size", "grad_accum"}
-    changes = [(name, vars(saved.settings)[name], new) for name, new in vars(resolved).items() if name not in ignored]
+    changes = [
+        (name, vars(saved.settings)[name], new)
+        for name, new in vars(resolved).items()
+        if name not in ignored
+    ]
     topology = [
         ("processes", saved.values.processes, processes),
         ("threads", saved.values.threads, torch.get_num_threads()),
@@ -134,6 +157,8 @@ def resume_lines(saved: SavedRun, config: TrainConfig, resolved: TrainConfig, pl
     for name in ("batch_size", "grad_accum"):
         value, used = getattr(config, name), plan.sizes(processes)[name]
         if value not in (None, used):
-            problem = f"--{name} {value} does not give the run's global batch of {plan.global_batch_size}"
+            problem = (
+                f"--{name} {value} does not give the run's global batch of {plan.global_batch_size}"
+            )
             lines.append(f"{problem}; using {used}")
     return lines

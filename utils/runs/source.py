@@ -1,4 +1,6 @@
-"""The weights that a new run starts from (--init_from), and those of eval.py: of a run, a file or the Hub."""
+"""The weights that a new run starts from (--init_from), and those of eval.py: of a run, a file or
+the Hub.
+"""
 
 import os
 from collections.abc import Callable, Mapping
@@ -28,13 +30,15 @@ from utils.runs.manifest import MANIFEST, is_checkpoint_name
 from utils.runs.metadata import SavedRun, SavedState
 from utils.runs.state import TrainState
 
-Names = list[str] | Callable[[list[str]], list[str]]  # class names, or a function of those of the data
+# class names, or a function of those of the data
+Names = list[str] | Callable[[list[str]], list[str]]
 WEIGHTS = "model.safetensors"
 _HUB = "hf://"
 _OF_MODEL = ("model", "model_args", "stem")
 _OF_INPUT = ("channels", "image_size", "mean", "std", "interpolation", "eval_crop", "squash")
 _SETTINGS = _OF_MODEL + _OF_INPUT
-"""Settings that a run takes from its source unless they are given; those of the model belong together."""
+"""Settings that a run takes from its source unless they are given; those of the model belong
+together."""
 
 
 @dataclass
@@ -45,7 +49,8 @@ class InitialWeights:
     tensors: Mapping[str, Tensor]
     class_names: list[str]
     settings: dict[str, Any]
-    taken: list[str] = field(default_factory=list)  # settings that were not given, and the order of outputs
+    # settings that were not given, and the order of outputs
+    taken: list[str] = field(default_factory=list)
     match: Match | None = None  # once the model has the weights
 
     def __post_init__(self) -> None:
@@ -57,15 +62,20 @@ class InitialWeights:
         return f"{self.name}: {self.match.line() if self.match else ''}{taken}"
 
 
-def find_source(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> tuple[TrainConfig, InitialWeights | None]:
+def find_source(
+    config: TrainConfig, saved: SavedRun | None, ranks: Ranks
+) -> tuple[TrainConfig, InitialWeights | None]:
     """What --init_from names, and the settings with those that follow from it; collective.
 
-    A run that resumes from the checkpoint `saved` needs no source. It keeps these settings as they were.
+    A run that resumes from the checkpoint `saved` needs no source. It keeps these settings as they
+    were.
     """
     if saved is not None:
         kept = saved.settings.init_from
         if config.init_from and absolute_source(config.init_from) != kept:
-            Terminal(ranks.is_main).print("--init_from has no effect: a resumed run has the weights of its checkpoint")
+            Terminal(ranks.is_main).print(
+                "--init_from has no effect: a resumed run has the weights of its checkpoint"
+            )
         return replace(config, init_from=kept), None
     if config.init_from is None:
         return config, None
@@ -81,16 +91,25 @@ def find_source(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> tu
 
 
 def read_source(flag: str, where: str, model: str | None, ranks: Ranks) -> InitialWeights:
-    """The weights in the file, folder or repository `where`, the value of `flag`, for this `model`; collective."""
+    """The weights in the file, folder or repository `where`, the value of `flag`, for this `model`;
+    collective.
+    """
     found = ranks.from_main(partial(_find, flag, where), patient=True)
     with ranks.local_main_first(f"reading the weights of {flag}"):
         return _read(flag, found, model)
 
 
 def fill_input(config: TrainConfig, found: Mapping[str, Any]) -> TrainConfig:
-    """The settings, with those of `found` that are not given. Arguments and stem belong to the model that has them."""
+    """The settings, with those of `found` that are not given.
+
+    Arguments and stem belong to the model that has them.
+    """
     names = _SETTINGS if config.model in (None, found.get("model")) else _OF_INPUT
-    values = {name: found[name] for name in names if getattr(config, name) in (None, {}, "auto") and found.get(name)}
+    values = {
+        name: found[name]
+        for name in names
+        if getattr(config, name) in (None, {}, "auto") and found.get(name)
+    }
     for name in {"mean", "std"} & values.keys():
         if (config.channels or values.get("channels")) != len(values[name]):
             values[name] = [sum(values[name]) / len(values[name])]
@@ -107,14 +126,17 @@ def _is_run(where: str) -> bool:
 def _find(flag: str, where: str) -> str:
     """The file or folder that the flag names, as an absolute path, or hf://OWNER/NAME@COMMIT."""
     if where.startswith(_HUB):
-        return f"{where.partition('@')[0]}@{_download(flag, where).parent.name}"  # snapshots/COMMIT/model.safetensors
+        # snapshots/COMMIT/model.safetensors
+        return f"{where.partition('@')[0]}@{_download(flag, where).parent.name}"
     fix = f"give {'a run, a checkpoint, ' * (flag == '--init_from')}a file of weights or hf://OWNER/NAME"
     require(expand(where).exists(), f"{flag} {where}: no such file or folder", fix)
     return os.path.abspath(expand(where))
 
 
 def _download(flag: str, where: str) -> Path:
-    """The weights of a repository of the Hub in the local cache, with config.json beside them if there is one."""
+    """The weights of a repository of the Hub in the local cache, with config.json beside them if
+    there is one.
+    """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.errors import EntryNotFoundError
@@ -137,14 +159,19 @@ def _of_run(saved: SavedRun) -> InitialWeights:
     """The weights of a checkpoint, which have been read, with its settings."""
     assert saved.weights is not None
     values = {name: vars(saved.settings)[name] for name in ("model", "model_args", "stem")}
-    values |= {name: vars(saved.spec)[name] for name in ("channels", "mean", "std", "interpolation", "squash")}
+    values |= {
+        name: vars(saved.spec)[name]
+        for name in ("channels", "mean", "std", "interpolation", "squash")
+    }
     values |= {"image_size": list(saved.spec.size), "eval_crop": saved.settings.eval_crop}
     if saved.settings.pretrained:
         values |= {
             "stem": "standard",
             "eval_crop": values["eval_crop"] or published_input(values["model"])["eval_crop"],
         }
-    return InitialWeights(os.path.abspath(saved.path), saved.weights.tensors, saved.class_names, values)
+    return InitialWeights(
+        os.path.abspath(saved.path), saved.weights.tensors, saved.class_names, values
+    )
 
 
 def _read(flag: str, found: str, model: str | None) -> InitialWeights:
@@ -152,10 +179,14 @@ def _read(flag: str, found: str, model: str | None) -> InitialWeights:
     path = _download(flag, found) if found.startswith(_HUB) else Path(found)
     file = path / WEIGHTS if path.is_dir() else path
     tensors, inside = read_any(file)
-    names, values = _read_config(file.with_name("config.json")) if file.name == WEIGHTS else ([], {})
+    names, values = (
+        _read_config(file.with_name("config.json")) if file.name == WEIGHTS else ([], {})
+    )
     model = model or values.get("model")
     if not model:
-        raise UserError(f"{flag} {found}: does not name the model of its tensors", "add --model NAME")
+        raise UserError(
+            f"{flag} {found}: does not name the model of its tensors", "add --model NAME"
+        )
     values = input_of_weights(model, tensors) | values
     return InitialWeights(f"{found} ({inside})" if inside else found, tensors, names, values)
 
@@ -163,13 +194,18 @@ def _read(flag: str, found: str, model: str | None) -> InitialWeights:
 def input_of_weights(model: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The model, and the settings of the input of its published weights. Empty if there are none.
 
-    The number of channels is that of the first convolution in `tensors`. It is found by its kernel for one or three
-    channels, because the names may differ. Only depthwise convolutions also have such kernels, for one channel.
+    The number of channels is that of the first convolution in `tensors`. It is found by its kernel
+    for one or three channels, because the names may differ. Only depthwise convolutions also have
+    such kernels, for one channel.
     """
     if not (known := published_input(model)):
         return {}
     inputs = {kernel.shape[1] for kernel in tensors.values() if kernel.ndim == 4} & {1, 3}
-    return known | {"model": model, "stem": "standard", "channels": max(inputs, default=known["channels"])}
+    return known | {
+        "model": model,
+        "stem": "standard",
+        "channels": max(inputs, default=known["channels"]),
+    }
 
 
 def _read_config(path: Path) -> tuple[list[str], dict[str, Any]]:
@@ -194,7 +230,8 @@ def absolute_source(where: str | None) -> str | None:
 
 
 def find_run(flags: EvalConfig, ranks: Ranks) -> tuple[SavedRun, Names]:
-    """The verified checkpoint of --ckpt, or the values that a checkpoint of --model would have; collective.
+    """The verified checkpoint of --ckpt, or the values that a checkpoint of --model would have;
+    collective.
 
     Also returns the class names, in the form that `load_split` takes.
     """
@@ -202,14 +239,18 @@ def find_run(flags: EvalConfig, ranks: Ranks) -> tuple[SavedRun, Names]:
         saved = find_saved(flags.ckpt, flags.weights, ranks)
         return saved, saved.class_names
     assert flags.model
-    config = TrainConfig(model=flags.model, pretrained=flags.pretrained, task="classification", report=False)
+    config = TrainConfig(
+        model=flags.model, pretrained=flags.pretrained, task="classification", report=False
+    )
     config = replace(config, **given_settings(flags))
     with ranks.agree():
         check_model(config)
         if flags.pretrained:
             values = SavedState(state=TrainState(), input=input_spec(config, 3, None))
             outputs = published_outputs(config.model)
-            return SavedRun(Path(config.model), config, values, [], None), partial(names_of_outputs, outputs, True)
+            return SavedRun(Path(config.model), config, values, [], None), partial(
+                names_of_outputs, outputs, True
+            )
     return run_of_file(config, f"{flags.weights}", ranks)
 
 
@@ -221,10 +262,17 @@ def run_of_file(config: TrainConfig, file: str, ranks: Ranks) -> tuple[SavedRun,
     with ranks.agree("building the model"):
         config = fill_input(config, source.settings)
         spec = input_spec(config, 3, None)
-        model = build_model(config, spec, 1, weight_bytes=float("inf"))  # for the names of its tensors
-        tensors, left_out = fit_names(source.tensors, model, where, config.model, config.init_match == "order")
+        # for the names of its tensors
+        model = build_model(config, spec, 1, weight_bytes=float("inf"))
+        tensors, left_out = fit_names(
+            source.tensors, model, where, config.model, config.init_match == "order"
+        )
         outputs = count_outputs(tensors, model)
-        require(outputs > 0, f"{where}: has no head for {config.model}", "set --model to the model of these weights")
+        require(
+            outputs > 0,
+            f"{where}: has no head for {config.model}",
+            "set --model to the model of these weights",
+        )
     if left_out:
         Terminal(ranks.is_main).print(f"{where}: not used: {join_names(left_out, 6)}")
     weights = Weights(Path(source.name), "model", False, tensors)

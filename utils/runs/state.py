@@ -8,9 +8,14 @@ from typing import Annotated, Any
 from utils.config.bounds import Bound, Count, NonNegativeFloat, Number, PositiveInt, read_fields
 from utils.data.order import Plan
 
-_MAX_EVALUATIONS = 1000  # less than 1 MB of JSON even with 30 metrics; state.json may have at most 8 MB
-_TOTALS = Bound("the meter's totals", lambda sums: not sums or sums.keys() >= {"count", "wait", "loss"})
-_WITH_STEPS = Bound("evaluations", lambda history: all(type(each.get("step")) is int for each in history))
+# less than 1 MB of JSON even with 30 metrics; state.json may have at most 8 MB
+_MAX_EVALUATIONS = 1000
+_TOTALS = Bound(
+    "the meter's totals", lambda sums: not sums or sums.keys() >= {"count", "wait", "loss"}
+)
+_WITH_STEPS = Bound(
+    "evaluations", lambda history: all(type(each.get("step")) is int for each in history)
+)
 
 
 @dataclass
@@ -23,7 +28,8 @@ class TrainState:
     """Finished updates."""
     epoch: Count = 0
     position: Count = 0
-    """Samples of this epoch used so far. The seed, the epoch and this determine the order of the rest."""
+    """Samples of this epoch used so far. The seed, the epoch and this determine the order of the
+    rest."""
     best: Number | None = None
     """The best value so far of the task's metric, such as the accuracy of the evaluation split."""
     best_step: Count | None = None
@@ -38,24 +44,31 @@ class TrainState:
     owes_evaluation: bool = False
     """Whether the run stopped before or during the evaluation that was due at this step."""
     batch_size: PositiveInt = 0
-    """The largest batch of one process so far. A resumed run on fewer processes accumulates instead of exceeding it."""
-    evaluations: Annotated[list[dict[str, int | Number | None]], _WITH_STEPS] = field(default_factory=list)
+    """The largest batch of one process so far. A resumed run on fewer processes accumulates instead
+    of exceeding it."""
+    evaluations: Annotated[list[dict[str, int | Number | None]], _WITH_STEPS] = field(
+        default_factory=list
+    )
     """The step and the numbers of the last 1,000 evaluations, oldest first."""
     exploded: bool = False
     """Whether the run has reported that it diverges."""
     rounding_said: bool = False
     """Whether the run has reported that the processors of its ranks round differently."""
     learned: bool = False
-    """Whether the first update or a train record had a loss below 0.8 times that of uniform predictions."""
+    """Whether the first update or a train record had a loss below 0.8 times that of uniform
+    predictions."""
     best_value: Number | None = None
-    """The best value so far of the task's metric, even if its checkpoint was not saved. Unlike `best`, it is kept by a
-    resume in a new run folder."""
+    """The best value so far of the task's metric, even if its checkpoint was not saved. Unlike
+    `best`, it is kept by a resume in a new run folder."""
     evaluations_since_best: Count = 0
     """Evaluations since `best_value`."""
 
     @classmethod
     def from_dict(cls, values: Any) -> "TrainState":
-        """Make a state from the output of `asdict`. Raises ValueError if no run can have these values."""
+        """Make a state from the output of `asdict`.
+
+        Raises ValueError if no run can have these values.
+        """
         return read_fields(cls, values)
 
     @property
@@ -69,19 +82,27 @@ class TrainState:
         self.step += 1
         self.epoch, self.position = plan.at(self.step)
 
-    def add_evaluation(self, result: Mapping[str, Any], metric: str, higher_is_better: bool) -> None:
-        """Add an evaluation at this step to the history, and store its `metric` if it is the best so far.
+    def add_evaluation(
+        self, result: Mapping[str, Any], metric: str, higher_is_better: bool
+    ) -> None:
+        """Add an evaluation at this step to the history, and store its `metric` if it is the best
+        so far.
 
-        Of equal values, the earliest stays the best. NaN and infinity, which JSON lacks, become None in the history and
-        are never the best; a metric may be missing because it is undefined.
+        Of equal values, the earliest stays the best. NaN and infinity, which JSON lacks, become
+        None in the history and are never the best; a metric may be missing because it is undefined.
         """
         numbers = {name: value for name, value in result.items() if type(value) in (int, float)}
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        self.evaluations = [*self.evaluations[1 - _MAX_EVALUATIONS :], {"step": self.step, **finite}]
+        self.evaluations = [
+            *self.evaluations[1 - _MAX_EVALUATIONS :],
+            {"step": self.step, **finite},
+        ]
         value = finite.get(metric)
 
         def is_better_than(best: float | None) -> bool:
-            return value is not None and (best is None or (value > best if higher_is_better else value < best))
+            return value is not None and (
+                best is None or (value > best if higher_is_better else value < best)
+            )
 
         if is_better_than(self.best):
             self.best, self.best_step = value, self.step

@@ -56,7 +56,13 @@ TRACKERS = Trackers("report_to", LOGGER_TYPE_TO_CLASS)
 
 
 # By default W&B sends the host name, the command, git's remote and what is printed.
-_OF_WANDB = {"x_disable_meta": True, "disable_git": True, "disable_code": True, "console": "off", "host": "unknown"}
+_OF_WANDB = {
+    "x_disable_meta": True,
+    "disable_git": True,
+    "disable_code": True,
+    "console": "off",
+    "host": "unknown",
+}
 
 
 @dataclass
@@ -139,7 +145,11 @@ def settings_to_send(config: TrainConfig) -> dict[str, Any]:
 
 
 def as_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values as numbers and strings, as trackers take them; of an absolute path only the last part."""
-    texts = {name: str(value) for name, value in values.items() if not isinstance(value, int | float)}
+    """The values as numbers and strings, as trackers take them; of an absolute path only the last
+    part.
+    """
+    texts = {
+        name: str(value) for name, value in values.items() if not isinstance(value, int | float)
+    }
     private = {name: Path(text).name for name, text in texts.items() if text.startswith(("/", "~"))}
     return {**values, **texts, **private}

@@ -1,4 +1,7 @@
-"""Create, complete and delete the folders of checkpoints. A folder that is being written is `.step-N.partial`."""
+"""Create, complete and delete the folders of checkpoints.
+
+A folder that is being written is `.step-N.partial`.
+"""
 
 import errno
 import os
@@ -29,7 +32,10 @@ _OF_FSDP = "pytorch_model_fsdp.bin"  # the weights, as `save_state` writes them 
 
 
 def new_partial(folder: Path, step: int, need: int) -> None:
-    """Make the folder for the checkpoint of `step`. Raises OSError if its disk has no space for `need` bytes."""
+    """Make the folder for the checkpoint of `step`.
+
+    Raises OSError if its disk has no space for `need` bytes.
+    """
     partial = partial_of(folder, step)
     shutil.rmtree(partial, ignore_errors=True)
     if shutil.disk_usage(folder).free < need:
@@ -38,9 +44,15 @@ def new_partial(folder: Path, step: int, need: int) -> None:
 
 
 def delete_failed(partial: Path, error: Exception) -> Exception:
-    """Delete the folder, and return the error to raise: errors of PyTorch and safetensors become a UserError."""
+    """Delete the folder, and return the error to raise: errors of PyTorch and safetensors become a
+    UserError.
+    """
     shutil.rmtree(partial, ignore_errors=True)  # free the space on a full disk
-    if not isinstance(error, RuntimeError | SafetensorError) or is_lost_rank(error) or is_out_of_memory(error):
+    if (
+        not isinstance(error, RuntimeError | SafetensorError)
+        or is_lost_rank(error)
+        or is_out_of_memory(error)
+    ):
         return error
     problem = f"{partial}: the checkpoint cannot be written ({one_line(error)[:160]})"
     return UserError(problem, "check the disk, and how much of it is free")
@@ -67,7 +79,11 @@ def publish(folder: Path, step: int, tied: Iterable[str] = ()) -> None:
     """
     partial = partial_of(folder, step)
     if (partial / _OF_FSDP).exists():
-        weights = {name: tensor for name, tensor in load_pickled(partial / _OF_FSDP).items() if name not in tied}
+        weights = {
+            name: tensor
+            for name, tensor in load_pickled(partial / _OF_FSDP).items()
+            if name not in tied
+        }
         save_file(weights, partial / MODEL, {"format": "pt"})
         (partial / _OF_FSDP).unlink()
     mode = (partial / OPTIMIZER).stat().st_mode
@@ -81,8 +97,8 @@ def publish(folder: Path, step: int, tied: Iterable[str] = ()) -> None:
 def update_pointers(folder: Path, step: int, best_step: int | None, keep: int | str) -> None:
     """Update `latest` and `best` after a save, then delete old checkpoints.
 
-    Raises OSError if the pointers cannot be updated. Even then the new checkpoint is kept, and old ones are deleted so
-    that they do not fill the disk.
+    Raises OSError if the pointers cannot be updated. Even then the new checkpoint is kept, and old
+    ones are deleted so that they do not fill the disk.
     """
     best = checkpoint_of(folder, best_step)
     prune(folder, keep, best)  # before the pointers move, because it makes room on a full disk
@@ -91,7 +107,10 @@ def update_pointers(folder: Path, step: int, best_step: int | None, keep: int | 
 
 
 def prune(folder: Path, keep: int | str, best: Path | None = None) -> None:
-    """Delete all checkpoints except the `keep` newest, `best`, and those that the pointers name. "all" deletes none."""
+    """Delete all checkpoints except the `keep` newest, `best`, and those that the pointers name.
+
+    "all" deletes none.
+    """
     if isinstance(keep, str):
         return
     kept = (best, read_pointer(folder, "best"), read_pointer(folder, "latest"))
@@ -134,7 +153,9 @@ def clean_up(folder: Path) -> None:
         if not final.exists():  # killed between the two renames of `put_in_place`
             old.rename(final)
     for leftover in [*folder.glob(".step-*"), *folder.glob(".*.partial")]:
-        shutil.rmtree(leftover, ignore_errors=True) if leftover.is_dir() else leftover.unlink(missing_ok=True)
+        shutil.rmtree(leftover, ignore_errors=True) if leftover.is_dir() else leftover.unlink(
+            missing_ok=True
+        )
 
 
 def partial_of(folder: Path, step: int) -> Path:

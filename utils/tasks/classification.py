@@ -1,7 +1,7 @@
 """Classification: each image has one class.
 
-To add a metric, add a value to `evaluation` and `evaluate`, or, if it needs all predictions, to `gathered` and
-`metrics`.
+To add a metric, add a value to `evaluation` and `evaluate`, or, if it needs all predictions, to
+`gathered` and `metrics`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,10 @@ from utils.tasks.task import Task
 
 
 class Classification(Task):
-    """One class per image. Targets are class indices, int64 [n], or class probabilities, float [n, classes]."""
+    """One class per image.
+
+    Targets are class indices, int64 [n], or class probabilities, float [n, classes].
+    """
 
     activation = "softmax"
     metric = "accuracy"
@@ -30,7 +33,9 @@ class Classification(Task):
     highest_is_best = ("accuracy", "top5", *gathered)
     shown = {"accuracy": "accuracy", "top5": "top-5", "loss": "loss"}  # noqa: RUF012
 
-    def __init__(self, config: TrainConfig, class_names: list[str], labels: np.ndarray | None = None):
+    def __init__(
+        self, config: TrainConfig, class_names: list[str], labels: np.ndarray | None = None
+    ):
         self.class_names, self.outputs = class_names, len(class_names)
         self.losses: Callable[..., Tensor] = partial(LOSSES.choose(config.loss), **config.loss_args)
         self.smoothing = config.label_smoothing
@@ -68,12 +73,17 @@ class Classification(Task):
 
     def worst(self, record: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
         accuracies = zip(self.class_names, record["per_class_accuracy"], strict=True)
-        worst = sorted((accuracy, printable(name)) for name, accuracy in accuracies if accuracy is not None)[:10]
-        return "Accuracy of the classes, worst first", [(name, f"{accuracy:.4f}") for accuracy, name in worst]
+        worst = sorted(
+            (accuracy, printable(name)) for name, accuracy in accuracies if accuracy is not None
+        )[:10]
+        return "Accuracy of the classes, worst first", [
+            (name, f"{accuracy:.4f}") for accuracy, name in worst
+        ]
 
 
 def balanced_weights(labels: np.ndarray, classes: int) -> Tensor:
-    """Weights of the classes inversely proportional to their samples, whose mean over the samples is 1.
+    """Weights of the classes inversely proportional to their samples, whose mean over the samples
+    is 1.
 
     A class without samples has the weight 1.
     """

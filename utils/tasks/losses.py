@@ -1,7 +1,7 @@
 """Loss functions by name. Each returns the loss of each sample, [n].
 
-To add a loss of classification, write a function with these arguments and add it to `LOSSES`. Those with a default are
-what --loss_args may set.
+To add a loss of classification, write a function with these arguments and add it to `LOSSES`. Those
+with a default are what --loss_args may set.
 
 * `logits` [n, classes], where n may be 0
 * `targets`: class indices, int64 [n], or class probabilities, float [n, classes], as from Mixup
@@ -18,12 +18,16 @@ from torch.nn import functional as F
 from utils.config.table import Table
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float, weight: Tensor | None) -> Tensor:
+def cross_entropy(
+    logits: Tensor, targets: Tensor, smoothing: float, weight: Tensor | None
+) -> Tensor:
     """Cross-entropy of the softmax; in multilabel and binary, of the sigmoid."""
     return F.cross_entropy(logits, targets, weight, reduction="none", label_smoothing=smoothing)
 
 
-def binary_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float, weight: Tensor | None) -> Tensor:
+def binary_cross_entropy(
+    logits: Tensor, targets: Tensor, smoothing: float, weight: Tensor | None
+) -> Tensor:
     """Binary cross-entropy of each class against the rest, averaged over the classes.
 
     As in "ResNet strikes back", Wightman et al., 2021. A sample has the weight of its class.
@@ -33,7 +37,9 @@ def binary_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float, weig
     return F.binary_cross_entropy_with_logits(logits, targets, of_samples, reduction="none").mean(1)
 
 
-def focal(logits: Tensor, targets: Tensor, smoothing: float, weight: Tensor | None, gamma: float = 2.0) -> Tensor:
+def focal(
+    logits: Tensor, targets: Tensor, smoothing: float, weight: Tensor | None, gamma: float = 2.0
+) -> Tensor:
     """Focal loss: cross-entropy with less weight on easy samples (Lin et al., 2017).
 
     The term of a class of probability p has the factor (1 - p) ** gamma. Multilabel and binary use
@@ -60,10 +66,14 @@ def sigmoid_cross_entropy(logits: Tensor, targets: Tensor, pos_weight: Tensor | 
     `targets` are multi-hot or a mixture of such rows, float [n, classes]. `pos_weight`, a number or
     [classes], is the weight of the terms of positive targets.
     """
-    return F.binary_cross_entropy_with_logits(logits, targets, reduction="none", pos_weight=pos_weight).mean(1)
+    return F.binary_cross_entropy_with_logits(
+        logits, targets, reduction="none", pos_weight=pos_weight
+    ).mean(1)
 
 
-def sigmoid_focal(logits: Tensor, targets: Tensor, pos_weight: Tensor | None, gamma: float = 2.0) -> Tensor:
+def sigmoid_focal(
+    logits: Tensor, targets: Tensor, pos_weight: Tensor | None, gamma: float = 2.0
+) -> Tensor:
     """The focal loss of each class, averaged over the classes; arguments as above.
 
     With `pos_weight` alpha / (1 - alpha), it is the loss of Lin et al. divided by 1 - alpha.

@@ -1,6 +1,8 @@
-"""Metrics of the predictions gathered from all ranks, computed offline with `evaluate` and scikit-learn.
+"""Metrics of the predictions gathered from all ranks, computed offline with `evaluate` and
+scikit-learn.
 
-To add a metric of all predictions, add it to the function of its task, and its name to `gathered` of the task.
+To add a metric of all predictions, add it to the function of its task, and its name to `gathered`
+of the task.
 """
 
 import tempfile
@@ -20,14 +22,19 @@ from sklearn.metrics import (
 class LabelMetrics(evaluate.Metric):
     """Macro scores and the accuracy within each class, over int64 class labels; needs no network.
 
-    Macro precision, recall and F1 are means over the classes that have samples or are predicted, as scikit-learn's
-    `average="macro"`. A class that has samples but is never predicted, or is predicted but has no samples, scores 0.
-    `classes_evaluated` is the number of classes with samples. A class without samples has the accuracy None.
+    Macro precision, recall and F1 are means over the classes that have samples or are predicted, as
+    scikit-learn's `average="macro"`. A class that has samples but is never predicted, or is
+    predicted but has no samples, scores 0. `classes_evaluated` is the number of classes with
+    samples. A class without samples has the accuracy None.
     """
 
     def _info(self) -> evaluate.MetricInfo:
-        features = datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")})
-        return evaluate.MetricInfo(description=self.__doc__, citation="", inputs_description="", features=features)
+        features = datasets.Features(
+            {"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}
+        )
+        return evaluate.MetricInfo(
+            description=self.__doc__, citation="", inputs_description="", features=features
+        )
 
     def _compute(self, predictions, references, classes: int) -> dict[str, Any]:
         precision, recall, f1, _ = precision_recall_fscore_support(
@@ -40,7 +47,9 @@ class LabelMetrics(evaluate.Metric):
             "macro_recall": float(recall),
             "macro_f1": float(f1),
             "classes_evaluated": len(np.unique(references)),
-            "per_class_accuracy": [float(h / n) if n else None for h, n in zip(hits, counts, strict=True)],
+            "per_class_accuracy": [
+                float(h / n) if n else None for h, n in zip(hits, counts, strict=True)
+            ],
         }
 
 
@@ -54,7 +63,8 @@ def label_metrics(predictions: np.ndarray, labels: np.ndarray, classes: int) -> 
 
 
 def class_metrics(scores: np.ndarray, labels: np.ndarray, cut: float) -> dict[str, Any]:
-    """Mean average precision, macro-F1, and the scores of each class; empty if a score is NaN or infinite.
+    """Mean average precision, macro-F1, and the scores of each class; empty if a score is NaN or
+    infinite.
 
     `scores` are logits [N, classes], `labels` multi-hot [N, classes]; scores above `cut` predict a
     class. The average precision is None for classes without labels, and `mAP` is the mean over the

@@ -1,4 +1,7 @@
-"""Multi-label: each image has any number of the classes, including none. Binary: it has one of two."""
+"""Multi-label: each image has any number of the classes, including none.
+
+Binary: it has one of two.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -36,15 +39,20 @@ class MultiLabel(Task):
     gathered: Sequence[str] = ("mAP", "macro_f1")
     shown = {"mAP": "mAP", "micro_f1": "micro-F1", "loss": "loss"}  # noqa: RUF012
 
-    def __init__(self, config: TrainConfig, class_names: list[str], labels: np.ndarray | None = None):
+    def __init__(
+        self, config: TrainConfig, class_names: list[str], labels: np.ndarray | None = None
+    ):
         self.class_names, self.outputs = class_names, self._outputs(config, class_names)
-        self.losses: Callable[..., Tensor] = partial(SIGMOID_LOSSES.choose(config.loss), **config.loss_args)
+        self.losses: Callable[..., Tensor] = partial(
+            SIGMOID_LOSSES.choose(config.loss), **config.loss_args
+        )
         self.smoothing = config.label_smoothing
         self.pos_weight = None if labels is None else self._pos_weight(config.pos_weight, labels)
         # Compared with the logits, and float32 like them, so that all devices predict the same.
         self.cut: float = float(np.float32(math.log(config.threshold / (1 - config.threshold))))
         scores = torch.zeros(2, self.outputs)
-        rows = scores + torch.tensor([[self.smoothing / 2], [1 - self.smoothing / 2]])  # no class, and all classes
+        # no class, and all classes
+        rows = scores + torch.tensor([[self.smoothing / 2], [1 - self.smoothing / 2]])
         self.uniform_loss = SIGMOID_LOSSES.call(config, scores, rows, self.pos_weight).max().item()
 
     def _outputs(self, config: TrainConfig, class_names: list[str]) -> int:
@@ -60,7 +68,9 @@ class MultiLabel(Task):
             return ((len(labels) - positives).clamp(min=1) / positives.clamp(min=1)).float()
         weights = given if isinstance(given, list) else [given] * self.outputs
         if len(weights) != self.outputs:
-            problem = f"--pos_weight has {len(weights)} values, and the model {self.outputs} outputs"
+            problem = (
+                f"--pos_weight has {len(weights)} values, and the model {self.outputs} outputs"
+            )
             raise UserError(problem, "give one number, one for each class, or balanced")
         return torch.tensor(weights, dtype=torch.float32)
 
@@ -77,7 +87,9 @@ class MultiLabel(Task):
         if self.pos_weight is not None and self.pos_weight.device != outputs.device:
             self.pos_weight = self.pos_weight.to(outputs.device)  # once, because it waits
         rows = self._rows(targets).to(outputs.dtype)
-        return self.losses(outputs, rows * (1 - self.smoothing) + self.smoothing / 2, self.pos_weight).sum()
+        return self.losses(
+            outputs, rows * (1 - self.smoothing) + self.smoothing / 2, self.pos_weight
+        ).sum()
 
     def training_sums(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
         return loss, *self._count(outputs, targets).sum(0)
@@ -91,14 +103,20 @@ class MultiLabel(Task):
         """Whether each sample has all classes right, and its `_COUNTS`, int64 [n, 4]."""
         predicted, labelled = outputs > self.cut, self._rows(targets) > 0.5
         exact = (predicted == labelled).all(1)
-        return torch.stack([exact, (predicted & labelled).sum(1), predicted.sum(1), labelled.sum(1)], 1)
+        return torch.stack(
+            [exact, (predicted & labelled).sum(1), predicted.sum(1), labelled.sum(1)], 1
+        )
 
     def most_likely(self, outputs: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return torch.zeros(len(outputs), 0, dtype=torch.int64, device=outputs.device), outputs
 
-    def name_classes(self, top: np.ndarray, scores: np.ndarray, count: int) -> tuple[list, np.ndarray, np.ndarray]:
+    def name_classes(
+        self, top: np.ndarray, scores: np.ndarray, count: int
+    ) -> tuple[list, np.ndarray, np.ndarray]:
         top = np.argsort(-scores, 1, kind="stable")[:, :count]
-        predicted = [[self.class_names[index] for index in np.flatnonzero(row)] for row in scores > self.cut]
+        predicted = [
+            [self.class_names[index] for index in np.flatnonzero(row)] for row in scores > self.cut
+        ]
         return predicted, top, sigmoid(np.take_along_axis(scores, top, 1))
 
     def summary(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
@@ -113,7 +131,9 @@ class MultiLabel(Task):
 
     def worst(self, record: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
         names = map(printable, self.class_names)
-        scores = zip(record.get("per_class_ap", []), record.get("per_class_count", []), names, strict=False)
+        scores = zip(
+            record.get("per_class_ap", []), record.get("per_class_count", []), names, strict=False
+        )
         worst = sorted(row for row in scores if row[0] is not None)[:10]
         rows = [(name, f"{precision:.4f} of {count} images") for precision, count, name in worst]
         return "Average precision of the classes, worst first", rows
@@ -150,8 +170,12 @@ class Binary(MultiLabel):
         positive = logits > self.cut
         return positive.astype(np.int64), sigmoid(np.where(positive, logits, -logits))
 
-    def name_classes(self, top: np.ndarray, scores: np.ndarray, count: int) -> tuple[list, np.ndarray, np.ndarray]:
-        _, top, probabilities = super().name_classes(top, np.concatenate([-scores, scores], 1), count)
+    def name_classes(
+        self, top: np.ndarray, scores: np.ndarray, count: int
+    ) -> tuple[list, np.ndarray, np.ndarray]:
+        _, top, probabilities = super().name_classes(
+            top, np.concatenate([-scores, scores], 1), count
+        )
         return [self.class_names[int(own)] for own in scores[:, 0] > self.cut], top, probabilities
 
     def metrics(self, predictions: np.ndarray, labels: np.ndarray) -> dict[str, Any]:

@@ -27,7 +27,9 @@ TASKS = Table(
 )
 
 
-def make_task(config: TrainConfig, class_names: list[str], labels: np.ndarray | None) -> tuple[TrainConfig, Task]:
+def make_task(
+    config: TrainConfig, class_names: list[str], labels: np.ndarray | None
+) -> tuple[TrainConfig, Task]:
     """The settings with the names of the task and of its best metric, and the task.
 
     `labels` are those of the training split, as in Split; None in eval.py.

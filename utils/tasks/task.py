@@ -31,17 +31,19 @@ class Predictions(NamedTuple):
 class Task:
     """The loss, the numbers to log, what evaluation gathers, and the metric of the best checkpoint.
 
-    `classification.py` is the example. A task keeps no state. Its numbers are added exactly over microbatches, ranks
-    and resumes. Batches may be empty.
+    `classification.py` is the example. A task keeps no state. Its numbers are added exactly over
+    microbatches, ranks and resumes. Batches may be empty.
     """
 
     class_names: list[str]
     outputs: int
     """Outputs of the model for each image."""
     activation: Literal["softmax", "sigmoid", ""] = ""
-    """From outputs to the probabilities of classes; if it is empty, predict.py and export.py refuse the task."""
+    """From outputs to the probabilities of classes; if it is empty, predict.py and export.py refuse
+    the task."""
     cut: float | None = None
-    """The output above which its class is predicted; None if each image has one class of several."""
+    """The output above which its class is predicted; None if each image has one class of
+    several."""
     metric: str
     """The metric of an evaluation that decides which checkpoint is the best."""
     highest_is_best: Sequence[str] = ()
@@ -58,7 +60,8 @@ class Task:
     gathered: Sequence[str] = ()
     """The numbers that `metrics` returns."""
     shown: Mapping[str, str]
-    """The metrics to print after an evaluation, in this order, and the words for them; absent ones are skipped."""
+    """The metrics to print after an evaluation, in this order, and the words for them; absent ones
+    are skipped."""
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The training loss, a scalar, summed over the samples of `outputs` [n, outputs]."""
@@ -69,11 +72,15 @@ class Task:
         raise NotImplementedError
 
     def evaluate(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The values named by `evaluation` of each sample, [n, len(evaluation)], and its prediction, [n, ...]."""
+        """The values named by `evaluation` of each sample, [n, len(evaluation)], and its
+        prediction, [n, ...].
+        """
         raise NotImplementedError
 
     def summary(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
-        """The metrics of `count` samples from their sums, either `training` or `evaluation`; here the means."""
+        """The metrics of `count` samples from their sums, either `training` or `evaluation`; here
+        the means.
+        """
         return {name: total / count for name, total in sums.items()}
 
     def metrics(self, predictions: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
@@ -86,7 +93,9 @@ class Task:
     def check_predictions(self) -> None:
         """Raise UserError if the outputs have no known meaning as classes."""
         if not self.activation:
-            problem = f"predict.py, export.py and --predictions do not support {type(self).__name__}"
+            problem = (
+                f"predict.py, export.py and --predictions do not support {type(self).__name__}"
+            )
             raise UserError(problem, "set its `activation` if its outputs are scores of classes")
 
     def most_likely(self, outputs: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -96,14 +105,19 @@ class Task:
         return top, outputs.softmax(1).gather(1, top)
 
     def decide(self, top: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The predicted class of n images, int64 [n], and its probability; for tasks with one class per image."""
+        """The predicted class of n images, int64 [n], and its probability; for tasks with one class
+        per image.
+        """
         return top[:, 0], scores[:, 0]
 
-    def name_classes(self, top: np.ndarray, scores: np.ndarray, count: int) -> tuple[list, np.ndarray, np.ndarray]:
+    def name_classes(
+        self, top: np.ndarray, scores: np.ndarray, count: int
+    ) -> tuple[list, np.ndarray, np.ndarray]:
         """What is predicted for n images, from `top` and `scores` of `Predictions`.
 
-        This is the predicted class, or the list of classes, of each image, then the numbers of the `count` most likely
-        classes and their probabilities, each [n, count], the most likely one first.
+        This is the predicted class, or the list of classes, of each image, then the numbers of the
+        `count` most likely classes and their probabilities, each [n, count], the most likely one
+        first.
         """
         predicted, _ = self.decide(top, scores)
         return [self.class_names[best] for best in predicted], top[:, :count], scores[:, :count]
@@ -121,13 +135,21 @@ class Task:
         """Let this metric (--best_metric) decide which checkpoint is the best."""
         self.metric = metric or self.metric
         names = [*self.summary(dict.fromkeys(self.evaluation, 1.0), 1.0), *self.gathered]
-        require(self.metric in names, f"--best_metric {metric}: no such metric", f"use one of {', '.join(names)}")
+        require(
+            self.metric in names,
+            f"--best_metric {metric}: no such metric",
+            f"use one of {', '.join(names)}",
+        )
         known = self.metric in (*self.highest_is_best, *self.lowest_is_best)
         problem = f"--best_metric {self.metric}: {type(self).__name__} does not say if its highest value is the best"
         require(known, problem, "add it to highest_is_best or lowest_is_best of this class")
 
-    def report(self, record: Mapping[str, Any], title: str, more: Sequence[tuple[str, Any]] = ()) -> str:
-        """The result of eval.py as text: the metrics, `more` rows of the table, then the worst classes."""
+    def report(
+        self, record: Mapping[str, Any], title: str, more: Sequence[tuple[str, Any]] = ()
+    ) -> str:
+        """The result of eval.py as text: the metrics, `more` rows of the table, then the worst
+        classes.
+        """
         evaluated, of = record.get("classes_evaluated", record["classes"]), record["classes"]
         rows = [
             ("data", f"{printable(record['data'])}, {record['split']}"),
@@ -138,7 +160,9 @@ class Task:
             ("seconds", f"{record['seconds']:.2f}"),
         ]
         heading, classes = self.worst(record)
-        return "\n".join([table(title, [*rows, *more]), *([table(heading, classes)] if classes else [])])
+        return "\n".join(
+            [table(title, [*rows, *more]), *([table(heading, classes)] if classes else [])]
+        )
 
     def worst(self, record: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
         """A heading, and the names and scores of up to ten classes, worst first."""
@@ -147,7 +171,11 @@ class Task:
 
 def score_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The metrics of an evaluation as text: all its floats but the duration."""
-    return [(k, f"{value:.4f}") for k, value in record.items() if isinstance(value, float) and k != "seconds"]
+    return [
+        (k, f"{value:.4f}")
+        for k, value in record.items()
+        if isinstance(value, float) and k != "seconds"
+    ]
 
 
 def sigmoid(logits: np.ndarray) -> np.ndarray:

@@ -1,4 +1,6 @@
-"""Build a run: checks before the processes connect, the settings that follow from the data, and the model."""
+"""Build a run: checks before the processes connect, the settings that follow from the data, and the
+model.
+"""
 
 from collections.abc import Set
 from dataclasses import dataclass, replace
@@ -62,19 +64,27 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
     check_run_folder(config)
     check_elastic(config)
     if config.data_dir and config.resume is None and not config.data.startswith("torchvision/"):
-        raise UserError("--data_dir is for --data torchvision/NAME only", "name a folder of your own with --data")
+        raise UserError(
+            "--data_dir is for --data torchvision/NAME only",
+            "name a folder of your own with --data",
+        )
     if config.resume is None:
         resolve_batch(config, ranks.topology.world_size)
 
 
 def fill_settings(
-    config: TrainConfig, given: Set[str] | None, saved: SavedRun | None, begun: Begun | None, ranks: Ranks
+    config: TrainConfig,
+    given: Set[str] | None,
+    saved: SavedRun | None,
+    begun: Begun | None,
+    ranks: Ranks,
 ) -> tuple[TrainConfig, InitialWeights | None]:
-    """The settings of this start, and for a new run the weights of --init_from, if given; collective.
+    """The settings of this start, and for a new run the weights of --init_from, if given;
+    collective.
 
-    Settings that are not `given` are those of the run if it has `begun`, or of the checkpoint, or follow from the
-    weights. With None, all are given. Raises ValueError or OSError, before the data is loaded, if they or the batch
-    sizes do not work.
+    Settings that are not `given` are those of the run if it has `begun`, or of the checkpoint, or
+    follow from the weights. With None, all are given. Raises ValueError or OSError, before the data
+    is loaded, if they or the batch sizes do not work.
     """
     with ranks.agree():
         if (before := begun or saved) and given is not None:
@@ -96,7 +106,10 @@ def find_data(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> Data
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What follows from the flags, the data and, in a resumed run, the checkpoint. Only `state` changes later."""
+    """What follows from the flags, the data and, in a resumed run, the checkpoint.
+
+    Only `state` changes later.
+    """
 
     config: TrainConfig
     chosen: list[str]  # lines about the settings that follow from the data
@@ -119,15 +132,19 @@ def resolve(
     source: InitialWeights | None,
     accelerator: Accelerator,
 ) -> Setup:
-    """Choose the settings that follow from the data, and derive the plan, the input, the task and the state.
+    """Choose the settings that follow from the data, and derive the plan, the input, the task and
+    the state.
 
-    `folder` is the run folder if it exists already. Raises ValueError if the checkpoint does not fit.
+    `folder` is the run folder if it exists already. Raises ValueError if the checkpoint does not
+    fit.
     """
     processes = accelerator.num_processes
     config, sizes = (config, []) if saved else choose_sizes(config, len(data.train), processes)
     _, grad_accum, global_batch_size = choose_batch(config, saved, processes)
     check_elastic_sizes(config, global_batch_size)
-    plan = make_plan(config, data.train, global_batch_size, config.microbatches or grad_accum * processes)
+    plan = make_plan(
+        config, data.train, global_batch_size, config.microbatches or grad_accum * processes
+    )
     updates = total_updates(config, plan)
     state = restore_state(saved, folder, config, plan, data)
     config, images, spec = resolve_input(config, saved, data.train)
@@ -161,10 +178,12 @@ def resolve_input(
 ) -> tuple[TrainConfig, list[str], InputSpec]:
     """The settings with those chosen from the images, lines about these, and the model's input.
 
-    The input is the checkpoint's if the settings that it depends on are unchanged. It is not derived again, because
-    some of the images may no longer exist.
+    The input is the checkpoint's if the settings that it depends on are unchanged. It is not
+    derived again, because some of the images may no longer exist.
     """
-    if saved is not None and all(getattr(saved.settings, name) == getattr(config, name) for name in OF_INPUT):
+    if saved is not None and all(
+        getattr(saved.settings, name) == getattr(config, name) for name in OF_INPUT
+    ):
         return config, [], saved.spec
     channels, size, largest, ratio = peek(train)
     small = size is not None and max(size) <= SMALL
@@ -177,12 +196,17 @@ def resolve_input(
     spec = input_spec(config, channels, size)
     share = spec.for_evaluation().visible_share(ratio)
     if share < 0.99:
-        lines.append(f"evaluation uses {share:.0%} of a typical image, whose height is {ratio:.2f} times its width")
+        lines.append(
+            f"evaluation uses {share:.0%} of a typical image, whose height is {ratio:.2f} times its width"
+        )
     return config, lines, spec
 
 
 def make_datasets(setup: Setup, ranks: Ranks) -> tuple[ImageDataset, ImageDataset]:
-    """The data sets of training and evaluation; collective. The first rank of a machine decodes small images."""
+    """The data sets of training and evaluation; collective.
+
+    The first rank of a machine decodes small images.
+    """
     config, data, spec = setup.config, setup.data, setup.spec
     bar = Terminal(ranks.is_main).progress("decoding")
     with ranks.local_main_first("decoding images"):
@@ -193,11 +217,13 @@ def make_datasets(setup: Setup, ranks: Ranks) -> tuple[ImageDataset, ImageDatase
 def adapt_model(
     model: nn.Module, setup: Setup, saved: SavedRun | None, accelerator: Accelerator, ranks: Ranks
 ) -> tuple[nn.Module, nn.Module | None, list[str]]:
-    """Load the weights of the checkpoint or of --init_from into the bare model, and change its layers; collective.
+    """Load the weights of the checkpoint or of --init_from into the bare model, and change its
+    layers; collective.
 
-    --freeze, --grad_checkpointing and --sync_batchnorm change layers, and the accelerate config may compile the model.
-    Returns the model, its last part if only this is trained, on features, and lines for the start table.
-    Raises ValueError if weights do not fit, or if a batch is too small for batch statistics.
+    --freeze, --grad_checkpointing and --sync_batchnorm change layers, and the accelerate config may
+    compile the model. Returns the model, its last part if only this is trained, on features, and
+    lines for the start table. Raises ValueError if weights do not fit, or if a batch is too small
+    for batch statistics.
     """
     config, source, lines, last_part = setup.config, setup.source, list[str](), None
     with ranks.agree("loading the weights"):
@@ -212,10 +238,14 @@ def adapt_model(
             keep_batch_stats(model, new)
         if config.freeze or config.feature_views:
             last_part, reason = choose_last_part(model, config, setup.spec, accelerator.is_fsdp2)
-            lines += [f"features are not cached: {reason}"] * (BACKBONE in config.freeze and reason != "")
+            lines += [f"features are not cached: {reason}"] * (
+                BACKBONE in config.freeze and reason != ""
+            )
         if config.dry_run and last_part is not None:
             last_part = None  # the features of all images would take too long
-            lines.append("a real run caches the outputs of the frozen layers, so its updates are faster")
+            lines.append(
+                "a real run caches the outputs of the frozen layers, so its updates are faster"
+            )
         if config.grad_checkpointing:
             checkpoint_blocks(model, config.model)
         if has_batch_norm(model):
@@ -225,7 +255,8 @@ def adapt_model(
         compile_model(accelerator, model)
     copies = not config.microbatches and last_part is None and not accelerator.is_fsdp2
     if saved is None and ranks.topology.world_size > 1 and not copies:
-        # DDP copies the parameters of rank 0, but too late for features, and no buffers; FSDP2 copies nothing.
+        # DDP copies the parameters of rank 0, but too late for features, and no buffers; FSDP2
+        # copies nothing.
         weights = hash_tensors([*model.parameters(), *model.buffers()])
         ranks.check_same(weights, "different weights at the start", SAME_START)
     return model, last_part, lines
@@ -234,20 +265,26 @@ def adapt_model(
 def choose_last_part(
     module: nn.Module, config: TrainConfig, spec: InputSpec, sharded: bool = False
 ) -> tuple[nn.Module | None, str]:
-    """The last part of the model, to train it on cached features; or None, to train on images, and the reason.
+    """The last part of the model, to train it on cached features; or None, to train on images, and
+    the reason.
 
-    Raises UserError for settings that need images, and if --feature_views is given but features cannot be cached.
+    Raises UserError for settings that need images, and if --feature_views is given but features
+    cannot be cached.
     """
     if config.feature_views == 0:
         return None, ""
     part, reason = (None, "the model is sharded") if sharded else find_last_part(module, spec)
     if part is None:
-        problem = f"--feature_views {config.feature_views}: features cannot be cached, because {reason}"
+        problem = (
+            f"--feature_views {config.feature_views}: features cannot be cached, because {reason}"
+        )
         require(not config.feature_views, problem, "leave it out, or try --freeze backbone")
         return None, reason
     fix = "leave it out, or use --feature_views 0, which computes the frozen layers in each epoch"
     for name in ("mixup", "cutmix"):
-        problem = f"--{name} mixes images, but with --freeze the last part is trained on cached features"
+        problem = (
+            f"--{name} mixes images, but with --freeze the last part is trained on cached features"
+        )
         require(not getattr(config, name), problem, fix)
     problem = f"--repeats {config.repeats}: copies of an image would have equal cached features"
     require(config.repeats <= (config.feature_views or 1), problem, fix)
@@ -255,14 +292,18 @@ def choose_last_part(
     return part, ""
 
 
-def load_source(module: nn.Module, source: InitialWeights, class_names: list[str], config: TrainConfig) -> None:
+def load_source(
+    module: nn.Module, source: InitialWeights, class_names: list[str], config: TrainConfig
+) -> None:
     """Copy the weights that fit into the model, and note in `source` which they are.
 
     Raises UserError if no parameter fits, or if a copied tensor is NaN or infinite.
     """
     tensors, source.tensors = source.tensors, {}  # they are not needed again
     where = f"--init_from {source.name}"
-    tensors, left_out = fit_names(tensors, module, where, config.model, config.init_match == "order")
+    tensors, left_out = fit_names(
+        tensors, module, where, config.model, config.init_match == "order"
+    )
     zero_heads(module)
     if not source.class_names and count_outputs(tensors, module) == len(class_names):
         source.class_names = names_of_outputs(len(class_names), False, class_names)

@@ -23,7 +23,9 @@ _SHOWN = 8  # samples in the message; the log has all
 
 
 def report_bad_loss(run: Run, rank: int, step: int, microbatch: int) -> None:
-    """Raise ValueError, which names a microbatch whose loss is NaN or infinite; `step` counts from 0."""
+    """Raise ValueError, which names a microbatch whose loss is NaN or infinite; `step` counts from
+    0.
+    """
     sizes = run.plan.microbatch_sizes(run.plan.at(step)[1])
     start = sum(sizes[:microbatch])
     samples = find_samples(run, step)[start : start + sizes[microbatch]]
@@ -82,15 +84,18 @@ def check_weights(run: Run) -> None:
 
 
 def compare_ranks(run: Run) -> None:
-    """Raise UserError on all ranks if the bits of their weights or optimizer states differ; collective.
+    """Raise UserError on all ranks if the bits of their weights or optimizer states differ;
+    collective.
 
-    All ranks apply the same gradients, so a difference does not go away. If their processors may round differently,
-    this is said once, and the run continues. Buffers are not compared, because batch statistics are those of each
-    rank's own samples.
+    All ranks apply the same gradients, so a difference does not go away. If their processors may
+    round differently, this is said once, and the run continues. Buffers are not compared, because
+    batch statistics are those of each rank's own samples.
     """
     if run.ranks.topology.world_size == 1 or is_sharded(run.module):
         return
-    found = run.ranks.gather((run.ranks.rounding, sum_bits(trained_tensors(run.module, run.optimizer))))
+    found = run.ranks.gather(
+        (run.ranks.rounding, sum_bits(trained_tensors(run.module, run.optimizer)))
+    )
     kinds = sorted({kind for kind, _ in found})
     for name in found[0][1]:
         values = [sums.get(name) for _, sums in found]
@@ -101,7 +106,9 @@ def compare_ranks(run: Run) -> None:
         if len(kinds) > 1:
             if not run.state.rounding_said:
                 between = f"{'; '.join(kinds)}; checkpoints have those of rank 0"
-                run.log.say(f"the ranks' weights differ; their processors may round differently: {between}")
+                run.log.say(
+                    f"the ranks' weights differ; their processors may round differently: {between}"
+                )
             run.state.rounding_said = True
             return
         where = f"after update {run.state.step}, {name} of rank {join_names(odd)} differs from that of rank"

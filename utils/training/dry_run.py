@@ -1,4 +1,6 @@
-"""--dry_run: build everything, compute one update and one evaluation batch, and leave nothing behind."""
+"""--dry_run: build everything, compute one update and one evaluation batch, and leave nothing
+behind.
+"""
 
 import resource
 import shutil
@@ -23,7 +25,10 @@ from utils.training.run import Run
 
 
 def trial(config: TrainConfig) -> TrainConfig:
-    """The settings of a dry run: those given, in a new run folder. Without --dry_run they are unchanged."""
+    """The settings of a dry run: those given, in a new run folder.
+
+    Without --dry_run they are unchanged.
+    """
     if not config.dry_run:
         return config
     resume, folder = config.resume, expand(config.output_dir) / (config.run_name or "")
@@ -89,9 +94,13 @@ def _first_block(run: Run) -> None:
 
 
 def _peak(device: torch.device) -> int:
-    """The most bytes that this process has used at a time: of its GPU since the last call, else of the host."""
+    """The most bytes that this process has used at a time: of its GPU since the last call, else of
+    the host.
+    """
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         return peak
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )

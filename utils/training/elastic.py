@@ -12,11 +12,14 @@ _VARIABLES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_WORKER_IDENTICA
 
 
 def check_elastic(config: TrainConfig) -> None:
-    """Raise UserError if a restart by torchrun, after a machine has joined or left, would fail or start a new run."""
+    """Raise UserError if a restart by torchrun, after a machine has joined or left, would fail or
+    start a new run.
+    """
     nodes = elastic_nodes()
     if nodes is None:
         return
-    # If launchers and ranks share a store, PyTorch 2.15 does not send its address to a machine that joins later.
+    # If launchers and ranks share a store, PyTorch 2.15 does not send its address to a machine that
+    # joins later.
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     given = f"--nnodes {nodes[0]}:{nodes[1]}"
     problem = f"{given}: all launchers would fail when a machine joins, because they share a store"
@@ -35,7 +38,11 @@ def check_elastic_sizes(config: TrainConfig, global_batch_size: int) -> None:
     if nodes is None:
         return
     sizes = [machines * local_rank_and_size()[1] for machines in range(nodes[0], nodes[1] + 1)]
-    require(not config.shares, "--shares needs a fixed number of processes", "remove --shares, or use --nnodes N")
+    require(
+        not config.shares,
+        "--shares needs a fixed number of processes",
+        "remove --shares, or use --nnodes N",
+    )
     if config.microbatches:
         problem = f"--microbatches {config.microbatches} is less than the {sizes[-1]} processes of --nnodes"
         fix = "lower --nnodes, or start a new run with more microbatches"

@@ -58,7 +58,9 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         self.needs_predictions = self.config.metrics or self.task.metric in self.task.gathered
-        self.batches = Batches(self.loader, self.spec, self.config, self.accelerator.device, training=False)
+        self.batches = Batches(
+            self.loader, self.spec, self.config, self.accelerator.device, training=False
+        )
 
     @torch.no_grad()
     def rows(self, stopping: Stopping | None = None, keep: bool = False) -> list[Tensor]:
@@ -181,7 +183,9 @@ class Evaluator:
             )
         return [part[order] for part in (seen, *rows)]
 
-    def _any_wants_to_stop(self, stopping: Stopping | None, interval: SyncInterval, block: int) -> bool:
+    def _any_wants_to_stop(
+        self, stopping: Stopping | None, interval: SyncInterval, block: int
+    ) -> bool:
         self.ranks.mark_waiting(f"block {block} of the evaluation")
         wants_to_stop = bool(self.batches.error or (stopping and stopping.request))
         own = [wants_to_stop, time.perf_counter() - interval.time]
@@ -192,7 +196,9 @@ class Evaluator:
         return stops > 0
 
 
-def make_eval_loader(dataset: AnyDataset, config: TrainConfig, ranks: Ranks, epoch: int = 0) -> DataLoader:
+def make_eval_loader(
+    dataset: AnyDataset, config: TrainConfig, ranks: Ranks, epoch: int = 0
+) -> DataLoader:
     """The loader of the evaluation blocks of all ranks, for `Accelerator.prepare`."""
     blocks = evaluation_blocks(len(dataset), config.eval_batch_size, epoch)
     return make_loader(dataset, blocks, config, ranks.threads, ranks.device)
@@ -203,7 +209,9 @@ def fill_up(found: list[tuple[Tensor, ...]], most: int) -> list[Tensor]:
     columns = [torch.cat(parts) for parts in zip(*found, strict=True)]
     own = len(columns[0])
     rows = [
-        F.pad(column, (0, 0) * (column.ndim - 1) + (0, most - own)) for column in columns if column.shape[1:].numel()
+        F.pad(column, (0, 0) * (column.ndim - 1) + (0, most - own))
+        for column in columns
+        if column.shape[1:].numel()
     ]
     # Too many rows are an error: all get -1, so that `in_order` reports it.
     rows[0][own if own <= most else 0 :] = -1

@@ -42,16 +42,21 @@ def features_of(
     accelerator: Accelerator,
     ranks: Ranks,
 ) -> tuple[Features, Features]:
-    """The features of the training and evaluation images, on which the `last_part` is trained; collective.
+    """The features of the training and evaluation images, on which the `last_part` is trained;
+    collective.
 
-    The weights of its other layers must be final. Raises ValueError if an image cannot be read or memory is short.
+    The weights of its other layers must be final. Raises ValueError if an image cannot be read or
+    memory is short.
     """
     config, data, spec = setup.config, setup.data, setup.spec
     frozen = FrozenPart(model.to(accelerator.device), last_part)
     cache = FeatureCache(setup, frozen, accelerator, ranks)
     views: list[list] = [[]]
     if config.feature_views:
-        augmentation = [config.seed, *(getattr(config, field.name) for field in fields(AugmentationSettings))]
+        augmentation = [
+            config.seed,
+            *(getattr(config, field.name) for field in fields(AugmentationSettings)),
+        ]
         views = [[epoch, *augmentation] for epoch in range(config.feature_views)]
     else:
         train_set = train_set.with_augmentation(make_augmentation(config, spec, False))
@@ -63,7 +68,8 @@ def features_of(
 class FeatureCache:
     """Features in files of --cache_dir, one for each view of a split.
 
-    The name of a file is a hash of all that its bits depend on: images, view, frozen weights, device and settings.
+    The name of a file is a hash of all that its bits depend on: images, view, frozen weights,
+    device and settings.
     """
 
     setup: Setup
@@ -71,9 +77,19 @@ class FeatureCache:
     accelerator: Accelerator
     ranks: Ranks
 
-    def load(self, images: ImageDataset, split: Split, spec: InputSpec, keys: Sequence[list]) -> Features:
-        """The features of a split, one view for each of the `keys`. Views that are not cached are computed."""
-        start, computed, views, folder = time.perf_counter(), 0, [], expand(self.setup.config.cache_dir) / "features"
+    def load(
+        self, images: ImageDataset, split: Split, spec: InputSpec, keys: Sequence[list]
+    ) -> Features:
+        """The features of a split, one view for each of the `keys`.
+
+        Views that are not cached are computed.
+        """
+        start, computed, views, folder = (
+            time.perf_counter(),
+            0,
+            [],
+            expand(self.setup.config.cache_dir) / "features",
+        )
         block_size = evaluation_blocks(len(images), self.setup.config.eval_batch_size).block_size
         how = [*self._key, block_size]
         for epoch, key in enumerate(keys):
@@ -96,16 +112,25 @@ class FeatureCache:
 
     @cached_property
     def _key(self) -> Any:
-        """What the features depend on besides the images. Rounding depends on device, threads and versions."""
+        """What the features depend on besides the images.
+
+        Rounding depends on device, threads and versions.
+        """
         config, device = self.setup.config, self.accelerator.device
-        of_part, of_model = (each.state_dict(keep_vars=True).values() for each in (self.frozen.part, self.frozen.model))
+        of_part, of_model = (
+            each.state_dict(keep_vars=True).values()
+            for each in (self.frozen.part, self.frozen.model)
+        )
         trained = {id(tensor) for tensor in of_part}
         frozen = [tensor for tensor in of_model if id(tensor) not in trained]
         if device.type == "cuda":
             place: Any = torch.cuda.get_device_name(device), config.tf32, config.deterministic
         else:
             place = torch.backends.cpu.get_cpu_capability(), self.ranks.threads
-        versions = [getattr(sys.modules.get(name), "__version__", "") for name in ("torch", "torchvision", "timm")]
+        versions = [
+            getattr(sys.modules.get(name), "__version__", "")
+            for name in ("torch", "torchvision", "timm")
+        ]
         model = (
             config.model,
             getattr(self.frozen.model, "stem_change", ""),
@@ -116,18 +141,30 @@ class FeatureCache:
 
     def _compute(self, images: ImageDataset, spec: InputSpec, epoch: int) -> np.ndarray:
         """The features of all images, float32 [N, ...], on every rank; collective."""
-        config, ranks, accelerator, frozen = self.setup.config, self.ranks, self.accelerator, self.frozen
+        config, ranks, accelerator, frozen = (
+            self.setup.config,
+            self.ranks,
+            self.accelerator,
+            self.frozen,
+        )
         image = torch.zeros(1, spec.channels, *spec.size, device=accelerator.device)
         with torch.no_grad(), ranks.agree(), torch.compiler.set_stance("force_eager"):
             shape = frozen.eval()(image).shape[1:]
-            size, free = 4 * len(images) * math.prod(shape), free_memory()[0] // local_rank_and_size()[1]
+            size, free = (
+                4 * len(images) * math.prod(shape),
+                free_memory()[0] // local_rank_and_size()[1],
+            )
             if image.is_cuda:
                 free = min(free, torch.cuda.mem_get_info(image.device)[0])
             need = 3 * size  # the rows of this rank, those of all ranks, and these sorted
             problem = f"features need {bytes_text(need)} of memory in each process, but {bytes_text(free)} are free"
-            require(need < free, problem, "use --feature_views 0, which computes them for each batch")
+            require(
+                need < free, problem, "use --feature_views 0, which computes them for each batch"
+            )
         # `Accelerator.prepare` would keep the loader, and so its workers, as long as the run.
-        loader = prepare_data_loader(make_eval_loader(images, config, ranks, epoch), even_batches=False)
+        loader = prepare_data_loader(
+            make_eval_loader(images, config, ranks, epoch), even_batches=False
+        )
         with torch.compiler.set_stance("force_eager"):
             evaluator = Evaluator(ranks, accelerator, frozen, loader, spec, self.setup.task, config)
             rows = evaluator.collect(lambda outputs, _: (outputs,), shape=shape, what="features")

@@ -49,7 +49,10 @@ def draw(pixels: np.ndarray, labels: Sequence, names: Sequence[str]) -> bytes:
     from matplotlib.font_manager import findfont, get_font
 
     letters = get_font(findfont(_FONT)).get_charmap().keys()
-    known = [name if letters >= set(map(ord, name)) else f"class {number}" for number, name in enumerate(names)]
+    known = [
+        name if letters >= set(map(ord, name)) else f"class {number}"
+        for number, name in enumerate(names)
+    ]
     lines = [label_lines(label, known) for label in labels]
     width = 0.97  # lengths are multiples of the width of a cell
     image = pixels.shape[1] / pixels.shape[2] * width
@@ -78,4 +81,6 @@ def label_lines(label: int | Sequence[float], names: Sequence[str]) -> list[str]
     if len(label) == 1:  # of the second of two classes
         label = [1 - label[0], label[0]]
     shares = sorted(zip(label, names, strict=True), reverse=True)
-    return [name if share > 0.95 else f"{share:.1f} {name}" for share, name in shares if share >= 0.05]
+    return [
+        name if share > 0.95 else f"{share:.1f} {name}" for share, name in shares if share >= 0.05
+    ]

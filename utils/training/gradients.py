@@ -1,4 +1,5 @@
-"""How the gradients of an update's microbatches are added up: by DDP, or in one fixed order with --microbatches.
+"""How the gradients of an update's microbatches are added up: by DDP, or in one fixed order with
+--microbatches.
 
 To add another way, write a subclass of `Gradients` and choose it in `make_gradients`.
 """
@@ -23,7 +24,10 @@ from utils.training.tree_sum import TreeSum
 
 
 class Exchange:
-    """A context manager that measures the exchange of gradients. The host does not wait for the device."""
+    """A context manager that measures the exchange of gradients.
+
+    The host does not wait for the device.
+    """
 
     def __init__(self, device: torch.device):
         self.device, self.seconds = device, 0.0
@@ -46,35 +50,44 @@ class Exchange:
     def add_up(self) -> None:
         """Add the seconds of the exchanges since the last call. A GPU must have completed them."""
         for begin, end in zip(self.marks[::2], self.marks[1::2], strict=True):
-            self.seconds += begin.elapsed_time(end) / 1e3 if self.device.type == "cuda" else end - begin
+            self.seconds += (
+                begin.elapsed_time(end) / 1e3 if self.device.type == "cuda" else end - begin
+            )
         self.marks.clear()
 
 
 class Gradients:
     """Gradients summed by DDP or FSDP2.
 
-    With DDP, a rank accumulates, and the last backward pass averages over the ranks. FSDP2 averages in each backward
-    pass.
+    With DDP, a rank accumulates, and the last backward pass averages over the ranks. FSDP2 averages
+    in each backward pass.
     """
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, plan: Plan):
         self.model, self.accelerator, self.plan = model, accelerator, plan
         self.steps = max(map(len, plan.ranges(accelerator.num_processes)))
-        """Forward and backward passes of this rank in an update; the last may have no microbatch."""
+        """Forward and backward passes of this rank in an update; the last may have no
+        microbatch."""
         self.exchange = Exchange(accelerator.device)
         self._step = 0  # forward and backward passes of the update so far
 
     def loss_scale(self, position: int) -> float:
         """The factor of the summed loss of each microbatch of the update at `position`.
 
-        With it, the result is the gradient of the mean loss over the global batch, even if microbatches differ in size.
+        With it, the result is the gradient of the mean loss over the global batch, even if
+        microbatches differ in size.
         """
-        return self.accelerator.num_processes / self.plan.update_size(position)  # DDP and FSDP2 divide by this number
+        # DDP and FSDP2 divide by this number
+        return self.accelerator.num_processes / self.plan.update_size(position)
 
     def seed(self, batch: Batch) -> None:
-        """Seed random layers, such as dropout, for a microbatch: the same on any number of processes."""
-        seed = fold_in(self.plan.seed, "layers", batch.update, batch.number) % 2**32  # all that a CPU's generator uses
-        if self.accelerator.device.type == "cuda":  # torch.manual_seed does the same as these lines, in 100 us
+        """Seed random layers, such as dropout, for a microbatch: the same on any number of
+        processes.
+        """
+        # all that a CPU's generator uses
+        seed = fold_in(self.plan.seed, "layers", batch.update, batch.number) % 2**32
+        # torch.manual_seed does the same as these lines, in 100 us
+        if self.accelerator.device.type == "cuda":
             torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
         torch.default_generator.manual_seed(seed)
 
@@ -92,11 +105,13 @@ class Gradients:
 
 
 class TreeGradients(Gradients):
-    """Sums in the order of a binary tree over the microbatches: the same bits on any number of processes.
+    """Sums in the order of a binary tree over the microbatches: the same bits on any number of
+    processes.
 
-    DDP adds up nothing: all passes are in `no_sync`, and gradients are exchanged after the last one of an update. Each
-    microbatch starts from the buffers that the update started with. Their changes are averaged in the same tree, over
-    the microbatches that have samples. A parameter that is not used has a gradient of zeros.
+    DDP adds up nothing: all passes are in `no_sync`, and gradients are exchanged after the last one
+    of an update. Each microbatch starts from the buffers that the update started with. Their
+    changes are averaged in the same tree, over the microbatches that have samples. A parameter that
+    is not used has a gradient of zeros.
     """
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, plan: Plan):
@@ -104,12 +119,16 @@ class TreeGradients(Gradients):
         self.tree = TreeSum(plan.ranges(accelerator.num_processes), accelerator.process_index)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         buffers = list(model.buffers())
-        # Buffers of one type are joined to one vector: a network has hundreds of them, and each kernel takes time.
-        self.buffers = [[b for b in buffers if b.dtype == dtype] for dtype in {b.dtype: None for b in buffers}]
+        # Buffers of one type are joined to one vector: a network has hundreds of them, and each
+        # kernel takes time.
+        self.buffers = [
+            [b for b in buffers if b.dtype == dtype] for dtype in {b.dtype: None for b in buffers}
+        ]
         self.start: list[Tensor] = []  # the buffers of each type at the start of the update
 
     def loss_scale(self, position: int) -> float:
-        return 1 / self.plan.update_size(position)  # no factor may depend on the number of processes
+        # no factor may depend on the number of processes
+        return 1 / self.plan.update_size(position)
 
     @contextmanager
     def microbatch(self, batch: Batch) -> Iterator[None]:
@@ -119,7 +138,8 @@ class TreeGradients(Gradients):
         else:
             # A copy, because the vector of a single buffer is the buffer itself.
             self.start = [_flatten_dense_tensors(buffers).clone() for buffers in self.buffers]
-        # `Accelerator.no_sync` does nothing in a single process, whose model has DDP if it has a launcher.
+        # `Accelerator.no_sync` does nothing in a single process, whose model has DDP if it has a
+        # launcher.
         with getattr(self.model, "no_sync", nullcontext)():
             yield
         now = [_flatten_dense_tensors(buffers) for buffers in self.buffers]
@@ -160,16 +180,21 @@ def _add_change(before: Tensor, mean: Tensor) -> Tensor:
 
 
 def clip_gradients(accelerator: Accelerator, model: nn.Module, config: TrainConfig) -> None:
-    """Apply --clip_value, then --clip_norm, to the summed gradients of an update; all ranks have the same ones."""
+    """Apply --clip_value, then --clip_norm, to the summed gradients of an update; all ranks have
+    the same ones.
+    """
     if config.clip_value or config.clip_norm:
-        accelerator.unscale_gradients()  # Accelerate's own functions would call it twice, which fp16 refuses
+        # Accelerate's own functions would call it twice, which fp16 refuses
+        accelerator.unscale_gradients()
     if config.clip_value:
         nn.utils.clip_grad_value_(model.parameters(), config.clip_value)
     if config.clip_norm:
         nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
 
 
-def make_gradients(setup: Setup, model: nn.Module, module: nn.Module, accelerator: Accelerator) -> Gradients:
+def make_gradients(
+    setup: Setup, model: nn.Module, module: nn.Module, accelerator: Accelerator
+) -> Gradients:
     """How the gradients of `model`, which wraps `module` for training, are added up; collective."""
     if setup.config.microbatches:
         return TreeGradients(model, accelerator, setup.plan)

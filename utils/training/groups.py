@@ -12,16 +12,24 @@ from utils.training.summary import count_parameters
 
 Groups = list[dict[str, Any]]
 
-# The last parts of the names of embeddings, tokens and scales. Not all models list them in `no_weight_decay`.
-_UNDECAYED = ("class_token", "cls_token", "pos_embed", "pos_embedding", "relative_position_bias_table", "layer_scale")
+# The last parts of the names of embeddings, tokens and scales. Not all models list them in
+# `no_weight_decay`.
+_UNDECAYED = (
+    "class_token",
+    "cls_token",
+    "pos_embed",
+    "pos_embedding",
+    "relative_position_bias_table",
+    "layer_scale",
+)
 _CONTAINERS = nn.Sequential | nn.ModuleList | nn.ModuleDict
 
 
 def parameter_groups(config: TrainConfig, model: nn.Module) -> Groups:
     """The trainable parameters with their names; groups with weight decay come first.
 
-    A group has its `weight_decay`, and `lr_scale`, the factor of its learning rate. With muon, `hidden` is whether it
-    has the matrices that Muon changes.
+    A group has its `weight_decay`, and `lr_scale`, the factor of its learning rate. With muon,
+    `hidden` is whether it has the matrices that Muon changes.
     """
     undecayed, scales = names_without_decay(model), layer_scales(model, config.layer_decay)
     of_head = head_prefixes(model)
@@ -40,7 +48,8 @@ def parameter_groups(config: TrainConfig, model: nn.Module) -> Groups:
 def names_without_decay(model: nn.Module) -> set[str]:
     """The parameters without weight decay: vectors, biases, position embeddings and class tokens.
 
-    Vectors are the parameters of normalisation layers. timm's models name more in `no_weight_decay()`.
+    Vectors are the parameters of normalisation layers. timm's models name more in
+    `no_weight_decay()`.
     """
     patterns: Iterable[str] = getattr(model, "no_weight_decay", tuple)()
     return {
@@ -54,7 +63,8 @@ def names_without_decay(model: nn.Module) -> set[str]:
 
 
 def layer_scales(model: nn.Module, decay: float | None) -> dict[str, float]:
-    """The factor of each parameter's learning rate: `decay` ** (layers between its layer and the last), or 1.
+    """The factor of each parameter's learning rate: `decay` ** (layers between its layer and the
+    last), or 1.
 
     This is layer-wise learning rate decay (Clark et al., 2020; Bao et al., 2022).
     """
@@ -66,11 +76,13 @@ def layer_scales(model: nn.Module, decay: float | None) -> dict[str, float]:
 
 
 def layer_numbers(model: nn.Module) -> dict[str, int]:
-    """The number of each parameter's layer, from 0 at the input. timm's models number them themselves.
+    """The number of each parameter's layer, from 0 at the input. timm's models number them
+    themselves.
 
-    In other models, each block is a layer, in the order in which the model creates them. Containers, and modules with
-    more than half of the model's parameters, are divided into their blocks. A block that has only vectors, such as a
-    normalisation, belongs to the layer before it. So do parameters that are not in a block, such as a class token.
+    In other models, each block is a layer, in the order in which the model creates them.
+    Containers, and modules with more than half of the model's parameters, are divided into their
+    blocks. A block that has only vectors, such as a normalisation, belongs to the layer before it.
+    So do parameters that are not in a block, such as a class token.
     """
     if matcher := getattr(model, "group_matcher", None):
         from timm.models import group_parameters
@@ -90,14 +102,17 @@ def _blocks(module: nn.Module, prefix: str, half: float) -> Iterator[tuple[bool,
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
         is_leaf = next(child.children(), None) is None
-        if isinstance(child, _CONTAINERS) or (not is_leaf and count_parameters(child.parameters()) > half):
+        if isinstance(child, _CONTAINERS) or (
+            not is_leaf and count_parameters(child.parameters()) > half
+        ):
             yield from _blocks(child, path, half)
         else:
             yield True, list(child.named_parameters(path))
 
 
 def hidden_matrices(model: nn.Module) -> set[str]:
-    """The weights of linear layers and convolutions, except the first one, which reads the images, and the head.
+    """The weights of linear layers and convolutions, except the first one, which reads the images,
+    and the head.
 
     Kernels of grouped convolutions are not one matrix.
     """

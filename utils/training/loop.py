@@ -1,4 +1,6 @@
-"""What train.py does besides training: read batches, synchronise, make records, prepare saves, and profile."""
+"""What train.py does besides training: read batches, synchronise, make records, prepare saves, and
+profile.
+"""
 
 import math
 import os
@@ -48,8 +50,8 @@ def batches_of_update(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
 def synchronise(run: Run, interval: SyncInterval) -> float:
     """Sum losses over the ranks, and agree on errors and stopping; collective, about once a second.
 
-    A rank that cannot read a sample continues with an empty batch until this point, so that no rank waits for it.
-    Returns the seconds since the last save.
+    A rank that cannot read a sample continues with an empty batch until this point, so that no rank
+    waits for it. Returns the seconds since the last save.
     """
     state, batches = run.state, run.train_batches
     run.ranks.mark_waiting(f"after update {state.step}, adding up losses")
@@ -65,8 +67,11 @@ def synchronise(run: Run, interval: SyncInterval) -> float:
         first, rank = min((bad, rank) for rank, bad in enumerate(found) if bad)
         with run.ranks.agree():
             report_bad_loss(run, rank, *first)
-    if state.step == 1:  # the ranks always synchronise here, so this is the loss of the initial weights
-        state.learned = reduced.totals["loss"] / reduced.totals["count"] < LEARNED * run.task.uniform_loss
+    # the ranks always synchronise here, so this is the loss of the initial weights
+    if state.step == 1:
+        state.learned = (
+            reduced.totals["loss"] / reduced.totals["count"] < LEARNED * run.task.uniform_loss
+        )
     run.gradients.exchange.add_up()
     interval.synced(state.step, reduced.seconds)
     state.seconds += reduced.seconds
@@ -76,7 +81,9 @@ def synchronise(run: Run, interval: SyncInterval) -> float:
 
 
 def training_record(run: Run) -> dict[str, Any]:
-    """The train record of all samples since the last record; the next one then starts anew; collective."""
+    """The train record of all samples since the last record; the next one then starts anew;
+    collective.
+    """
     state, totals, processes = run.state, run.state.since_log, run.accelerator.num_processes
     seconds, count = state.seconds - state.logged_seconds, totals["count"]
     summary = run.task.summary({name: totals[name] for name in run.task.training}, count)
@@ -111,26 +118,37 @@ def evaluation_record(run: Run, result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prepare_save(run: Run) -> dict[str, bytes]:
-    """Check and compare the weights; returns the small files of a checkpoint on the main process; collective."""
+    """Check and compare the weights; returns the small files of a checkpoint on the main process;
+    collective.
+    """
     state, ranks = run.state, run.ranks
     with ranks.agree(f"after update {state.step}, saving"):
         check_weights(run)
         run.log.sync()
-        files = make_files(run.config, state, run.plan, run.data, run.spec, ranks) if ranks.is_main else {}
+        files = (
+            make_files(run.config, state, run.plan, run.data, run.spec, ranks)
+            if ranks.is_main
+            else {}
+        )
     compare_ranks(run)
     return files
 
 
-WATCHED, LONG = 30, 0.2  # the seconds of computing before a message, and the part of them that a rank may wait
+# the seconds of computing before a message, and the part of them that a rank may wait
+WATCHED, LONG = 30, 0.2
 
 
 def watch_ranks(run: Run, seconds: float) -> dict[str, list[float]]:
-    """The seconds that each rank computed, and waited for slower ranks, for a train record; collective.
+    """The seconds that each rank computed, and waited for slower ranks, for a train record;
+    collective.
 
-    Time in which a rank waited for data is in neither. Says once if a rank waits long for another. Empty for the first
-    record of a start, because its time includes other work.
+    Time in which a rank waited for data is in neither. Says once if a rank waits long for another.
+    Empty for the first record of a start, because its time includes other work.
     """
-    exchange, shares = run.gradients.exchange, list(map(len, run.plan.ranges(run.accelerator.num_processes)))
+    exchange, shares = (
+        run.gradients.exchange,
+        list(map(len, run.plan.ranges(run.accelerator.num_processes))),
+    )
     each = run.ranks.gather((exchange.seconds, run.meter.wait))
     computing, before = [seconds - sum(own) for own in each], exchange.computed
     exchange.seconds, exchange.computed = 0.0, [0.0 for _ in each]
@@ -140,14 +158,21 @@ def watch_ranks(run: Run, seconds: float) -> dict[str, list[float]]:
     part = 1 - min(total) / max(total)
     if max(before) < WATCHED <= max(total) and part > LONG:
         better = balance(shares, total)
-        advice = f"try --shares {','.join(map(str, better))}" if better != shares else "use more --microbatches"
+        advice = (
+            f"try --shares {','.join(map(str, better))}"
+            if better != shares
+            else "use more --microbatches"
+        )
         slow, fast = total.index(max(total)), total.index(min(total))
-        run.log.say(f"rank {fast} waits for rank {slow} for {part:.0%} of the computing time; {advice}")
+        run.log.say(
+            f"rank {fast} waits for rank {slow} for {part:.0%} of the computing time; {advice}"
+        )
     return {"computing": computing, "waiting": [own - min(each)[0] for own, _ in each]}
 
 
 def balance(shares: Sequence[int], seconds: Sequence[float]) -> list[int]:
-    """Shares with which all ranks need the same time, if they needed these `seconds` for their `shares`.
+    """Shares with which all ranks need the same time, if they needed these `seconds` for their
+    `shares`.
 
     Returns `shares` if a rank would get none.
     """
@@ -157,12 +182,15 @@ def balance(shares: Sequence[int], seconds: Sequence[float]) -> list[int]:
     return found if min(found) > 0 else list(shares)
 
 
-WAIT, WARM_UP, ACTIVE = 8, 2, 10  # updates that are not recorded, recorded and discarded, recorded and kept
+# updates that are not recorded, recorded and discarded, recorded and kept
+WAIT, WARM_UP, ACTIVE = 8, 2, 10
 _ROWS = 12  # operations in the table
 
 
 def make_profiler(run: Run) -> AbstractContextManager[torch.profiler.profile | None]:
-    """With --profile, a context that records ten updates of the loop, which calls `step` after each one."""
+    """With --profile, a context that records ten updates of the loop, which calls `step` after each
+    one.
+    """
     if not run.config.profile:
         return nullcontext()
     first = run.state.step + WAIT + WARM_UP + 1

@@ -1,4 +1,6 @@
-"""The sums and the time of training over all ranks, which are read from the device only when the ranks synchronise."""
+"""The sums and the time of training over all ranks, which are read from the device only when the
+ranks synchronise.
+"""
 
 import math
 import time
@@ -17,12 +19,17 @@ from utils.tasks.task import Task
 
 
 def rounded(values: Tensor) -> Tensor:
-    """The values as float64 multiples of 2**-26. Their sums are exact below 2**27, so the order does not matter."""
+    """The values as float64 multiples of 2**-26.
+
+    Their sums are exact below 2**27, so the order does not matter.
+    """
     return (values.double() * 2**26).round() / 2**26
 
 
 class SyncInterval:
-    """When the ranks synchronise: about once a second, after the same number of steps on all of them."""
+    """When the ranks synchronise: about once a second, after the same number of steps on all of
+    them.
+    """
 
     def __init__(self, step: int = 0):
         self.step, self.next, self.time = step, step + 1, time.perf_counter()
@@ -32,7 +39,9 @@ class SyncInterval:
         return step >= self.next
 
     def synced(self, step: int, seconds: float) -> None:
-        """Record that the steps since the last synchronisation took `seconds`, the same number on all ranks."""
+        """Record that the steps since the last synchronisation took `seconds`, the same number on
+        all ranks.
+        """
         self.step, self.next = step, step + max(1, int((step - self.step) / max(seconds, 1e-6)))
         self.time = time.perf_counter()
 
@@ -40,9 +49,10 @@ class SyncInterval:
 class Synchronised(NamedTuple):
     """What all ranks know after they have synchronised.
 
-    `totals` has the task's training sums by name, the `count` of samples, the seconds that ranks waited for data
-    (`wait`), and the updates that fp16 skipped, summed over the ranks (`skipped`), all since the last train record.
-    `seconds` since the last synchronisation and `since_save` are means over the ranks.
+    `totals` has the task's training sums by name, the `count` of samples, the seconds that ranks
+    waited for data (`wait`), and the updates that fp16 skipped, summed over the ranks (`skipped`),
+    all since the last train record. `seconds` since the last synchronisation and `since_save` are
+    means over the ranks.
     """
 
     totals: dict[str, float]
@@ -73,29 +83,43 @@ class Meter:
             raise UserError(problem, "use another checkpoint")
         start = start if is_main else {}
         self.device, self.sums = device, [start.get(name, 0.0) for name in task.training]
-        self.count, self.wait = start.get("count", 0.0), start.get("wait", 0.0)  # samples, and seconds waited for them
-        self.skipped, self.updates, self.taken = start.get("skipped", 0.0), 0, torch.zeros((), device=device)
+        # samples, and seconds waited for them
+        self.count, self.wait = start.get("count", 0.0), start.get("wait", 0.0)
+        self.skipped, self.updates, self.taken = (
+            start.get("skipped", 0.0),
+            0,
+            torch.zeros((), device=device),
+        )
         scaled = getattr(optimizer, "optimizer", None)  # only fp16 has a wrapper around it
         self.scaled = scaled is not None
         if scaled is not None:
             scaled.register_step_pre_hook(self._count_step)
-        self.batches: list[tuple[tuple[int, int], Sequence[Tensor]]] = []  # since the last synchronisation
+        # since the last synchronisation
+        self.batches: list[tuple[tuple[int, int], Sequence[Tensor]]] = []
         self.started = self.saved = time.perf_counter()
 
     def add(self, loss: Tensor, outputs: Tensor, batch: Batch) -> None:
-        """Add a microbatch with its summed loss and its `outputs` [n, ...]. Does not wait for the GPU."""
+        """Add a microbatch with its summed loss and its `outputs` [n, ...].
+
+        Does not wait for the GPU.
+        """
         sums = self.task.training_sums(loss.detach(), outputs.detach(), batch.labels)
         self.batches.append(((batch.update, batch.number), sums))
         self.count += len(batch.labels)
 
     def _count_step(self, optimizer: Optimizer, *_given: Any) -> None:
-        """Count a step on the device. A fused optimizer is called for each update, and skips it on the device."""
+        """Count a step on the device.
+
+        A fused optimizer is called for each update, and skips it on the device.
+        """
         self.taken += 1 - getattr(optimizer, "found_inf", 0)
 
     def reduce(self, accelerator: Accelerator, failed: bool, stop: bool) -> Synchronised:
-        """Add up over the ranks, and agree whether any rank `failed` or wants to `stop`; collective.
+        """Add up over the ranks, and agree whether any rank `failed` or wants to `stop`;
+        collective.
 
-        This is the only place where the loop waits for the device. The result is the same on all ranks.
+        This is the only place where the loop waits for the device. The result is the same on all
+        ranks.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -106,7 +130,15 @@ class Meter:
             self.skipped += self.updates - self.taken.item()
             self.taken.zero_()
         self.updates, now = 0, time.perf_counter()
-        own = [self.count, self.wait, self.skipped, now - self.started, now - self.saved, failed, stop]
+        own = [
+            self.count,
+            self.wait,
+            self.skipped,
+            now - self.started,
+            now - self.saved,
+            failed,
+            stop,
+        ]
         self.started = now
         values = torch.tensor([*self.sums, *own], dtype=torch.float64, device=self.device)
         # Exact for counts below 2**53.
@@ -114,10 +146,14 @@ class Meter:
         processes, totals = accelerator.num_processes, dict(zip(self.names, sums, strict=True))
         if math.isfinite(totals["loss"]):  # otherwise `first_bad` needs them, and the run ends
             self.batches.clear()
-        return Synchronised(totals, seconds / processes, since_save / processes, failures > 0, stops > 0)
+        return Synchronised(
+            totals, seconds / processes, since_save / processes, failures > 0, stops > 0
+        )
 
     def first_bad(self) -> tuple[int, int] | None:
-        """The update and number of this rank's first microbatch with a NaN or infinite loss, if there is one."""
+        """The update and number of this rank's first microbatch with a NaN or infinite loss, if
+        there is one.
+        """
         return next((where for where, (loss, *_) in self.batches if not loss.isfinite()), None)
 
     def restart(self) -> None:

@@ -1,7 +1,8 @@
 """Optimizers: those of torch.optim that need nothing but the gradients of an update.
 
-To add one, write a function like those below and add it to `OPTIMIZERS`: its parameters with a default are what
---optimizer_args may set. If it ignores a setting, add a line to `advice` (config/defaults.py).
+To add one, write a function like those below and add it to `OPTIMIZERS`: its parameters with a
+default are what --optimizer_args may set. If it ignores a setting, add a line to `advice`
+(config/defaults.py).
 """
 
 import inspect
@@ -23,7 +24,8 @@ from utils.training.groups import Groups, parameter_groups
 class MuonAndAdamW(torch.optim.Optimizer):
     """torch's Muon on the groups with `hidden`, and torch's AdamW on the others.
 
-    Both work on the groups and the state of this optimizer, so it is saved, restored and scheduled like any other.
+    Both work on the groups and the state of this optimizer, so it is saved, restored and scheduled
+    like any other.
     """
 
     def __init__(self, groups: Groups, lr: float, muon: dict[str, Any], adamw: dict[str, Any]):
@@ -45,27 +47,45 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 class _MuonOfKernels(torch.optim.Muon):
-    """torch's Muon, which sees a convolution kernel as the matrix [out, in * height * width] (Jordan et al., 2024)."""
+    """torch's Muon, which sees a convolution kernel as the matrix [out, in * height * width]
+    (Jordan et al., 2024).
+    """
 
     def _init_group(self, group, params_with_grad, grads, muon_momentum_bufs):
         for kernel in group["params"]:
             if kernel.grad is not None:
                 state, order = self.state[kernel], _memory_order(kernel)
                 if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(kernel)  # the gradient may have another layout
+                    # the gradient may have another layout
+                    state["momentum_buffer"] = torch.zeros_like(kernel)
                 params_with_grad.append(kernel.permute(order).view(len(kernel), -1))
                 grads.append(kernel.grad.permute(order).reshape(len(kernel), -1))
-                muon_momentum_bufs.append(state["momentum_buffer"].permute(order).view(len(kernel), -1))
+                muon_momentum_bufs.append(
+                    state["momentum_buffer"].permute(order).view(len(kernel), -1)
+                )
         return False  # no complex numbers
 
 
 def _memory_order(kernel: Tensor) -> list[int]:
-    """The dimensions, output first, then the others as in memory: permuted so, a kernel can be viewed as a matrix."""
+    """The dimensions, output first, then the others as in memory: permuted so, a kernel can be
+    viewed as a matrix.
+    """
     return [0, *sorted(range(1, kernel.ndim), key=kernel.stride, reverse=True)]
 
 
 # The others of torch.optim need several gradients in an update, all samples, or sparse gradients.
-_OF_TORCH = ("Adafactor", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop")
+_OF_TORCH = (
+    "Adafactor",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+)
 # Arguments that have flags, and those about how torch computes a step
 _NOT_ARGUMENTS = {"params", "lr", "momentum", "weight_decay"}
 _NOT_ARGUMENTS |= {"maximize", "foreach", "capturable", "differentiable", "fused"}
@@ -74,7 +94,9 @@ _NOT_ARGUMENTS |= {"maximize", "foreach", "capturable", "differentiable", "fused
 def sgd(groups: Groups, config: TrainConfig, nesterov: bool = True) -> torch.optim.Optimizer:
     """SGD with Nesterov momentum, see --momentum."""
     nesterov = nesterov and config.momentum > 0
-    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov, fused=True)
+    return torch.optim.SGD(
+        groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov, fused=True
+    )
 
 
 def muon(
@@ -84,20 +106,27 @@ def muon(
     betas: Sequence[float] = (0.9, 0.999),
     adjust_lr_fn: str = "match_rms_adamw",
 ) -> torch.optim.Optimizer:
-    """Muon for hidden matrices and kernels, and AdamW, whose learning rate is `adamw_lr` times --lr, for the rest.
+    """Muon for hidden matrices and kernels, and AdamW, whose learning rate is `adamw_lr` times
+    --lr, for the rest.
 
-    By default, the updates of both have the same size (Liu et al., 2025), so that they share a learning rate.
+    By default, the updates of both have the same size (Liu et al., 2025), so that they share a
+    learning rate.
     """
     if not any(group["hidden"] for group in groups):
         raise UserError("--optimizer muon: this model has no hidden matrices to train", "use adamw")
-    scaled = [group if group["hidden"] else group | {"lr_scale": group["lr_scale"] * adamw_lr} for group in groups]
+    scaled = [
+        group if group["hidden"] else group | {"lr_scale": group["lr_scale"] * adamw_lr}
+        for group in groups
+    ]
     beta1, beta2 = betas
     of_muon = {"momentum": config.momentum, "adjust_lr_fn": adjust_lr_fn}
     return MuonAndAdamW(scaled, config.lr, of_muon, {"betas": (beta1, beta2), "fused": True})
 
 
 def of_torch(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
-    """The optimizer function of a class of torch.optim; --optimizer_args may set the arguments of the class."""
+    """The optimizer function of a class of torch.optim; --optimizer_args may set the arguments of
+    the class.
+    """
     parameters = inspect.signature(kind).parameters
     fused = {"fused": True} if kind in (torch.optim.Adam, torch.optim.AdamW) else {}
 
@@ -110,7 +139,11 @@ def of_torch(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.
         return kind(groups, lr=config.lr, **momentum, **fused, **arguments)
 
     build.__doc__ = f"torch.optim.{kind.__name__}."
-    own = [p.replace(kind=p.KEYWORD_ONLY) for name, p in parameters.items() if name not in _NOT_ARGUMENTS]
+    own = [
+        p.replace(kind=p.KEYWORD_ONLY)
+        for name, p in parameters.items()
+        if name not in _NOT_ARGUMENTS
+    ]
     build.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
     return build
 
@@ -124,21 +157,32 @@ OPTIMIZERS = Table(
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that --optimizer names. Raises ValueError if it does not accept --optimizer_args."""
+    """The optimizer that --optimizer names.
+
+    Raises ValueError if it does not accept --optimizer_args.
+    """
     return OPTIMIZERS.call(config, parameter_groups(config, model), config)
 
 
 def state_per_value(config: TrainConfig) -> int:
     """How many values an optimizer keeps for each value of a parameter."""
     states = _try_arguments(config).state.items()
-    counts = (sum(isinstance(v, Tensor) and v.shape == p.shape for v in state.values()) for p, state in states)
+    counts = (
+        sum(isinstance(v, Tensor) and v.shape == p.shape for v in state.values())
+        for p, state in states
+    )
     return max(counts, default=0)
 
 
 def _try_arguments(config: TrainConfig) -> torch.optim.Optimizer:
-    """Take a step on a small model. Raises an error if the optimizer does not accept --optimizer_args."""
+    """Take a step on a small model.
+
+    Raises an error if the optimizer does not accept --optimizer_args.
+    """
     # The default of --lr is chosen later, from the data.
-    known = replace(config, lr=config.lr or 1.0, weight_decay=config.weight_decay or 0.0, layer_decay=None)
+    known = replace(
+        config, lr=config.lr or 1.0, weight_decay=config.weight_decay or 0.0, layer_decay=None
+    )
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     optimizer = build_optimizer(known, model)
     for parameter in model.parameters():
@@ -153,11 +197,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group["lr_scale"]
 
 
-def init_optimizer(prepared: AcceleratedOptimizer, accelerator: Accelerator) -> torch.optim.Optimizer:
-    """The optimizer that the loop uses, after `Accelerator.prepare`: only fp16 needs its wrapper, which is slower.
+def init_optimizer(
+    prepared: AcceleratedOptimizer, accelerator: Accelerator
+) -> torch.optim.Optimizer:
+    """The optimizer that the loop uses, after `Accelerator.prepare`: only fp16 needs its wrapper,
+    which is slower.
 
-    The momentum of every parameter of SGD is set to 0, which does not change the updates: PyTorch's fused SGD fails if
-    a parameter gets its first gradient in a later update than others.
+    The momentum of every parameter of SGD is set to 0, which does not change the updates: PyTorch's
+    fused SGD fails if a parameter gets its first gradient in a later update than others.
     """
     optimizer = prepared.optimizer
     if accelerator.is_fsdp2:

@@ -35,9 +35,16 @@ from utils.training.building import Setup
 from utils.training.evaluation import Evaluator
 from utils.training.gradients import Gradients
 from utils.training.meter import Meter
-from utils.training.summary import always_answering, classes_row, describe_parameters, differences, warn_about_data
+from utils.training.summary import (
+    always_answering,
+    classes_row,
+    describe_parameters,
+    differences,
+    warn_about_data,
+)
 
-BAD_IMAGES = "bad_images.json"  # in the run folder: {path or index: reason} of the unreadable images, if any
+# in the run folder: {path or index: reason} of the unreadable images, if any
+BAD_IMAGES = "bad_images.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,20 +84,35 @@ class Run:
     def ended(self) -> str:
         """The setting that has ended training after update `state.step`; empty if updates remain.
 
-        It follows from the state, so all ranks agree, and a resumed run with a higher limit continues.
+        It follows from the state, so all ranks agree, and a resumed run with a higher limit
+        continues.
         """
         config, state = self.config, self.state
         if state.step >= self.updates:
             return "max_steps" if config.max_steps else "epochs"
         if state.seconds >= (config.max_seconds or math.inf):
             return "max_seconds"
-        return "early_stopping" if state.evaluations_since_best >= (config.early_stopping or math.inf) else ""
+        return (
+            "early_stopping"
+            if state.evaluations_since_best >= (config.early_stopping or math.inf)
+            else ""
+        )
 
 
 def log_start(run: Run) -> None:
-    """Print what runs where, start the trackers, and write the settings to the run folder; collective."""
-    config, ranks, folder, processes = run.config, run.ranks, run.folder, run.accelerator.num_processes
-    numbers = run.plan.sizes(processes) | {"threads": ranks.threads, "precision": run.accelerator.mixed_precision}
+    """Print what runs where, start the trackers, and write the settings to the run folder;
+    collective.
+    """
+    config, ranks, folder, processes = (
+        run.config,
+        run.ranks,
+        run.folder,
+        run.accelerator.num_processes,
+    )
+    numbers = run.plan.sizes(processes) | {
+        "threads": ranks.threads,
+        "precision": run.accelerator.mixed_precision,
+    }
     numbers |= {"device": ranks.device.type, "input": run.spec.describe_pixels()}
     source = run.setup.source
     numbers |= {"init_weights": source.weights} if source else {}
@@ -107,7 +129,9 @@ def log_start(run: Run) -> None:
     centre = isinstance(run.train_batches.dataset, Features) and not config.feature_views
     lines = [
         *warn_about_data(run.data, config),
-        *advice(config, small, by_loader, has_columns(config.data), processes, has_momentum, centre),
+        *advice(
+            config, small, by_loader, has_columns(config.data), processes, has_momentum, centre
+        ),
     ]
     if not run.setup.resumed_from and config.model not in OWN_MODELS:
         lines += hint_for_few(config, run.plan.samples)
@@ -127,10 +151,20 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
     plan, data, config, processes = run.plan, run.data, run.config, len(places)
     interface = f" on {run.ranks.interface}" if run.ranks.interface else ""
     # Only torchvision's models have the first of these, and models whose head was kept the second.
-    changes = filter(None, [getattr(run.module, name, "") for name in ("stem_change", "head_change")])
+    changes = filter(
+        None, [getattr(run.module, name, "") for name in ("stem_change", "head_change")]
+    )
     model = [config.model, describe_parameters(run.module), run.spec.describe(), *changes]
-    optimizer = [config.optimizer, f"lr {config.lr:.4g}", f"weight decay {config.weight_decay:g}", config.lr_schedule]
-    chosen = [("" if number else "defaults", line) for number, line in enumerate([*run.setup.chosen, *run.notes])]
+    optimizer = [
+        config.optimizer,
+        f"lr {config.lr:.4g}",
+        f"weight decay {config.weight_decay:g}",
+        config.lr_schedule,
+    ]
+    chosen = [
+        ("" if number else "defaults", line)
+        for number, line in enumerate([*run.setup.chosen, *run.notes])
+    ]
     text = "{batch_size} x {processes} processes x {grad_accum} accumulation = {global_batch_size}"
     batch = text.format(**plan.sizes(processes))
     if config.microbatches:
@@ -139,7 +173,10 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
     rows = [
         *((f"rank {rank}", place) for rank, place in enumerate(places)),
         ("backend", f"{run.ranks.backend}{interface}, precision {run.accelerator.mixed_precision}"),
-        ("data", f"{config.data}: {plan.samples} training, {len(data.evaluation)} {data.evaluation.name}"),
+        (
+            "data",
+            f"{config.data}: {plan.samples} training, {len(data.evaluation)} {data.evaluation.name}",
+        ),
         ("classes", classes_row(data)),
         ("images", describe_place([run.train_batches.dataset, run.evaluator.batches.dataset])),
         ("model", ", ".join(model)),
@@ -148,18 +185,30 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
         ("sharding", run.sharding),
         ("batch", batch),
         ("optimizer", ", ".join(optimizer + list_changes(config, OptimizerSettings))),
-        ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
+        (
+            "updates",
+            f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}",
+        ),
         ("task", run.task.describe()),
-        ("recipe", ", ".join(list_changes(config, AugmentationSettings) + list_changes(config, LossSettings))),
+        (
+            "recipe",
+            ", ".join(
+                list_changes(config, AugmentationSettings) + list_changes(config, LossSettings)
+            ),
+        ),
         ("mixing", f"training {run.task.when_mixed}" if config.mixes else ""),
         *chosen,
-        ("depends on topology", differences(config, run.module, plan.microbatches // processes, plan.microbatches)),
+        (
+            "depends on topology",
+            differences(config, run.module, plan.microbatches // processes, plan.microbatches),
+        ),
     ]
     return [(name, text) for name, text in rows if text]
 
 
 def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
-    """Print the result and the next command; returns whether updates or an evaluation remain to be done.
+    """Print the result and the next command; returns whether updates or an evaluation remain to be
+    done.
 
     `command` is the command that started the run.
     """
@@ -172,7 +221,9 @@ def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
         checkpoint = folder if trained else run.setup.resumed_from
         words = [*script_command("eval.py"), "--ckpt", str(checkpoint)]
         words += ["--data_dir", config.data_dir] if config.data_dir else []
-        words += ["--cache_dir", config.cache_dir] if config.cache_dir != TrainConfig.cache_dir else []
+        words += (
+            ["--cache_dir", config.cache_dir] if config.cache_dir != TrainConfig.cache_dir else []
+        )
         title, following = "Done", f"evaluate it: {shlex.join(words)}"
     else:
         reason = run.stopping.request or "another rank was asked to stop"
@@ -196,12 +247,27 @@ def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, st
         rows.append((printable(f"always predicting {always[0]}"), f"{always[1]:.4f}"))
     if done and state.step < run.updates:
         setting = f"--{run.ended} {getattr(run.config, run.ended)}"
-        rows.append(("ended by", f"{setting} after update {state.step} of {run.updates}; raise it to continue"))
+        rows.append(
+            (
+                "ended by",
+                f"{setting} after update {state.step} of {run.updates}; raise it to continue",
+            )
+        )
     elif done and result is None:
-        rows = [("finished", f"all {state.step} updates were already done; raise --epochs or --max_steps to continue")]
+        rows = [
+            (
+                "finished",
+                f"all {state.step} updates were already done; raise --epochs or --max_steps to continue",
+            )
+        ]
     if state.best is not None:
         rows.append(("best", f"{state.best:.4f} at update {state.best_step}"))
-    rows.append(("training", f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s"))
+    rows.append(
+        (
+            "training",
+            f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s",
+        )
+    )
     if run.ranks.is_main:  # no other rank prints
         rows.append(("checkpoints", bytes_text(size_of(run.folder / "checkpoints"))))
         page = run.folder / "report.html"

@@ -1,7 +1,7 @@
 """What happens after which update: learning rate, evaluations, checkpoints, and the end of the run.
 
-To add a schedule, such as tanh, write a function like those below and add it to `SCHEDULES`: its parameters with a
-default are what --lr_schedule_args may set.
+To add a schedule, such as tanh, write a function like those below and add it to `SCHEDULES`: its
+parameters with a default are what --lr_schedule_args may set.
 """
 
 import math
@@ -28,7 +28,11 @@ class Due(NamedTuple):
 def due_after(config: TrainConfig, state: TrainState, updates: int) -> Due:
     """What is due after update `state.step` of `updates`; --save_seconds is checked in train.py."""
     last, epoch_ends = state.step == updates, state.position == 0
-    save = state.step % config.save_every == 0 if config.save_every else epoch_ends and not config.save_seconds
+    save = (
+        state.step % config.save_every == 0
+        if config.save_every
+        else epoch_ends and not config.save_seconds
+    )
     return Due(
         log=last or state.step % config.log_every == 0,
         evaluate=last or (state.step % config.eval_every == 0 if config.eval_every else epoch_ends),
@@ -39,7 +43,11 @@ def due_after(config: TrainConfig, state: TrainState, updates: int) -> Due:
 def total_updates(config: TrainConfig, plan: Plan) -> int:
     """The number of updates of the whole run. Raises ValueError if --drop_last leaves none."""
     batch = f"{plan.samples} samples do not fill a global batch of {plan.global_batch_size}"
-    require(plan.updates_per_epoch > 0, f"--drop_last leaves no update: {batch}", "lower --global_batch_size")
+    require(
+        plan.updates_per_epoch > 0,
+        f"--drop_last leaves no update: {batch}",
+        "lower --global_batch_size",
+    )
     updates = config.max_steps or config.epochs * plan.updates_per_epoch
     if cooldown := count_updates(config.cooldown_steps, updates):
         warmup = count_updates(config.warmup_steps or 0, updates)
@@ -47,8 +55,12 @@ def total_updates(config: TrainConfig, plan: Plan) -> int:
         require(warmup + cooldown <= updates, problem, "lower them")
         unscaled, last = replace(config, lr=1.0), updates - cooldown
         end = SCHEDULES.call(config, unscaled, last, last)
-        problem = f"--cooldown_steps has no effect: {config.lr_schedule} ends with {end:.2g} times --lr"
-        require(end > 1e-5, problem, "use --lr_schedule constant, or linear or cosine with a higher end")
+        problem = (
+            f"--cooldown_steps has no effect: {config.lr_schedule} ends with {end:.2g} times --lr"
+        )
+        require(
+            end > 1e-5, problem, "use --lr_schedule constant, or linear or cosine with a higher end"
+        )
     return updates
 
 
@@ -60,7 +72,8 @@ def count_updates(steps: int | float, updates: int) -> int:
 def after_warmup(decay: Callable[..., float]) -> Callable[..., float]:
     """A schedule that rises linearly to --lr over --warmup_steps and then follows `decay`.
 
-    `decay(done)` returns the factor of --lr; `done` is the share of the updates after the warm-up, from 0 to 1.
+    `decay(done)` returns the factor of --lr; `done` is the share of the updates after the warm-up,
+    from 0 to 1.
     """
 
     @wraps(decay)  # keeps the parameters that --lr_schedule_args may set
@@ -91,38 +104,65 @@ def cosine(done: float, end: float = 0.0) -> float:
     return end + (1 - end) * ((1 + math.cos(math.pi * done)) / 2)
 
 
-def step(config: TrainConfig, update: int, updates: int, step_size: float = 0.3, gamma: float = 0.1) -> float:
-    """Multiplied by `gamma` every `step_size` updates. Below 1, `step_size` is a fraction of the run."""
+def step(
+    config: TrainConfig, update: int, updates: int, step_size: float = 0.3, gamma: float = 0.1
+) -> float:
+    """Multiplied by `gamma` every `step_size` updates.
+
+    Below 1, `step_size` is a fraction of the run.
+    """
     if step_size <= 0:
         raise ValueError(f"step_size must be above 0, got {step_size}")
-    return _warm_up(config, update, updates) * gamma ** (update // max(1, count_updates(step_size, updates)))
+    return _warm_up(config, update, updates) * gamma ** (
+        update // max(1, count_updates(step_size, updates))
+    )
 
 
 def multistep(
-    config: TrainConfig, update: int, updates: int, milestones: Sequence[float] = (0.5, 0.75), gamma: float = 0.1
+    config: TrainConfig,
+    update: int,
+    updates: int,
+    milestones: Sequence[float] = (0.5, 0.75),
+    gamma: float = 0.1,
 ) -> float:
-    """Multiplied by `gamma` at each of the `milestones`, in updates. Those below 1 are fractions of the run."""
+    """Multiplied by `gamma` at each of the `milestones`, in updates.
+
+    Those below 1 are fractions of the run.
+    """
     drops = sum(update >= count_updates(milestone, updates) for milestone in milestones)
     return _warm_up(config, update, updates) * gamma**drops
 
 
 def _warm_up(config: TrainConfig, update: int, updates: int) -> float:
-    """The learning rate of a constant schedule. Steps are counted from the start of the run, warm-up included."""
+    """The learning rate of a constant schedule.
+
+    Steps are counted from the start of the run, warm-up included.
+    """
     warmup = count_updates(config.warmup_steps or 0, updates)
     return config.lr * min(1.0, (update + 1) / max(1, warmup))
 
 
 def onecycle(
-    config: TrainConfig, update: int, updates: int, div_factor: float = 25.0, final_div_factor: float = 1e4
+    config: TrainConfig,
+    update: int,
+    updates: int,
+    div_factor: float = 25.0,
+    final_div_factor: float = 1e4,
 ) -> float:
-    """Half-cosine rise over 30 percent of the run, or --warmup_steps, then half-cosine decay to almost 0.
+    """Half-cosine rise over 30 percent of the run, or --warmup_steps, then half-cosine decay to
+    almost 0.
 
-    It starts at --lr / `div_factor` and ends at that / `final_div_factor`. The arguments and defaults are those of
-    torch's OneCycleLR (Smith and Topin, 2017). Unlike there, the momentum is constant.
+    It starts at --lr / `div_factor` and ends at that / `final_div_factor`. The arguments and
+    defaults are those of torch's OneCycleLR (Smith and Topin, 2017). Unlike there, the momentum is
+    constant.
     """
     lr = config.lr
     start, end = lr / div_factor, lr / (div_factor * final_div_factor)
-    top = 0.3 * updates - 1 if config.warmup_steps is None else float(count_updates(config.warmup_steps, updates))
+    top = (
+        0.3 * updates - 1
+        if config.warmup_steps is None
+        else float(count_updates(config.warmup_steps, updates))
+    )
     if update <= top and top > 0:
         return _half_cosine(start, lr, update / top)
     return _half_cosine(lr, end, (update - top) / max(1.0, updates - 1 - top))
@@ -133,9 +173,11 @@ def _half_cosine(start: float, end: float, done: float) -> float:
 
 
 def learning_rate(config: TrainConfig, update: int, updates: int) -> float:
-    """The learning rate of update `update`, counted from 0, of `updates`; the same on any number of processes.
+    """The learning rate of update `update`, counted from 0, of `updates`; the same on any number of
+    processes.
 
-    With --cooldown_steps, the schedule ends before the cool-down, in which the learning rate falls linearly to 0.
+    With --cooldown_steps, the schedule ends before the cool-down, in which the learning rate falls
+    linearly to 0.
     """
     cooldown = count_updates(config.cooldown_steps, updates)
     before, left = updates - cooldown, updates - update
@@ -144,14 +186,20 @@ def learning_rate(config: TrainConfig, update: int, updates: int) -> float:
 
 
 def _check_arguments(config: TrainConfig) -> None:
-    """Raise ValueError if --lr_schedule_args give a learning rate that is negative, NaN or infinite."""
+    """Raise ValueError if --lr_schedule_args give a learning rate that is negative, NaN or
+    infinite.
+    """
     # The data, which may decide --lr, are not known yet.
     config = replace(config, lr=config.lr or 1.0, cooldown_steps=0)
     last = 2**32  # beyond any warm-up
     for update in range(last, -1, -last // 16):
         lr = learning_rate(config, update, last)
         problem = f"the learning rate would be {lr / config.lr:g} times --lr"
-        require(0 <= lr < math.inf, f"--lr_schedule_args for {config.lr_schedule}: {problem}", "change or remove them")
+        require(
+            0 <= lr < math.inf,
+            f"--lr_schedule_args for {config.lr_schedule}: {problem}",
+            "change or remove them",
+        )
 
 
 SCHEDULES = Table(

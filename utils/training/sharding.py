@@ -1,7 +1,8 @@
 """What FSDP2 needs around `Accelerator.prepare`, which shards the model and its optimizer.
 
-Each process holds some rows of each parameter, of its gradient and of its optimizer state. The parameters of
-a block are gathered when they are needed. The rest of the run is the same as with DDP.
+Each process holds some rows of each parameter, of its gradient and of its optimizer state. The
+parameters of a block are gathered when they are needed. The rest of the run is the same as with
+DDP.
 """
 
 import os
@@ -25,16 +26,23 @@ from utils.training.building import Setup
 from utils.training.optim import state_per_value
 
 
-def get_ready_to_shard(model: nn.Module, setup: Setup, accelerator: Accelerator, ranks: Ranks) -> list[int]:
-    """Prepare the model for FSDP2, before `Accelerator.prepare`; collective. Returns its bytes for `describe_shards`.
+def get_ready_to_shard(
+    model: nn.Module, setup: Setup, accelerator: Accelerator, ranks: Ranks
+) -> list[int]:
+    """Prepare the model for FSDP2, before `Accelerator.prepare`; collective. Returns its bytes for
+    `describe_shards`.
 
-    If the accelerate config chooses no units, blocks are used. Raises UserError if FSDP2 cannot shard the model.
+    If the accelerate config chooses no units, blocks are used. Raises UserError if FSDP2 cannot
+    shard the model.
     """
     config = setup.config
     for name, parameter in model.named_parameters():
-        problem = f"FSDP cannot shard {config.model}, because its parameter {name} is a single number"
+        problem = (
+            f"FSDP cannot shard {config.model}, because its parameter {name} is a single number"
+        )
         require(parameter.ndim > 0, problem, "use another model, or train without FSDP")
-    model.to(memory_format=torch.contiguous_format)  # FSDP2 needs this; --channels_last still applies to images
+    # FSDP2 needs this; --channels_last still applies to images
+    model.to(memory_format=torch.contiguous_format)
     plugin = accelerator.state.fsdp_plugin
     if plugin.auto_wrap_policy in (None, transformer_auto_wrap_policy):
         blocks = sorted({type(block).__name__ for block in find_blocks(model)})
@@ -42,7 +50,10 @@ def get_ready_to_shard(model: nn.Module, setup: Setup, accelerator: Accelerator,
         unknown = sorted({*chosen} - {type(layer).__name__ for layer in model.modules()})
         problem = f"fsdp_transformer_layer_cls_to_wrap: {config.model} has no layers of class {', '.join(unknown)}"
         require(not unknown, problem, f"leave it out to use its blocks ({', '.join(blocks)})")
-        plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, chosen
+        plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = (
+            transformer_auto_wrap_policy,
+            chosen,
+        )
     if os.environ.get("FSDP_AUTO_WRAP_POLICY", "").upper() == "NO_WRAP" and ranks.is_main:
         print("fsdp_auto_wrap_policy: NO_WRAP is ignored: each block is a unit")
     plugin.set_auto_wrap_policy(model)
@@ -69,7 +80,10 @@ def _check_units(module: nn.Module, name: str, is_unit: Callable[[nn.Module], bo
     owners: dict[nn.Parameter, nn.Module] = {}
     for place, parameter in module.named_parameters(remove_duplicate=False):
         parents = accumulate(place.split(".")[:-1], "{}.{}".format)
-        layers = [module, *(layer for parent in parents if (layer := module.get_submodule(parent)) in units)]
+        layers = [
+            module,
+            *(layer for parent in parents if (layer := module.get_submodule(parent)) in units),
+        ]
         problem = f"FSDP cannot shard {name}, because its parameter {place} belongs to two units"
         fix = "choose other units in fsdp_config, or train without FSDP"
         require(owners.setdefault(parameter, layers[-1]) is layers[-1], problem, fix)

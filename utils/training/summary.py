@@ -1,4 +1,6 @@
-"""What is printed about a model and its data: classes, parameters, and what depends on the topology."""
+"""What is printed about a model and its data: classes, parameters, and what depends on the
+topology.
+"""
 
 import math
 from collections.abc import Iterable
@@ -26,7 +28,9 @@ def count_parameters(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def differences(config: TrainConfig, module: nn.Module, grad_accum: int, microbatches: int) -> str:
-    """What would differ on another number of processes, besides rounding, and how to avoid it; empty if nothing."""
+    """What would differ on another number of processes, besides rounding, and how to avoid it;
+    empty if nothing.
+    """
     if config.microbatches:
         return ""
     parts = []
@@ -44,7 +48,9 @@ def differences(config: TrainConfig, module: nn.Module, grad_accum: int, microba
 
 
 def has_dropout(module: nn.Module) -> bool:
-    """Whether a layer draws random numbers in training: dropout, also of attention weights, or stochastic depth."""
+    """Whether a layer draws random numbers in training: dropout, also of attention weights, or
+    stochastic depth.
+    """
     names = ("dropout", "drop_prob", "drop_rate", "attention_dropout")
     for layer in module.modules():
         rates = [getattr(layer, name, 0.0) for name in names]
@@ -55,8 +61,11 @@ def has_dropout(module: nn.Module) -> bool:
     return False
 
 
-FEW = 200  # evaluation images; with fewer, the 95 % interval of an accuracy of 90 % is wider than 8 points
-_UNEQUAL = 10  # times as many images; the smallest imbalance factor of the long-tailed CIFAR sets (Cui et al., 2019)
+# evaluation images; with fewer, the 95 % interval of an accuracy of 90 % is wider than 8 points
+FEW = 200
+# times as many images; the smallest imbalance factor of the long-tailed CIFAR sets (Cui et al.,
+# 2019)
+_UNEQUAL = 10
 
 
 def classes_row(data: Data) -> str:
@@ -73,11 +82,17 @@ def warn_about_data(data: Data, config: TrainConfig) -> list[str]:
     lines, names = [*data.train.notes, *data.evaluation.notes], data.class_names
     if data.evaluation.name == "test":
         fix = "with --eval_fraction 0.1, a hold-out chooses it, and eval.py --split test then gives the score"
-        lines.append(f"split test chooses the best checkpoint, so its score will be slightly too high; {fix}")
+        lines.append(
+            f"split test chooses the best checkpoint, so its score will be slightly too high; {fix}"
+        )
     for split, word in ((data.train, "training"), (data.evaluation, "evaluation")):
-        absent = [names[index] for index in np.flatnonzero(count_classes(split.labels, len(names)) == 0)]
+        absent = [
+            names[index] for index in np.flatnonzero(count_classes(split.labels, len(names)) == 0)
+        ]
         if absent:
-            lines.append(f"{len(absent)} of {len(names)} classes have no {word} image: {join_names(absent)}")
+            lines.append(
+                f"{len(absent)} of {len(names)} classes have no {word} image: {join_names(absent)}"
+            )
     counts = count_classes(data.train.labels, len(names))
     rarest = int(np.where(counts, counts, len(data.train) + 1).argmin())
     if (always := always_answering(data)) and counts.max() >= _UNEQUAL * counts[rarest]:
@@ -90,7 +105,8 @@ def warn_about_data(data: Data, config: TrainConfig) -> list[str]:
 
 
 def always_answering(data: Data) -> tuple[str, float] | None:
-    """The most frequent class of the training images, and the evaluation accuracy of always predicting it.
+    """The most frequent class of the training images, and the evaluation accuracy of always
+    predicting it.
 
     None for multi-label data.
     """
@@ -117,9 +133,15 @@ def _range(split: Split, names: list[str]) -> str:
     least, most = int(counts.argmin()), int(counts.argmax())
     if counts[least] == counts[most]:
         return str(counts[least])
-    return " to ".join(f"{counts[index]} (class {printable(names[index])})" for index in (least, most))
+    return " to ".join(
+        f"{counts[index]} (class {printable(names[index])})" for index in (least, most)
+    )
 
 
 def count_classes(labels: np.ndarray, classes: int) -> np.ndarray:
     """The number of samples of each class, int64 [classes]; `labels` are those of a split."""
-    return labels.sum(0, dtype=np.int64) if labels.ndim == 2 else np.bincount(labels, minlength=classes)
+    return (
+        labels.sum(0, dtype=np.int64)
+        if labels.ndim == 2
+        else np.bincount(labels, minlength=classes)
+    )

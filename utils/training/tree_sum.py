@@ -1,9 +1,11 @@
-"""Sums over the microbatches of an update in one fixed order, so that they have the same bits on any number of ranks.
+"""Sums over the microbatches of an update in one fixed order, so that they have the same bits on
+any number of ranks.
 
-Floating-point sums depend on their order. Here the order is a binary tree over the numbers 0 .. M - 1 of the
-microbatches, where M is a power of two: the node (level, index) is the sum of the nodes (level - 1, 2 * index) and
-(level - 1, 2 * index + 1). A rank has a contiguous range of the microbatches. It adds up the largest subtrees that lie
-in its range, and the ranks add up the rest of the tree together.
+Floating-point sums depend on their order. Here the order is a binary tree over the numbers 0 .. M -
+1 of the microbatches, where M is a power of two: the node (level, index) is the sum of the nodes
+(level - 1, 2 * index) and (level - 1, 2 * index + 1). A rank has a contiguous range of the
+microbatches. It adds up the largest subtrees that lie in its range, and the ranks add up the rest
+of the tree together.
 """
 
 from collections.abc import Sequence
@@ -50,12 +52,17 @@ class TreeSum:
         self.parts[node] = tensors
 
     def total(self) -> list[Tensor]:
-        """The sums over all microbatches of all ranks, the same bits on each; collective. Starts the next update."""
+        """The sums over all microbatches of all ranks, the same bits on each; collective.
+
+        Starts the next update.
+        """
         parts, self.parts = list(self.parts.values()), {}
         result = parts[0]
         for dtype in {tensor.dtype: None for tensor in result} if self.processes > 1 else ():
             chosen = [place for place, tensor in enumerate(result) if tensor.dtype == dtype]
-            total = self._exchange([_flatten_dense_tensors([part[place] for place in chosen]) for part in parts])
+            total = self._exchange(
+                [_flatten_dense_tensors([part[place] for place in chosen]) for part in parts]
+            )
             # Copied into the first tensors to keep their layout in memory: a norm may depend on it.
             targets = [result[place] for place in chosen]
             torch._foreach_copy_(targets, _unflatten_dense_tensors(total, targets))

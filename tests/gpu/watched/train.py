@@ -1,10 +1,14 @@
-"""train.py with a check in its updates: `LOCKSTEP_WATCHED=sync` or `raise`, for the tests in tests/gpu/."""
+"""train.py with a check in its updates:
+
+`LOCKSTEP_WATCHED=sync` or `raise`, for the tests in tests/gpu/.
+"""
 
 import os
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).parents[3])  # instead of this folder, so that `train` is the project's
+# instead of this folder, so that `train` is the project's
+sys.path[0] = str(Path(__file__).parents[3])
 
 import torch  # noqa: E402
 
