@@ -1,8 +1,8 @@
 """Check whether a topology is healthy: the machines, the connections between them, and a training
 step across them.
 
-    python doctor.py                                                             this machine
-    accelerate launch --config_file accelerate_configs/2gpu.yaml doctor.py       the same launch as for train.py
+    python doctor.py                                                        this machine
+    accelerate launch --config_file accelerate_configs/2gpu.yaml doctor.py  the launch of train.py
     srun --ntasks 16 --gpus-per-task 1 python doctor.py --output_dir /shared/runs --json doctor.json
 
 Launch it exactly like train.py. The exit code is 0 if all checks are green, and 1 if any is red.

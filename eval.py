@@ -1,9 +1,9 @@
 """Evaluate a checkpoint or published weights exactly, on any topology: each sample is counted once.
 
-    python eval.py --ckpt runs/NAME                                              the run's best checkpoint
-    accelerate launch --config_file accelerate_configs/2gpu.yaml eval.py --ckpt runs/NAME --split
-    test --json test.json
-    python eval.py --model resnet50 --pretrained --data path/to/imagenet         published weights
+    python eval.py --ckpt runs/NAME                                     the run's best checkpoint
+    python eval.py --ckpt runs/NAME --split test --json test.json       another split
+    python eval.py --model resnet50 --pretrained --data path/to/imagenet        published weights
+    accelerate launch --config_file accelerate_configs/2gpu.yaml eval.py --ckpt runs/NAME
 
 The metrics are the same on any number of processes. `python eval.py --help` lists the settings.
 """

@@ -1,9 +1,9 @@
 """Predict the classes of images with a checkpoint; any number of processes writes the same file.
 
-    python predict.py --ckpt runs/NAME photo.jpg                                       prints the most likely classes
-    accelerate launch --config_file accelerate_configs/2gpu.yaml predict.py --ckpt runs/NAME photos
-    --out photos.csv python predict.py --ckpt runs/NAME 'photos/**/*.jpg' --out photos.parquet
-    --html photos.html
+    python predict.py --ckpt runs/NAME photo.jpg        prints the most likely classes
+    python predict.py --ckpt runs/NAME 'photos/**/*.jpg' --out photos.parquet --html photos.html
+    accelerate launch --config_file accelerate_configs/2gpu.yaml predict.py --ckpt runs/NAME photos \\
+        --out photos.csv
 
 Images are decoded and resized as in an evaluation. `python predict.py --help` lists the settings.
 """

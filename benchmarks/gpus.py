@@ -2,8 +2,8 @@
 DataParallel, in paired rounds.
 
     python benchmarks/gpus.py --json gpu.json                                                   ResNet-50 at 224 pixels
-    python benchmarks/gpus.py --rounds 1 --model resnet18 --image_size 32 --batch_size 8 --steps 8
-    --photos_count 16
+    python benchmarks/gpus.py --rounds 1 --model resnet18 --image_size 32 --batch_size 8 --steps 8 \\
+        --photos_count 16
 
 The second command is a trial on a CPU. The sides are:
 

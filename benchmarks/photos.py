@@ -1,9 +1,10 @@
 """train.py with photographs, on two CPU processes, compared with forty lines of timm and
 scikit-learn.
 
-    python benchmarks/photos.py --what time --data FOLDER --weights FILE --model
-    tf_efficientnet_lite0 python benchmarks/photos.py --what accuracy --cifar10 PARQUET --weights
-    FILE --model tf_efficientnet_lite0
+    python benchmarks/photos.py --what time --data FOLDER --weights FILE \\
+        --model tf_efficientnet_lite0
+    python benchmarks/photos.py --what accuracy --cifar10 PARQUET --weights FILE \\
+        --model tf_efficientnet_lite0
 
 FOLDER has train/CLASS/IMAGE and val/CLASS/IMAGE. --cifar10 makes a temporary FOLDER with PNG files
 of CIFAR-10: 50 training images and 100 test images of each class. The three methods start from the
