@@ -28,11 +28,11 @@ from utils.data.splits import Split, fingerprint_of
 from utils.files import check_output_file, expand, write_output
 from utils.models.published import resize_input, version_of
 from utils.models.zoo import check_model
-from utils.predictions.tables import check_table_file, encode, rows_of_split
 from utils.ranks.accelerator import check_precision, make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
-from utils.report.writing import Evaluated, report_evaluation
+from utils.report.tables import check_table_file, encode, rows_of_split
+from utils.report.writing import report_evaluation
 from utils.runs.inference import (
     given_settings,
     load_for_inference,
@@ -165,8 +165,11 @@ def evaluate(
         **result,
     }
     if config.report and evaluator.predictions and ranks.is_main:
-        evaluated = Evaluated(task, split, evaluator.predictions, record, config.seed)
-        report_evaluation(saved.path, evaluated, bool(flags.report), terminal.print)
+        written = report_evaluation(
+            saved.path, task, split, evaluator.predictions, record, terminal.print
+        )
+        if flags.report and not written:
+            terminal.print(f"--report has no effect: {saved.path} is not in a run folder")
     return record, evaluator.predictions
 
 

@@ -2,11 +2,10 @@
 
 import csv
 import glob
-import io
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,11 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from utils.config.bounds import require
 from utils.console import join_names, printable
-from utils.data.check import check_images
 from utils.data.scan import Scan
 from utils.data.splits import Files, Split, fingerprint_of, whole_split
-from utils.errors import UserError
 from utils.files import check_output_file
 from utils.tasks.task import Predictions, Task
 from utils.training.evaluation import TOP
@@ -33,11 +31,10 @@ def find_images(given: Sequence[str]) -> Split:
     found: list[str] = []
     notes: list[str] = []
     for pattern in given:
-        is_path = os.path.lexists(pattern)
-        paths = [pattern] if is_path else glob.glob(os.path.expanduser(pattern), recursive=True)
-        if not paths:
-            problem = f"{join_names([pattern])}: no such file or folder"
-            raise UserError(problem, "correct the path or the pattern")
+        expanded = os.path.expanduser(pattern)
+        paths = [pattern] if os.path.lexists(pattern) else glob.glob(expanded, recursive=True)
+        problem = f"{join_names([pattern])}: no such file or folder"
+        require(paths, problem, "correct the path or the pattern")
         for path in sorted(paths):
             if os.path.isdir(path):
                 scan = Scan(Path(path), [])
@@ -45,20 +42,12 @@ def find_images(given: Sequence[str]) -> Split:
                 notes += scan.notes()
             else:
                 found.append(path)
-    if not found:
-        problem = "; ".join([f"{join_names(given)}: no images", *notes])
-        raise UserError(problem, "name JPEG or PNG files, or folders with some in them")
+    problem = "; ".join([f"{join_names(given)}: no images", *notes])
+    require(found, problem, "name JPEG or PNG files, or folders with some in them")
     names = list(dict.fromkeys(found))
     fingerprint = fingerprint_of(*map(os.fsencode, names))
     split = whole_split("images", Files(names), np.zeros(len(names)), fingerprint)
     return replace(split, notes=tuple(notes))
-
-
-def check_all(split: Split, cache_dir: str, progress: Callable) -> Split:
-    """The split with the errors of all images that cannot be decoded; they keep their positions."""
-    checked = check_images(split, True, cache_dir, progress)
-    bad = {row: f"not a readable image ({reason})" for row, reason in checked.bad.items()}
-    return replace(checked, bad=bad)
 
 
 # The start of a text that a spreadsheet would run as a formula, unless all of it is a number.
@@ -129,9 +118,8 @@ def result_rows(rows: Sequence[Row], split: Split) -> list[tuple[str, Any]]:
 
 def check_table_file(flag: str, path: Path) -> None:
     """Raise UserError, which names the flag, if `path` has another ending or cannot be written."""
-    if path.suffix.lower() not in _FORMS:
-        problem = f"{flag} {path}: must end in {', '.join(_FORMS)}"
-        raise UserError(problem, "for example predictions.csv")
+    problem = f"{flag} {path}: must end in {', '.join(_FORMS)}"
+    require(path.suffix.lower() in _FORMS, problem, "for example predictions.csv")
     check_output_file(flag, path)
 
 
@@ -165,21 +153,14 @@ def _csv(rows: list[dict[str, Any]]) -> bytes:
 
 
 def _json(rows: list[dict[str, Any]]) -> bytes:
-    """A list with an object for each row, one on each line; pandas would round 1e-20 to 0."""
-    return ("[\n" + ",\n".join(map(_dumps, rows)) + "\n]\n").encode()
+    """A list with an object for each row; pandas would round 1e-20 to 0."""
+    return _dumps(rows, indent=1).encode()
 
 
 def _parquet(rows: list[dict[str, Any]]) -> bytes:
-    import pyarrow
-    from pyarrow import parquet
+    import pandas
 
-    table, file = pyarrow.Table.from_pylist(rows), io.BytesIO()
-    text = pyarrow.string()
-    # A column without any value is one of texts.
-    types = {pyarrow.null(): text, pyarrow.list_(pyarrow.null()): pyarrow.list_(text)}
-    fields = [(field.name, types.get(field.type, field.type)) for field in table.schema]
-    parquet.write_table(table.cast(pyarrow.schema(fields)), file)
-    return file.getvalue()
+    return pandas.DataFrame(rows).to_parquet(index=False)
 
 
 _FORMS = {".csv": _csv, ".json": _json, ".parquet": _parquet}
