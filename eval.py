@@ -32,7 +32,7 @@ from utils.ranks.accelerator import check_precision, make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.report.tables import check_table_file, encode, rows_of_split
-from utils.report.writing import report_evaluation
+from utils.report.writing import run_folder_of, warned, write_report
 from utils.runs.inference import (
     given_settings,
     load_for_inference,
@@ -165,10 +165,10 @@ def evaluate(
         **result,
     }
     if config.report and evaluator.predictions and ranks.is_main:
-        written = report_evaluation(
-            saved.path, task, split, evaluator.predictions, record, terminal.print
-        )
-        if flags.report and not written:
+        if folder := run_folder_of(saved.path):
+            with warned(terminal.print):
+                write_report(folder, task, split, evaluator.predictions, record)
+        elif flags.report:
             terminal.print(f"--report has no effect: {saved.path} is not in a run folder")
     return record, evaluator.predictions
 

@@ -2,9 +2,12 @@
 checkpoint.
 """
 
+import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +31,6 @@ def read_run(folder: Path, images: bool = True) -> dict[str, Any]:
     If `images` is False, pictures are left out. An analysis is left out if training has found a
     better checkpoint since, unless it is that of eval.py, which names its checkpoint.
     """
-    require(
-        (folder / "config.yaml").is_file(),
-        f"{folder}: has no config.yaml",
-        "name a run folder, such as runs/NAME",
-    )
     kinds: dict[str, list] = {"start": [], "train": [], "eval": []}
     for record in read_log(folder):
         kinds.setdefault(record["kind"], []).append(record)
@@ -72,8 +70,8 @@ def best_evaluation(
     """
     of_step = {record["step"]: record for record in records}
     known = [record for record in of_step.values() if record.get(metric) is not None]
-    choose = max if highest else min
-    return choose(known, key=lambda record: record[metric], default=records[-1] if records else {})
+    choose, last = max if highest else min, records[-1] if records else {}
+    return choose(known, key=itemgetter(metric), default=last)
 
 
 def read_analysis(folder: Path) -> dict[str, Any]:
@@ -88,22 +86,12 @@ def changed_settings(values: Mapping[str, Any]) -> dict[str, str]:
     """The settings that differ from their defaults, as text, without those of the machine."""
     usual = asdict(TrainConfig())
     return {
-        name: _text(value)
+        name: value if isinstance(value, str) else json.dumps(value)
         for name, value in without_places(values).items()
         if name not in (*OF_THIS_MACHINE, "best_metric") and value != usual.get(name, value)
     }
 
 
-def without_places(value: Any) -> Any:
-    """The value with each absolute path reduced to its last part, so that the page can be shared."""
-    if isinstance(value, dict):
-        return {name: without_places(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [without_places(inner) for inner in value]
-    return Path(value).name if isinstance(value, str) and value.startswith(("/", "~")) else value
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def without_places(values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON values with each absolute path reduced to its last part, so that the page can be shared."""
+    return json.loads(re.sub(r'"[/~][^"]*/(?=[^"])', '"', json.dumps(values)))

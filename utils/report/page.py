@@ -27,6 +27,7 @@ _STYLES = {
     "evaluation raw": "raw",
     "evaluation ema": "eval",
 }
+_TIMES = ("seconds", "time")
 _MOST = 1000  # points of a line
 # Charts by the name of their values: title, factor and unit.
 _OTHERS = {
@@ -53,29 +54,25 @@ def write_page(folders: Sequence[Path], out: Path, images: bool = True) -> None:
     if len({run["metric"] for run in runs}) == 1:
         runs.sort(key=itemgetter("rank"))
     words = {name: word for run in runs for name, word in run["shown"].items()}
-    rows = {"settings": settings_rows(runs), "metrics": metrics_of(runs, words), "few": FEW}
+    rows = {"settings": settings_of(runs), "metrics": metrics_of(runs, words), "few": FEW}
     write_output(out, render("page.html", runs=runs, charts=charts(runs, words), **rows))
 
 
-def settings_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+def settings_of(runs: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
     """The settings that differ from the defaults, or, with several runs, between them."""
     names = dict.fromkeys(name for run in runs for name in run["settings"])
-    rows = [(name, [run["settings"].get(name, "default") for run in runs]) for name in names]
-    if len(runs) == 1:
-        return rows
-    rows.append(("input", [(run["start"] or [{}])[-1].get("input", "unknown") for run in runs]))
-    return [(name, values) for name, values in rows if len(set(values)) > 1]
+    rows = {name: [run["settings"].get(name, "default") for run in runs] for name in names}
+    if len(runs) > 1:
+        rows["input"] = [(run["start"] or [{}])[-1].get("input", "unknown") for run in runs]
+        rows = {name: values for name, values in rows.items() if len(set(values)) > 1}
+    return rows
 
 
 def metrics_of(runs: Sequence[dict[str, Any]], words: dict[str, str]) -> dict[str, str]:
     """The metrics of the evaluations of the runs, with their names on the page."""
-    found = {
-        name: name.replace("_", " ")
-        for run in runs
-        for name, value in run["evaluation"].items()
-        if (value is None or isinstance(value, float)) and name not in ("seconds", "time")
-    }
-    return {name: word for name, word in (words | found | words).items() if name in found}
+    pairs = [pair for run in runs for pair in run["evaluation"].items() if pair[0] not in _TIMES]
+    found = {name: name.replace("_", " ") for name, v in pairs if isinstance(v, float | None)}
+    return {name: words.get(name, found[name]) for name in words | found if name in found}
 
 
 def charts(runs: Sequence[dict[str, Any]], words: dict[str, str]) -> list[dict[str, Any]]:

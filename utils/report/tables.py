@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,13 +94,12 @@ def make_rows(task: Task, top: np.ndarray, scores: np.ndarray, count: int) -> li
 
 def rows_of_split(task: Task, split: Split, found: Predictions) -> list[dict[str, Any]]:
     """The rows of the file of a split: path or index, label, prediction and loss of each sample."""
-    names, places, rows = task.class_names, split.rows[found.indices].tolist(), []
+    names, images, rows = task.class_names, split.images, []
     made = make_rows(task, found.top, found.scores, TOP)
-    parts = zip(places, found.labels, made, found.values[:, 0], strict=True)
-    for place, label, row, loss in parts:
-        images = split.images
+    places, losses = split.rows[found.indices].tolist(), found.values[:, 0]
+    for place, label, row, loss in zip(places, found.labels, made, losses, strict=True):
         image = {"path": images.names[place]} if isinstance(images, Files) else {"index": place}
-        own = [names[n] for n in np.flatnonzero(label)] if np.ndim(label) else names[label]
+        own = [*compress(names, label)] if np.ndim(label) else names[label]
         cells = row.cells(min(TOP, len(names)))
         rows.append({**image, "label": own, **cells, "loss": rounded(loss)})
     return rows
@@ -111,9 +111,11 @@ def result_rows(rows: Sequence[Row], split: Split) -> list[tuple[str, Any]]:
     for position, row in enumerate(rows[:SHOWN]):
         found = row.error or ", ".join(f"{name} {value}" for name, value in row.likely)
         lines.append((printable(split.describe(position)), printable(found)))
-    bad = sum(row.error is not None for row in rows)
-    lines += [("...", f"{len(rows) - SHOWN} more")] * (len(rows) > SHOWN)
-    return lines + [("unreadable", f"{bad} of {len(rows)} images")] * (bad > 0)
+    if len(rows) > SHOWN:
+        lines.append(("...", f"{len(rows) - SHOWN} more"))
+    if bad := sum(row.error is not None for row in rows):
+        lines.append(("unreadable", f"{bad} of {len(rows)} images"))
+    return lines
 
 
 def check_table_file(flag: str, path: Path) -> None:

@@ -39,12 +39,12 @@ def report_training(run: Run, result: Mapping[str, Any] | None = None) -> None:
     if not run.config.report:
         return
     if run.ranks.is_main and result and found and state.best_step in (None, state.step):
-        with _warned(run.log.say):
+        with warned(run.log.say):
             np.savez(stored, step=state.step, **found._asdict())
     if run.ended and not state.owes_evaluation:
         with run.ranks.agree("writing report.html", patient=True):
             if run.ranks.is_main:
-                with _warned(run.log.say):
+                with warned(run.log.say):
                     record = read_run(run.folder, images=False)["best"]
                     common = (always_answering(run.data) or [None])[0]
                     best = _read(stored, record["step"])
@@ -60,22 +60,11 @@ def _read(path: Path, step: int) -> Predictions | None:
     return None
 
 
-def report_evaluation(
-    checkpoint: Path,
-    task: Task,
-    split: Split,
-    found: Predictions,
-    record: Mapping[str, Any],
-    say: Callable[[str], None],
-) -> bool:
-    """Write the page again with this evaluation; False if the checkpoint is not in a run folder."""
-    checkpoints = checkpoint.absolute().parent
-    folder = checkpoints.parent
-    if checkpoints.name != "checkpoints" or not (folder / "log.jsonl").is_file():
-        return False
-    with _warned(say):
-        write_report(folder, task, split, found, record)
-    return True
+def run_folder_of(checkpoint: Path) -> Path | None:
+    """The folder of the run that wrote a checkpoint; None if it was moved out of it."""
+    folder = checkpoint.absolute().parent
+    is_in_run = folder.name == "checkpoints" and (folder.parent / "log.jsonl").is_file()
+    return folder.parent if is_in_run else None
 
 
 def write_report(
@@ -106,7 +95,7 @@ def write_report(
 
 
 @contextmanager
-def _warned(say: Callable[[str], None]) -> Iterator[None]:
+def warned(say: Callable[[str], None]) -> Iterator[None]:
     """Print an error of any class with `say` instead of raising it, because the run itself has
     succeeded.
     """
