@@ -22,8 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -89,7 +88,7 @@ class Launchers:
     """The launchers of one run."""
 
     def __init__(self, folder: Path, root: Path, settings: list[str]):
-        self.folder, self.root, self.settings = folder, root, settings
+        self.folder, self.root, self.settings = folder, root, [*settings, *flags(output_dir=folder)]
         # Only scripts in the folder of train.py end as train.py does.
         self.script = Path(shutil.copy(__file__, root / f"come_back_{os.getpid()}.py"))
         self.running: list[subprocess.Popen] = []
@@ -131,27 +130,17 @@ class Launchers:
         outputs = self.folder.glob("launcher-*.txt")
         raise SystemExit("\n".join(file.read_text()[-3000:] for file in outputs))
 
-    def end(self) -> None:
+    def close(self) -> None:
         self.script.unlink()
         for launcher in self.running:
             kill(launcher.pid)
             launcher.wait()
 
 
-@contextmanager
-def launchers(root: Path, settings: list[str]) -> Iterator[Launchers]:
-    with temporary() as folder:
-        machines = Launchers(folder, root, [*settings, "--output_dir", str(folder)])
-        try:
-            yield machines
-        finally:
-            machines.end()
-
-
 def measure(root: Path, settings: list[str]) -> dict[str, dict[str, float]]:
     """The seconds of each stage, by event."""
     found = {}
-    with launchers(root, settings) as machines:
+    with temporary() as folder, closing(Launchers(folder, root, settings)) as machines:
         machines.start()
         machines.start()
         ranks = machines.wait_until(2)

@@ -31,8 +31,7 @@ from utils.training.optim import build_optimizer
 
 SPEC = InputSpec(height=224, width=224, channels=3, mean=[0.5] * 3, std=[0.5] * 3)
 STEPS = ("write", "hash", "fsync", "rename")
-HEADER = ["model, optimizer", "MB"]
-HEADER += ["save_state, s", "SHA-256, s", "fsync, s", "manifest, rename, s"]
+HEADER = "model, optimizer", "MB", "save_state, s", "SHA-256, s", "fsync, s", "manifest, rename, s"
 
 
 def seconds(action: Callable, *arguments) -> float:
@@ -91,7 +90,7 @@ def main() -> None:
             row += [spread(whole, ".1%"), spread(waits, ".1%")]
         rows.append(row)
     shares = ["whole save / epoch", "wait / epoch"] if args.epoch_seconds else []
-    report(args, HEADER + shares, rows, results)
+    report(args, [*HEADER, *shares], rows, results)
 
 
 if __name__ == "__main__":
