@@ -193,8 +193,8 @@ def _measured(loaded: Loaded) -> str:
     if not found:
         return "The checkpoint has no evaluation of these weights."
     split = printable(
-        saved.record.evaluation.name
-        if saved.record
+        saved.samples.evaluation.name
+        if saved.samples
         else saved.settings.eval_split or "evaluation split"
     )
     where = f"`{data_name(loaded)}`, split `{split}`, {found['count']} images, each counted once"

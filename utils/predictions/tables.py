@@ -57,8 +57,8 @@ def find_images(given: Sequence[str]) -> Split:
 def check_all(split: Split, cache_dir: str, progress: Callable) -> Split:
     """The split with the errors of all images that cannot be decoded; they keep their positions."""
     checked = check_images(split, True, cache_dir, progress)
-    bad = {row: f"not a readable image ({reason})" for row, reason in checked.bad.items()}
-    return replace(checked, bad=bad)
+    errors = {row: f"not a readable image ({reason})" for row, reason in checked.errors.items()}
+    return replace(checked, errors=errors)
 
 
 # The start of a text that a spreadsheet would run as a formula, unless all of it is a number.
@@ -104,7 +104,7 @@ def make_rows(task: Task, top: np.ndarray, scores: np.ndarray, count: int) -> li
 
 def rows_of_split(task: Task, split: Split, found: Predictions) -> list[dict[str, Any]]:
     """The rows of the file of a split: path or index, label, prediction and loss of each sample."""
-    names, places, rows = task.class_names, split.rows[found.indices].tolist(), []
+    names, places, rows = task.class_names, split.image_index[found.indices].tolist(), []
     made = make_rows(task, found.top, found.scores, TOP)
     parts = zip(places, found.labels, made, found.values[:, 0], strict=True)
     for place, label, row, loss in parts:

@@ -29,7 +29,7 @@ from utils.config.settings import (
     to_yaml,
 )
 from utils.data.order import Plan
-from utils.data.record import FILE, Record, read_record
+from utils.data.samples import FILE, SampleList, read_samples
 from utils.data.spec import InputSpec
 from utils.data.splits import Data
 from utils.errors import UserError
@@ -95,7 +95,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class SavedRun(Begun):
-    """A verified checkpoint and its contents besides its tensors; `record` is None for published
+    """A verified checkpoint and its contents besides its tensors; `samples` is None for published
     weights.
 
     `weights` are those to evaluate, which eval.py chooses.
@@ -103,7 +103,7 @@ class SavedRun(Begun):
 
     values: SavedState
     class_names: list[str]
-    record: Record | None
+    samples: SampleList | None
     weights: Weights | None = None
     weight_bytes: float = math.inf
 
@@ -126,7 +126,7 @@ def read_checkpoint(path: Path) -> SavedRun:
     Raises ValueError if one of them is malformed.
     """
     values = SavedState.from_json(path / "state.json")
-    run = SavedRun(path, read_settings(path), values, read_classes(path), read_record(path / FILE))
+    run = SavedRun(path, read_settings(path), values, read_classes(path), read_samples(path / FILE))
     return replace(run, weight_bytes=(path / MODEL).stat().st_size)
 
 
@@ -171,7 +171,7 @@ def make_files(
         "labels.json": json.dumps(data.class_names),
         "config.yaml": config_to_save(config),
     }
-    return {name: text.encode() for name, text in texts.items()} | {FILE: data.record.data}
+    return {name: text.encode() for name, text in texts.items()} | {FILE: data.samples.data}
 
 
 def read_settings(checkpoint: Path) -> TrainConfig:

@@ -40,7 +40,7 @@ from utils.runs.loading import load_weights
 from utils.runs.manifest import MODEL
 from utils.runs.metadata import Begun, SavedRun
 from utils.runs.resume import choose_batch, keep_settings, restore_state, resume_lines
-from utils.runs.source import InitialWeights, absolute_source, find_source
+from utils.runs.source import InitialWeights, absolute_source, load_initial_weights
 from utils.runs.state import TrainState
 from utils.runs.trackers import TRACKERS
 from utils.tasks.losses import LOSSES
@@ -93,13 +93,13 @@ def fill_settings(
         for names in TABLES:
             names.check(config)
         choose_batch(config, saved, ranks.topology.world_size)
-    return find_source(config, saved, ranks)
+    return load_initial_weights(config, saved, ranks)
 
 
-def find_data(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> Data:
+def load_splits(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> Data:
     """Load and check the data; collective. A resumed run keeps its original samples."""
     with ranks.local_main_first("loading the data"):
-        data = load_data(config, saved.record if saved else None, Terminal(ranks.is_main))
+        data = load_data(config, saved.samples if saved else None, Terminal(ranks.is_main))
     ranks.check_same(data.fingerprint, f"different images in --data {config.data}")
     return data
 

@@ -1,4 +1,4 @@
-"""Record in checkpoints which samples a run trains and evaluates on, find them again later, and
+"""SampleList in checkpoints which samples a run trains and evaluates on, find them again later, and
 report changes.
 
 Image files are recorded by name, so new files do not move other samples, and missing files are
@@ -36,7 +36,7 @@ _CHOICES = {
 
 
 @dataclass(frozen=True)
-class RecordedSplit:
+class ListedSplit:
     """One split of a run: its samples in order, and `source`, the split of the data set that they
     were taken from.
 
@@ -55,14 +55,18 @@ class RecordedSplit:
     classes: list | None = None
 
     @classmethod
-    def of(cls, split: Split, whole: Split) -> "RecordedSplit":
+    def of(cls, split: Split, whole: Split) -> "ListedSplit":
         """Describe `split`, which was taken from `whole`."""
         if not isinstance(split.images, Files):
             return cls(split.name, whole.name, len(whole), whole.label_fingerprint, whole.content)
         names, labels = split.images.names, split.labels.tolist()
         if split.labels.ndim == 2:
             labels = [np.flatnonzero(row).tolist() for row in split.labels]
-        lists = [names[row] for row in split.rows.tolist()], split.ends[split.rows].tolist(), labels
+        lists = (
+            [names[row] for row in split.image_index.tolist()],
+            split.checksums[split.image_index].tolist(),
+            labels,
+        )
         return cls(
             split.name, whole.name, len(split), split.label_fingerprint, split.content, *lists
         )
@@ -87,16 +91,16 @@ def _is_list(values: list, kind: type) -> bool:
 
 
 @dataclass(frozen=True)
-class Record:
+class SampleList:
     """The samples of a run, before --max_train_samples and --max_eval_samples reduce them."""
 
-    train: RecordedSplit
-    evaluation: RecordedSplit
+    train: ListedSplit
+    evaluation: ListedSplit
     class_names: list[str]
     choices: dict
 
     @property
-    def parts(self) -> tuple[RecordedSplit, RecordedSplit]:
+    def parts(self) -> tuple[ListedSplit, ListedSplit]:
         return self.train, self.evaluation
 
     def check(self) -> None:
@@ -132,20 +136,20 @@ class Record:
         return gzip.compress(text.encode(), 1, mtime=0)
 
 
-def make_record(
+def list_samples(
     config: TrainConfig,
     class_names: list[str],
     train: tuple[Split, Split],
     evaluation: tuple[Split, Split],
-) -> Record:
+) -> SampleList:
     """Describe both splits. Each is passed together with the whole split that it was taken from."""
     choices = {name: getattr(config, name) for name in _CHOICES}
-    return Record(
-        RecordedSplit.of(*train), RecordedSplit.of(*evaluation), list(class_names), choices
+    return SampleList(
+        ListedSplit.of(*train), ListedSplit.of(*evaluation), list(class_names), choices
     )
 
 
-def read_record(path: Path) -> Record:
+def read_samples(path: Path) -> SampleList:
     """The record in a file of a verified checkpoint. Raises ValueError if it is invalid."""
     try:
         largest = min(_LARGEST, _MOST_PACKED * path.stat().st_size + 2**16)
@@ -154,8 +158,8 @@ def read_record(path: Path) -> Record:
         if len(data) > largest:
             raise ValueError("too large")
         values = json.loads(data)
-        train, evaluation = RecordedSplit(**values["train"]), RecordedSplit(**values["evaluation"])
-        record = Record(train, evaluation, values["class_names"], dict(values["choices"]))
+        train, evaluation = ListedSplit(**values["train"]), ListedSplit(**values["evaluation"])
+        record = SampleList(train, evaluation, values["class_names"], dict(values["choices"]))
         record.check()
         return record
     except (
@@ -182,8 +186,8 @@ class MatchedFiles(NamedTuple):
 
 
 def match_files(
-    record: Record,
-    part: RecordedSplit,
+    record: SampleList,
+    part: ListedSplit,
     whole: Split,
     class_names: Sequence[str],
     skip_changed: bool = False,
@@ -207,19 +211,25 @@ def match_files(
     gone = np.flatnonzero(is_gone)
     rows[gone] = len(files) + np.arange(len(gone))
     paths = [*files.paths, *(os.path.join(files.root, names[position]) for position in gone)]
-    bad = {**whole.bad, **dict.fromkeys(rows[gone].tolist(), "no longer in the data set")}
-    ends = np.append(whole.ends, np.zeros_like(gone))
+    errors = {**whole.errors, **dict.fromkeys(rows[gone].tolist(), "no longer in the data set")}
+    checksums = np.append(whole.checksums, np.zeros_like(gone))
     images = Files(paths, files.root)
     split = replace(
-        whole, name=part.name, images=images, labels=labels, rows=rows, ends=ends, bad=bad
+        whole,
+        name=part.name,
+        images=images,
+        labels=labels,
+        image_index=rows,
+        checksums=checksums,
+        errors=errors,
     )
 
-    is_changed = (ends[rows] != part.ends) & split.readable
+    is_changed = (checksums[rows] != part.ends) & split.readable
     is_relabelled = (labels != recorded).reshape(len(labels), -1).any(1)
     changes = _count_and_names(part, is_relabelled, "changed class")
     if skip_changed:
         changed = dict.fromkeys(rows[is_changed].tolist(), "changed since the run started")
-        split = replace(split, bad={**bad, **changed})
+        split = replace(split, errors={**errors, **changed})
     else:
         changes += _count_and_names(part, is_changed, "changed")
     known = {
@@ -231,13 +241,15 @@ def match_files(
     new = [
         name
         for row, name in enumerate(files.names)
-        if nfc(name) not in known and row not in whole.bad
+        if nfc(name) not in known and row not in whole.errors
     ]
     line = f"split {whole.name!r} has new files since training, which are left out: {join_names(new, 3)}"
     return MatchedFiles(split, changes, [line] if new else [])
 
 
-def _recorded_labels(record: Record, part: RecordedSplit, class_names: Sequence[str]) -> np.ndarray:
+def _recorded_labels(
+    record: SampleList, part: ListedSplit, class_names: Sequence[str]
+) -> np.ndarray:
     """The labels of a recorded split of files, with indices into `class_names`; -1 for a class that
     is not there.
     """
@@ -253,7 +265,7 @@ def _recorded_labels(record: Record, part: RecordedSplit, class_names: Sequence[
     return multi_hot(part.name, counts, flat % (len(class_names) + 1), len(class_names) + 1)[:, :-1]
 
 
-def _count_and_names(part: RecordedSplit, chosen: np.ndarray, what: str) -> list[str]:
+def _count_and_names(part: ListedSplit, chosen: np.ndarray, what: str) -> list[str]:
     """A line with the number and the names of the files that a mask chooses; no line if there are
     none.
     """
@@ -263,7 +275,7 @@ def _count_and_names(part: RecordedSplit, chosen: np.ndarray, what: str) -> list
     return [f"{len(names)} of {part.count} images of {part.name!r} {what}: {join_names(names, 3)}"]
 
 
-def table_changes(part: RecordedSplit, whole: Split) -> list[str]:
+def table_changes(part: ListedSplit, whole: Split) -> list[str]:
     """Lines about how a split of a table differs from the recorded one."""
     if part.count != len(whole):
         return [f"split {part.source!r} had {part.count} samples and now has {len(whole)}"]
@@ -278,9 +290,9 @@ def table_changes(part: RecordedSplit, whole: Split) -> list[str]:
     ]
 
 
-def is_same(part: RecordedSplit, whole: Split) -> bool:
+def is_same(part: ListedSplit, whole: Split) -> bool:
     """Whether `whole` holds all samples of a recorded split unchanged, wherever it is stored."""
     if part.names is None or not isinstance(whole.images, Files):
         return part.names is None and bool(part.content) and not table_changes(part, whole)
     rows = indices_in(whole.images.names, part.names)
-    return bool((rows >= 0).all() and (whole.ends[rows] == part.ends).all())
+    return bool((rows >= 0).all() and (whole.checksums[rows] == part.ends).all())
