@@ -1,7 +1,6 @@
 """CSV files that list images: a header such as `path,label,split`, then a row for each image."""
 
 import os
-from collections.abc import Collection
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 from utils.config.settings import TrainConfig
 from utils.console import join_names, nfc, printable
-from utils.data.folders import split_word
+from utils.data.folders import name_splits
 from utils.data.splits import (
     EVAL_NAMES,
     Files,
@@ -52,7 +51,7 @@ def open_csv(path: str, config: TrainConfig) -> Source:
     _refuse_repeated(file, rows["path"])
     if several:  # without the spaces around the bars
         rows["label"] = rows["label"].str.findall(r"[^|\s](?:[^|]*[^|\s])?")
-    names = _split_names(file, rows["split"].unique())
+    names = name_splits(file, rows["split"].unique())
     rows["split"] = rows["split"].map(names)
     counts = rows["split"].value_counts(sort=False).to_dict()
     asked = [name and names.get(name, name) for name in (config.train_split, config.eval_split)]
@@ -80,10 +79,7 @@ def open_csv(path: str, config: TrainConfig) -> Source:
         split = whole_split(name, images, numbers, fingerprint_of(file.resolve()))
         return replace(split, notes=note_forms(class_names, labels))
 
-    aliases = {alias: name for alias, name in names.items() if alias not in counts}
-    return Source(
-        {name: partial(make, name) for name in counts}, class_names, aliases, tuple(notes)
-    )
+    return Source({name: partial(make, name) for name in counts}, class_names, names, tuple(notes))
 
 
 def _read(file: Path, config: TrainConfig) -> Any:
@@ -158,24 +154,6 @@ def _refuse_repeated(file: Path, paths: Any) -> None:
     for row in files.index[files.duplicated()]:
         problem = f"{printable(paths[row])} is also in row {files.eq(files[row]).idxmax()}"
         raise _error(file, row, problem, "list each image once")
-
-
-def _split_names(file: Path, written: Collection[str]) -> dict[str, str]:
-    """Map the names in the file, and train, validation and test, to the names of the splits.
-
-    They are named as folders are.
-    """
-    names: dict[str, str] = {}
-    words: dict[str, str] = {}
-    for text in written:
-        word, lower = split_word(text), text.lower()
-        if word and words.setdefault(word, text) != text:
-            raise UserError(
-                f"{file}: the splits {words[word]} and {text} may be the same",
-                "use one name for both, or rename one of them, for example to extra",
-            )
-        names[text] = lower if lower in ("train", *EVAL_NAMES) else word or text
-    return {word: names[text] for word, text in words.items()} | names
 
 
 def _error(file: Path, row: int, problem: str, fix: str) -> UserError:

@@ -16,7 +16,6 @@ import numpy as np
 from utils.config.bounds import require
 from utils.console import join_names, nfc
 from utils.data.order import fold_in, permutation
-from utils.data.scan import Scan
 from utils.errors import UserError
 
 EVAL_NAMES = ("validation", "valid", "val", "eval", "test")  # tried in this order
@@ -35,14 +34,14 @@ class Images(Protocol):
 
 @dataclass(frozen=True)
 class Split:
-    """The samples of one split: `images[image_index[i]]` is the encoded image of sample i, `labels[i]` its
-    class.
+    """The samples of one split: `images[image_index[i]]` is the encoded image of sample i,
+    `labels[i]` its class.
 
-    `labels` and `image_index` are int64 [N]; several samples may share an image. If samples may have several
-    classes or none, `labels` is multi-hot, uint8 [N, classes]. `fingerprint` changes if an image
-    may have changed; image files have a stamp each instead. A check of the images adds two fields,
-    both by index: `checksums`, one of each image (int64 [len(images)]), and `errors`, those of
-    unreadable images.
+    `labels` and `image_index` are int64 [N]; several samples may share an image. If samples may
+    have several classes or none, `labels` is multi-hot, uint8 [N, classes]. `fingerprint` changes
+    if an image may have changed; image files have a stamp each instead. A check of the images adds
+    two fields: `checksums`, one of each image, int64 [len(images)], and `errors`, those of
+    unreadable images by their index in `images`.
     """
 
     name: str
@@ -179,8 +178,8 @@ class Files:
     a file.
     """
 
-    def __init__(self, paths: list[str], root: str = "", scan: Scan | None = None):
-        self.paths, self.root, self.scan = paths, root, scan  # `scan` is for image folders
+    def __init__(self, paths: list[str], root: str = ""):
+        self.paths, self.root = paths, root
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -209,25 +208,20 @@ def stamp_of(path: str | os.PathLike) -> tuple[int, int, int]:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
+@dataclass
 class Source:
     """The splits of a data set by name, each opened when it is first needed.
 
-    `aliases` are other names that users may give for splits. `class_names` may be filled by the
-    first split that is opened. `notes` are lines to print about all splits. `check` is applied to
-    each split when it is opened.
+    `aliases` are other names that users may give for splits. `notes` are lines to print about all
+    splits. `check` is applied to each split when it is opened.
     """
 
-    def __init__(
-        self,
-        openers: Mapping[str, Callable[[], Split]],
-        class_names: list[str],
-        aliases: Mapping[str, str] | None = None,
-        notes: tuple[str, ...] = (),
-    ):
-        self.openers, self.class_names, self.aliases = openers, class_names, aliases or {}
-        self.notes = notes
-        self.check: Callable[[Split], Split] = lambda split: split
-        self.opened: dict[str, Split] = {}
+    openers: Mapping[str, Callable[[], Split]]
+    class_names: list[str]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    check: Callable[[Split], Split] = lambda split: split
+    opened: dict[str, Split] = field(default_factory=dict)
 
     def split(self, name: str) -> Split:
         """The split of this name, which must exist.
@@ -236,23 +230,14 @@ class Source:
         """
         if name not in self.opened:
             split, classes = self.openers[name](), len(self.class_names)
-            if not len(split):
-                raise UserError(
-                    f"split {name!r} is empty",
-                    "choose another one with --train_split or --eval_split",
-                )
+            fix = "choose another one with --train_split or --eval_split"
+            require(len(split) > 0, f"split {name!r} is empty", fix)
             wrong = np.flatnonzero((split.labels < 0) | (split.labels >= classes))
             if len(wrong) and split.labels.ndim == 1:
                 label = split.labels[wrong[0]]
-                fix = (
-                    "if the split is unlabelled, choose another one with --eval_split"
-                    if label < 0
-                    else "fix the labels"
-                )
-                raise UserError(
-                    f"{split.describe(wrong[0])} has the label {label}, outside 0..{classes - 1}",
-                    fix,
-                )
+                problem = f"has the label {label}, outside 0..{classes - 1}"
+                fix = "fix the labels (if the split is unlabelled, choose another --eval_split)"
+                raise UserError(f"{split.describe(wrong[0])} {problem}", fix)
             self.opened[name] = self.check(replace(split, notes=(*self.notes, *split.notes)))
         return self.opened[name]
 
