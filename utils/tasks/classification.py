@@ -37,17 +37,15 @@ class Classification(Task):
         self, config: TrainConfig, class_names: list[str], labels: np.ndarray | None = None
     ):
         self.class_names, self.outputs = class_names, len(class_names)
-        self.losses: Callable[..., Tensor] = partial(LOSSES.choose(config.loss), **config.loss_args)
+        self.losses: Callable[..., Tensor] = partial(LOSSES.call, config)
         self.smoothing = config.label_smoothing
         self.weight = None
         if config.class_weights and labels is not None:
             self.weight = balanced_weights(labels, self.outputs)
         equal_scores, any_class = torch.zeros(1, self.outputs), torch.zeros(1, dtype=torch.int64)
-        self.uniform_loss = LOSSES.call(config, equal_scores, any_class, 0.0, None).item()
+        self.uniform_loss = self.losses(equal_scores, any_class, 0.0, None).item()
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        if self.weight is not None:
-            self.weight = self.weight.to(outputs.device)  # copied once
         return self.losses(outputs, targets, self.smoothing, self.weight).sum()
 
     def training_sums(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:

@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from utils.config.bounds import require
 from utils.console import printable, table
 from utils.errors import UserError
 
@@ -130,19 +129,6 @@ class Task:
     def higher_is_better(self) -> bool:
         """Whether the highest value of `metric` is the best."""
         return self.metric in self.highest_is_best
-
-    def choose_best(self, metric: str | None) -> None:
-        """Let this metric (--best_metric) decide which checkpoint is the best."""
-        self.metric = metric or self.metric
-        names = [*self.summary(dict.fromkeys(self.evaluation, 1.0), 1.0), *self.gathered]
-        require(
-            self.metric in names,
-            f"--best_metric {metric}: no such metric",
-            f"use one of {', '.join(names)}",
-        )
-        known = self.metric in (*self.highest_is_best, *self.lowest_is_best)
-        problem = f"--best_metric {self.metric}: {type(self).__name__} does not say if its highest value is the best"
-        require(known, problem, "add it to highest_is_best or lowest_is_best of this class")
 
     def report(
         self, record: Mapping[str, Any], title: str, more: Sequence[tuple[str, Any]] = ()

@@ -148,7 +148,8 @@ def resolve(
     updates = total_updates(config, plan)
     state = restore_state(saved, folder, config, plan, data)
     config, images, spec = resolve_input(config, saved, data.train)
-    config, task = make_task(config, data.class_names, data.train.labels)
+    with accelerator.device:  # the weights of classes are there
+        config, task = make_task(config, data.class_names, data.train.labels)
     final = replace(
         config,
         global_batch_size=plan.global_batch_size,
