@@ -14,7 +14,7 @@ from torch import Tensor
 
 from utils.config.bounds import require
 from utils.config.settings import TrainConfig
-from utils.console import printable
+from utils.console import join_names, printable
 from utils.tasks.losses import SIGMOID_LOSSES
 from utils.tasks.task import Task, sigmoid
 
@@ -37,6 +37,7 @@ class MultiLabel(Task):
     when_mixed = "metrics count a label if its share is above 0.5"
     evaluation = training
     gathered: Sequence[str] = ("mAP", "macro_f1")
+    of_classes = ("Average precision", "per_class_ap")
     shown = {"mAP": "mAP", "micro_f1": "micro-F1", "loss": "loss"}  # noqa: RUF012
 
     def __init__(
@@ -69,9 +70,8 @@ class MultiLabel(Task):
         return torch.tensor(weights, dtype=torch.float32)
 
     def describe(self) -> str:
-        weights = () if self.pos_weight is None else self.pos_weight.tolist()
-        shown = ", ".join(f"{weight:.3g}" for weight in weights[:8]) + ", ..." * (len(weights) > 8)
-        return f"multilabel{f', pos_weight {shown}' if shown else ''}"
+        weights = [] if self.pos_weight is None else [f"{each:.3g}" for each in self.pos_weight]
+        return f"multilabel{', pos_weight ' if weights else ''}{join_names(weights, 8)}"
 
     def _rows(self, targets: Tensor) -> Tensor:
         """The targets as a row for each sample, [n, outputs]."""
@@ -120,15 +120,6 @@ class MultiLabel(Task):
         from utils.tasks.metrics import class_metrics  # its import takes a second
 
         return class_metrics(predictions, labels, self.cut)
-
-    def worst(self, record: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
-        names = map(printable, self.class_names)
-        scores = zip(
-            record.get("per_class_ap", []), record.get("per_class_count", []), names, strict=False
-        )
-        worst = sorted(row for row in scores if row[0] is not None)[:10]
-        rows = [(name, f"{precision:.4f} of {count} images") for precision, count, name in worst]
-        return "Average precision of the classes, worst first", rows
 
 
 class Binary(MultiLabel):

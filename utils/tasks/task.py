@@ -58,6 +58,8 @@ class Task:
     """Names of the values of a sample in an evaluation; the first one is "loss"."""
     gathered: Sequence[str] = ()
     """The numbers that `metrics` returns."""
+    of_classes: tuple[str, str] = ("", "")
+    """What the numbers of classes are that `report` shows, and their name in `metrics`."""
     shown: Mapping[str, str]
     """The metrics to print after an evaluation, in this order, and the words for them; absent ones
     are skipped."""
@@ -145,14 +147,12 @@ class Task:
             ("count", record["count"]),
             ("seconds", f"{record['seconds']:.2f}"),
         ]
-        heading, classes = self.worst(record)
-        return "\n".join(
-            [table(title, [*rows, *more]), *([table(heading, classes)] if classes else [])]
-        )
-
-    def worst(self, record: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
-        """A heading, and the names and scores of up to ten classes, worst first."""
-        return "", []
+        what, key = self.of_classes
+        scores = zip(record.get(key, ()), map(printable, self.class_names), strict=False)
+        worst = sorted(pair for pair in scores if pair[0] is not None)[:10]
+        classes = [(name, f"{score:.4f}") for score, name in worst]
+        shown = [table(f"{what} of the classes, worst first", classes)] if classes else []
+        return "\n".join([table(title, [*rows, *more]), *shown])
 
 
 def score_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
