@@ -148,7 +148,8 @@ def resolve(
     updates = total_updates(config, plan)
     state = restore_state(saved, folder, config, plan, data)
     config, images, spec = resolve_input(config, saved, data.train)
-    config, task = make_task(config, data.class_names, data.train.labels)
+    with accelerator.device:  # the weights of classes are there
+        config, task = make_task(config, data.class_names, data.train.labels)
     final = replace(
         config,
         global_batch_size=plan.global_batch_size,
@@ -315,4 +316,5 @@ def load_source(
     if not {key for key, _ in module.named_parameters()} & set(source.match.kept):
         theirs, own = join_names(tensors, 3), join_names(module.state_dict(), 3)
         problem = f"{where}: none of its tensors ({theirs}) fits {config.model}, which has {own}"
-        raise UserError(problem, "set --model to the model of these weights, or use others")
+        fix = "set --model to the model of these weights, use others, or try --init_match order"
+        raise UserError(problem, fix)
