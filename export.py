@@ -66,7 +66,7 @@ def write(loaded: Loaded, form: str, out: Path) -> float:
             raise
         except Exception as error:  # exporters and runtimes raise errors of many classes
             model, reason, free = (
-                loaded.saved.settings.model,
+                loaded.saved.config.model,
                 one_line(error)[:160],
                 shutil.disk_usage(folder).free,
             )
@@ -88,7 +88,7 @@ def report(loaded: Loaded, form: str, out: Path, difference: float) -> str:
         ("checkpoint", loaded.saved.path),
         (
             "model",
-            f"{loaded.saved.settings.model}, {loaded.spec.describe()}, {len(loaded.saved.class_names)} classes",
+            f"{loaded.saved.config.model}, {loaded.spec.describe()}, {len(loaded.task.class_names)} classes",
         ),
         ("weights", "average (ema)" if loaded.is_average else "raw"),
         ("difference", f"{difference:.1e} in probability on the same pixels"),

@@ -16,7 +16,7 @@ from utils.version import VERSION
 def config_of(loaded: Loaded) -> dict[str, Any]:
     """The contents of config.json: architecture, classes and preprocessing."""
     settings, names = (
-        loaded.saved.settings,
+        loaded.saved.config,
         ("height", "width", "channels", "resize", "squash", "interpolation"),
     )
     shape = {name: getattr(loaded.spec, name) for name in (*names, "mean", "std")}
@@ -27,7 +27,7 @@ def config_of(loaded: Loaded) -> dict[str, Any]:
         "library": loaded.library,
         "model_args": settings.model_args,
         "num_classes": loaded.task.outputs,
-        "labels": loaded.saved.class_names,
+        "labels": loaded.task.class_names,
         "task": settings.task,
         "activation": loaded.task.activation,
         "threshold": None if loaded.task.cut is None else settings.threshold,
@@ -54,7 +54,7 @@ tags:
 # {title}
 
 An image classifier, trained with Lockstep and exported by its version {VERSION}. This is {weights}
-after update {saved.state.step}, in epoch {saved.state.epochs_begun}.
+after update {saved.origin["step"]}, in epoch {saved.origin["epoch"]}.
 
 | | |
 | --- | --- |
@@ -90,7 +90,7 @@ def _python(loaded: Loaded, code: Code) -> str:
 """
     if loaded.task.cut is not None:
         shown = f"""for label, probability in zip(labels[-{outputs}:], probabilities):
-    mark = "  (predicted)" if probability > {loaded.saved.settings.threshold} else ""
+    mark = "  (predicted)" if probability > {loaded.saved.config.threshold} else ""
     print(f"{{probability:.4f}}  {{label}}{{mark}}")
 """
     return f'''import json
@@ -145,16 +145,16 @@ def preprocessing(spec: InputSpec) -> str:
 
 def data_name(loaded: Loaded) -> str:
     """The name of the data set, without the folders that contain it."""
-    data = loaded.saved.settings.data
+    data = loaded.saved.config.data
     return printable(expand(data).name if data.startswith(("/", "~", ".", "$")) else data)
 
 
 def _facts(loaded: Loaded) -> list[tuple[str, Any]]:
-    task, names = loaded.task, loaded.saved.class_names
+    task, names = loaded.task, loaded.task.class_names
     change = getattr(loaded.model, "stem_change", "").partition(" (")[0]
     output = f"the probability of {'each' if task.outputs == len(names) else 'the second'} class ({task.activation})"
     if task.cut is not None:
-        output += f"; predicted above {loaded.saved.settings.threshold}"
+        output += f"; predicted above {loaded.saved.config.threshold}"
     return [
         (
             "Architecture",
@@ -179,24 +179,11 @@ def _measured(loaded: Loaded) -> str:
 
     With --ema_decay, state.json has only those of the average.
     """
-    saved, precision = loaded.saved, loaded.saved.settings.mixed_precision
-    found: dict[str, Any] = {}
-    if saved.weights is None or loaded.is_average or not saved.weights.is_choice:
-        found = next(
-            (
-                each
-                for each in reversed(saved.state.evaluations)
-                if each["step"] == saved.state.step
-            ),
-            {},
-        )
-    if not found:
+    saved, precision = loaded.saved, loaded.saved.config.mixed_precision
+    if not saved.evaluations:
         return "The checkpoint has no evaluation of these weights."
-    split = printable(
-        saved.record.evaluation.name
-        if saved.record
-        else saved.settings.eval_split or "evaluation split"
-    )
+    assert saved.record is not None
+    found, split = saved.evaluations[-1], printable(saved.record.evaluation.name)
     where = f"`{data_name(loaded)}`, split `{split}`, {found['count']} images, each counted once"
     where += f", in {precision}" if precision in ("bf16", "fp16") else ""
     return f"On {where}:\n\n| | |\n| --- | --- |\n{_rows(score_rows(found))}"

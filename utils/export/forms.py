@@ -52,7 +52,7 @@ def write_timm(loaded: Loaded, folder: Path) -> Code:
     import timm
 
     model, spec = loaded.model, loaded.spec
-    arguments: dict[str, Any] = loaded.saved.settings.model_args
+    arguments: dict[str, Any] = loaded.saved.config.model_args
     if loaded.library != "timm":
         shape: dict[str, Any] = {"num_classes": loaded.task.outputs, "in_chans": spec.channels}
         try:  # for example ResNets, whose layers have the same names in both libraries
@@ -73,7 +73,7 @@ def write_timm(loaded: Loaded, folder: Path) -> Code:
         "test_input_size": None,
         "test_crop_pct": None,
     }
-    more = {"label_names": loaded.saved.class_names, "pretrained_cfg": shown}
+    more = {"label_names": loaded.task.class_names, "pretrained_cfg": shown}
     timm.models.save_for_hf(model, str(folder), more, model_args=arguments, safe_serialization=True)
     activation = "softmax(1)" if loaded.task.activation == "softmax" else "sigmoid()"
     written = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()

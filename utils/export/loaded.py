@@ -3,7 +3,7 @@ reproduce.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,9 +13,7 @@ from utils.data.spec import InputSpec
 from utils.errors import UserError
 from utils.models.zoo import OWN_MODELS
 from utils.ranks.ranks import Ranks
-from utils.runs.inference import load_for_inference
-from utils.runs.loading import EMA
-from utils.runs.metadata import SavedRun
+from utils.runs.inference import Inference, load_model
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
 
@@ -28,7 +26,7 @@ class Loaded:
     evaluation.
     """
 
-    saved: SavedRun
+    saved: Inference
     task: Task
     spec: InputSpec
     model: nn.Module
@@ -36,17 +34,17 @@ class Loaded:
     @property
     def is_average(self) -> bool:
         """Whether the weights are the moving average of --ema_decay."""
-        return self.saved.weights is not None and self.saved.weights.part == EMA
+        return self.saved.origin.get("weights") == "ema"
 
     @property
     def name(self) -> str:
         """The model's name in its library."""
-        return self.saved.settings.model.removeprefix("timm/")
+        return self.saved.config.model.removeprefix("timm/")
 
     @property
     def library(self) -> str:
         """Where the architecture is defined: torchvision, timm or lockstep."""
-        if self.saved.settings.model.startswith("timm/"):
+        if self.saved.config.model.startswith("timm/"):
             return "timm"
         return "lockstep" if self.name in OWN_MODELS else "torchvision"
 
@@ -87,19 +85,19 @@ def compare(loaded: Loaded, form: str, predict: Callable[[np.ndarray], np.ndarra
         difference = float(np.abs(got - expected).max()) if got.shape == expected.shape else np.inf
         if not difference <= TOLERANCE:  # NaN is not
             what = f"probabilities that differ by {difference:.2g} from the checkpoint's"
-            problem = f"--to {form}: {loaded.saved.settings.model} has {what}"
+            problem = f"--to {form}: {loaded.saved.config.model} has {what}"
             raise UserError(problem, "use another format, and check that the weights are finite")
         worst = max(worst, difference)
     return worst
 
 
-def load(saved: SavedRun, ranks: Ranks) -> Loaded:
+def load(saved: Inference, ranks: Ranks) -> Loaded:
     """The model of a verified checkpoint, with its chosen weights.
 
     Raises ValueError if they do not fit.
     """
-    config, task = make_task(saved.settings, saved.class_names, None)
+    config, task = make_task(saved.config, saved.class_names, None)
     task.check_predictions()
-    model = load_for_inference(saved, config, task, ranks)
+    model = load_model(replace(saved, config=config), task, ranks)
     model.requires_grad_(False).to(memory_format=torch.contiguous_format)
     return Loaded(saved, task, saved.spec.for_evaluation(), model)
