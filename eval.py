@@ -19,7 +19,7 @@ from typing import Any
 from utils.config.cli import parse_args
 from utils.config.scripts import EvalConfig
 from utils.config.settings import TrainConfig
-from utils.console import Terminal, printable
+from utils.console import printable, progress, say
 from utils.data.cache import make_dataset
 from utils.data.selection import load_split
 from utils.data.sources import absolute_data, check_source
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
         # Use the checkpoint's image size, even if the run derived it from its images.
         spec = spec_of(saved, config)
         for line in warn_about_flags(flags, config, spec):
-            Terminal(ranks.is_main).print(line)
+            say(line)
         known = replace(config, image_size=[spec.height, spec.width], eval_size=None)
         split, found_names = find_split(saved, known, flags, own_data, names, ranks)
         saved = replace(saved, class_names=found_names)
@@ -126,13 +126,12 @@ def find_split(
     ranks: Ranks,
 ) -> tuple[Split, list[str]]:
     """The split to evaluate, and the names of its labels, the same on all ranks; collective."""
-    terminal = Terminal(ranks.is_main)
     with ranks.local_main_first("loading the data"):
-        split, found = load_split(config, flags.split, names, own_data, saved.record, terminal)
+        split, found = load_split(config, flags.split, names, own_data, saved.record)
     fingerprint = fingerprint_of(split.label_fingerprint, split.content)
     ranks.check_same(fingerprint, f"different images in --data {config.data}")
     for note in split.notes:
-        terminal.print(printable(note))
+        say(printable(note))
     return split, found
 
 
@@ -140,9 +139,9 @@ def evaluate(
     saved: SavedRun, config: TrainConfig, flags: EvalConfig, task: Task, split: Split, ranks: Ranks
 ) -> tuple[dict, Predictions | None]:
     """The metrics of one split, and its predictions for --predictions and the page; collective."""
-    terminal, spec = Terminal(ranks.is_main), saved.spec.for_evaluation()
+    spec = saved.spec.for_evaluation()
     with ranks.local_main_first("decoding images"):
-        dataset = make_dataset(split, spec, config, False, terminal.progress("decoding"))
+        dataset = make_dataset(split, spec, config, False, progress("decoding"))
     accelerator = make_accelerator(ranks, config)
     model = place_model(load_for_inference(saved, config, task, ranks), flags.tta, accelerator)
     loader = make_eval_loader(dataset, config, ranks)
@@ -166,7 +165,7 @@ def evaluate(
     }
     if config.report and evaluator.predictions and ranks.is_main:
         evaluated = Evaluated(task, split, evaluator.predictions, record, config.seed)
-        report_evaluation(saved.path, evaluated, bool(flags.report), terminal.print)
+        report_evaluation(saved.path, evaluated, bool(flags.report))
     return record, evaluator.predictions
 
 

@@ -147,7 +147,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
         evaluator=Evaluator(ranks, accelerator, module, eval_loader, eval_spec, task, setup.config),
         meter=Meter(task, device, setup.state.since_log, ranks.is_main, optimizer),
         log=log,
-        trackers=RunTrackers(accelerator, setup.config, folder, setup.state.run_id, log.say),
+        trackers=RunTrackers(accelerator, setup.config, folder, setup.state.run_id),
         changed=[*setup.changed, *lines],
         notes=notes,
         sharding=sharding,

@@ -7,7 +7,7 @@ import numpy as np
 
 from utils.config.bounds import require
 from utils.config.settings import TrainConfig
-from utils.console import Terminal, join_names, nfc
+from utils.console import join_names, nfc, progress, say
 from utils.data.check import check_images
 from utils.data.record import Record, is_same, make_record, match_files, table_changes
 from utils.data.sources import open_source
@@ -23,29 +23,24 @@ from utils.data.splits import (
 )
 from utils.errors import UserError
 
-SILENT = Terminal(False)
 _SHOWN = 8  # images named in an error
 
 
-def load_data(
-    config: TrainConfig, record: Record | None = None, terminal: Terminal = SILENT
-) -> Data:
+def load_data(config: TrainConfig, record: Record | None = None) -> Data:
     """Open the data set and choose its two splits. Raises ValueError or OSError if that fails.
 
     A resumed run passes the `record` of its checkpoint, to continue with the same samples. All
-    images are checked, and progress and messages are printed to `terminal`.
+    images are checked, with a progress bar and messages.
     """
     if record is not None:
         record.check_choices(config)
-    source = _open_checked(config, record, terminal)
+    source = _open_checked(config, record)
     if record is not None and record.train.names is not None:
-        opened = _recorded_splits(record, source, terminal, config.bad_images == "skip")
-        train = _drop_unreadable(opened[0], config, terminal, keep_order=True)
-        evaluation = _drop_unreadable(opened[1], config, terminal)
+        opened = _recorded_splits(record, source, config.bad_images == "skip")
+        train = _drop_unreadable(opened[0], config, keep_order=True)
+        evaluation = _drop_unreadable(opened[1], config)
     else:
-        (train, train_whole), (evaluation, eval_whole) = chosen = _choose_splits(
-            source, config, terminal
-        )
+        (train, train_whole), (evaluation, eval_whole) = chosen = _choose_splits(source, config)
         if record is not None:
             changes = [
                 *table_changes(record.train, train_whole),
@@ -71,7 +66,6 @@ def load_split(
     class_names: list[str] | Callable[[list[str]], list[str]],
     own_data: bool = True,
     record: Record | None = None,
-    terminal: Terminal = SILENT,
 ) -> tuple[Split, list[str]]:
     """One split to evaluate, with labels that are indices into `class_names`, and these names.
 
@@ -83,7 +77,7 @@ def load_split(
     name. A data set that has all images of the record counts as the run's own, even if it has been
     moved.
     """
-    source = _open_checked(config, record, terminal)
+    source = _open_checked(config, record)
     if (
         not own_data
         and record is not None
@@ -92,30 +86,28 @@ def load_split(
     ):
         own_data, config = True, replace(config, **record.choices)
     if own_data and name in (None, "train"):
-        split = _own_split(source, config, name == "train", record, terminal)
+        split = _own_split(source, config, name == "train", record)
         shown = split.name
     else:
         asked = name or _eval_name(source, "", None)
         default = "train" if len(source.openers) > 1 else next(iter(source.openers))
         split = source.split(_existing(source, asked or default, "--split"))
-        _report_trained_on(record, split, terminal)
+        _report_trained_on(record, split)
         shown = split.name if asked or len(source.openers) > 1 else "all images"
-    split = random_subset(
-        _drop_unreadable(split, config, terminal), config.max_eval_samples, config.seed
-    )
+    split = random_subset(_drop_unreadable(split, config), config.max_eval_samples, config.seed)
     check_kind(split, config)
     if callable(class_names):
         class_names = class_names(source.class_names)
-        terminal.print(f"classes of the outputs, in order: {join_names(class_names, 6)}")
+        say(f"classes of the outputs, in order: {join_names(class_names, 6)}")
     return replace(renumber(split, source.class_names, class_names), name=shown), class_names
 
 
-def _open_checked(config: TrainConfig, record: Record | None, terminal: Terminal) -> Source:
+def _open_checked(config: TrainConfig, record: Record | None) -> Source:
     """The source that --data names. The images of a split are checked when the split is opened.
 
     The classes are those of the record, in its order, if they only differ in order or Unicode form.
     """
-    source, progress = open_source(config), terminal.progress("checking images")
+    source = open_source(config)
     # all must be known before samples are counted
     full = config.check_images == "full" or config.bad_images == "skip"
     found = wanted = source.class_names
@@ -126,20 +118,20 @@ def _open_checked(config: TrainConfig, record: Record | None, terminal: Terminal
         replace(renumber(split, found, wanted), bits=config.image_bits),
         full,
         config.cache_dir,
-        progress,
+        progress("checking images"),
     )
     return source
 
 
 def _choose_splits(
-    source: Source, config: TrainConfig, terminal: Terminal
+    source: Source, config: TrainConfig
 ) -> tuple[tuple[Split, Split], tuple[Split, Split]]:
     """The samples to train on and to evaluate on, each with the whole split that they were taken
     from.
     """
     train_name = _train_name(source, config.train_split)
     whole = source.split(train_name)
-    train = _drop_unreadable(whole, config, terminal)
+    train = _drop_unreadable(whole, config)
     eval_name = None if config.eval_fraction else _eval_name(source, train_name, config.eval_split)
     if eval_name is None:
         train, evaluation = hold_out(train, config.eval_fraction or 0.1, config.seed)
@@ -147,7 +139,7 @@ def _choose_splits(
     eval_whole = source.split(eval_name)
     if eval_whole is not whole:
         _check_apart(whole, eval_whole)
-    return (train, whole), (_drop_unreadable(eval_whole, config, terminal), eval_whole)
+    return (train, whole), (_drop_unreadable(eval_whole, config), eval_whole)
 
 
 def _check_apart(train: Split, evaluation: Split) -> None:
@@ -163,9 +155,7 @@ def _check_apart(train: Split, evaluation: Split) -> None:
             )
 
 
-def _drop_unreadable(
-    split: Split, config: TrainConfig, terminal: Terminal, keep_order: bool = False
-) -> Split:
+def _drop_unreadable(split: Split, config: TrainConfig, keep_order: bool = False) -> Split:
     """The split without unreadable images, or with others in their places to `keep_order`.
 
     With --bad_images error, raises UserError, which names them.
@@ -184,13 +174,13 @@ def _drop_unreadable(
             "give another --data",
         )
     action = "other images of their classes replace them" if keep_order else "will be left out"
-    terminal.print(f"{count} cannot be used and {action}: {names}")
+    say(f"{count} cannot be used and {action}: {names}")
     return (
         split.replace_unreadable() if keep_order else split.select(np.flatnonzero(split.readable))
     )
 
 
-def _recorded_splits(record: Record, source: Source, terminal: Terminal, skip: bool) -> list[Split]:
+def _recorded_splits(record: Record, source: Source, skip: bool) -> list[Split]:
     """The two original splits of a run. With `skip`, changed images are marked as unreadable."""
     wholes = [
         source.split(_existing(source, part.source, "the run used split")) for part in record.parts
@@ -212,7 +202,7 @@ def _recorded_splits(record: Record, source: Source, terminal: Terminal, skip: b
             "with --bad_images skip, or start a new run",
         )
     for text in dict.fromkeys(text for one in found for text in one.new_files):
-        terminal.print(text)
+        say(text)
     return [one.split for one in found]
 
 
@@ -233,21 +223,19 @@ def _holds_all(source: Source, record: Record) -> bool:
     )
 
 
-def _own_split(
-    source: Source, config: TrainConfig, training: bool, record: Record | None, terminal: Terminal
-) -> Split:
+def _own_split(source: Source, config: TrainConfig, training: bool, record: Record | None) -> Split:
     """The samples that the run trained on, or those that it evaluated on."""
     part = None if record is None else record.train if training else record.evaluation
     if record is not None and part is not None:
         whole = source.split(_existing(source, part.source, "the run used split"))
         if record.class_names != source.class_names:  # which some sources only know now
-            terminal.print(_class_changes(record.class_names, source.class_names))
+            say(_class_changes(record.class_names, source.class_names))
         if part.names is not None:
             found = match_files(record, part, whole, source.class_names)
             for text in (*found.changes, *found.new_files):
-                terminal.print(text)
+                say(text)
             return found.split
-    train, evaluation = _choose_splits(source, config, terminal)
+    train, evaluation = _choose_splits(source, config)
     split, whole = train if training else evaluation
     changes = table_changes(part, whole) if part else []
     if changes and train[1] is evaluation[1]:
@@ -256,18 +244,16 @@ def _own_split(
             f"evaluate all samples with --data {config.data} --split {whole.name}",
         )
     for text in changes:
-        terminal.print(text)
+        say(text)
     return split
 
 
-def _report_trained_on(record: Record | None, split: Split, terminal: Terminal) -> None:
+def _report_trained_on(record: Record | None, split: Split) -> None:
     """Report how many of the images to evaluate on are training images of the run."""
     if record is not None and record.train.ends is not None and split.ends is not None:
         known = int(np.isin(split.ends[split.rows], record.train.ends).sum())
         if known:
-            terminal.print(
-                f"the run trained on {known} of the {len(split)} images of split {split.name!r}"
-            )
+            say(f"the run trained on {known} of the {len(split)} images of split {split.name!r}")
 
 
 def _train_name(source: Source, wanted: str | None) -> str:

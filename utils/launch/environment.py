@@ -4,7 +4,6 @@ To add a launcher, add its variables to `_SOURCES`.
 """
 
 import re
-import socket
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -243,15 +242,6 @@ def local_rank_and_size() -> tuple[int, int]:
     if "LOCAL_RANK" not in environ:
         return 0, 1
     return int(environ["LOCAL_RANK"]), int(environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def print_for_machine(text: str) -> None:
-    """Print a message about the machine in its first process, with the host name unless that is
-    rank 0's machine.
-    """
-    if local_rank_and_size()[0] == 0:
-        where = "" if environ.get("RANK", "0") == "0" else f"{socket.gethostname()}: "
-        print(f"{where}{text}", flush=True)
 
 
 def threads_per_process(topology: Topology) -> int:

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils.config.scripts import EvalConfig
 from utils.config.settings import TrainConfig
+from utils.console import say
 from utils.errors import UserError
 from utils.launch.command import precision_is_chosen
 from utils.launch.environment import is_set, shards_model
@@ -101,14 +102,14 @@ def make_accelerator(ranks: Ranks, config: TrainConfig | EvalConfig) -> Accelera
 def _accelerator(
     ranks: Ranks, config: TrainConfig | EvalConfig, precision: str | None
 ) -> Accelerator:
-    if os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None) and ranks.is_main:
-        print("ACCELERATE_GRADIENT_ACCUMULATION_STEPS is ignored; use --grad_accum")
+    if os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None):
+        say("ACCELERATE_GRADIENT_ACCUMULATION_STEPS is ignored; use --grad_accum")
     # Accelerate would give DDP the local rank as its GPU, but a task of a scheduler may see only
     # one, number 0.
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
     shards = shards_model() and isinstance(config, TrainConfig)  # eval.py does not shard
     if shards and ranks.topology.world_size == 1:
-        print("FSDP has no effect: one process has the whole model")
+        say("FSDP has no effect: one process has the whole model")
         shards = False
     config, on_gpu = (
         config if isinstance(config, TrainConfig) else TrainConfig(),
@@ -164,8 +165,8 @@ def _fsdp_plugin(ranks: Ranks) -> FullyShardedDataParallelPlugin:
     variables.
     """
     on_gpu = ranks.device.type == "cuda"
-    if is_set("FSDP_OFFLOAD_PARAMS") and not on_gpu and ranks.is_main:
-        print("fsdp_offload_params is ignored: on CPUs there is nothing to offload")
+    if is_set("FSDP_OFFLOAD_PARAMS") and not on_gpu:
+        say("fsdp_offload_params is ignored: on CPUs there is nothing to offload")
     return FullyShardedDataParallelPlugin(
         # Autocast chooses the precision, as with DDP. FSDP2's own mixed precision would also reduce
         # gradients in bfloat16.
@@ -215,8 +216,8 @@ def compile_model(accelerator: Accelerator, module: nn.Module) -> None:
     """
     plugin = accelerator.state.dynamo_plugin
     if plugin.backend != DynamoBackend.NO:
-        if plugin.use_regional_compilation and accelerator.is_main_process:
-            print("dynamo_use_regional_compilation is ignored: the whole model is compiled")
+        if plugin.use_regional_compilation:
+            say("dynamo_use_regional_compilation is ignored: the whole model is compiled")
         # With None, PyTorch's default, the first smaller batch would make all later ones use slower
         # code for any size.
         module.compile(**plugin.to_kwargs() | {"dynamic": bool(plugin.dynamic)})

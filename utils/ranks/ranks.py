@@ -16,6 +16,7 @@ from torch import nn
 
 from utils.config.bounds import require
 from utils.config.settings import LaunchConfig
+from utils.console import say
 from utils.errors import USER_ERRORS, AgreedError, UserError, as_lost_rank, one_line, split_error
 from utils.launch.command import launcher
 from utils.launch.devices import choose_backend, choose_device, cpu_is_requested
@@ -104,9 +105,9 @@ class Ranks:
         error, which must exit (default: print the error, exit with code 2).
         """
         topology, launch = self.topology, self.launch
-        if self.is_main and self.device.type == "cpu" and not cpu_is_requested(launch.cpu):
+        if self.device.type == "cpu" and not cpu_is_requested(launch.cpu):
             several = f", {topology.world_size} processes over gloo" * (topology.world_size > 1)
-            print(f"No GPU is visible: running on the CPU{several}")
+            say(f"No GPU is visible: running on the CPU{several}")
         self.expects_peers = topology.world_size > 1
         self._launchers_store = launcher_store(launch.timeout)
         if not self.expects_peers:

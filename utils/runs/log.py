@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from utils.config.bounds import require
+from utils.console import say
 from utils.errors import one_line
 from utils.files import naming_file, write_file
 from utils.runs.state import TrainState
@@ -79,11 +80,6 @@ class RunLog:
         if self.error is not None:
             raise self.error
 
-    def say(self, text: str) -> None:
-        """Print a line above the bar."""
-        if self.is_main:
-            self.terminal.say(text)
-
     def close(self) -> None:
         if self.is_main:
             # The first is the terminal, which shows the errors of others.
@@ -96,7 +92,7 @@ class RunLog:
         try:
             method(*given)
         except Exception as error:  # of any class, as sinks can be other people's code
-            self.say(f"sink {name}: {one_line(error)}; the run continues without it")
+            say(f"sink {name}: {one_line(error)}; the run continues without it")
             if name in self.sinks:
                 with suppress(Exception):
                     self.sinks.pop(name).close()
@@ -187,13 +183,6 @@ class ProgressBar:
         with suppress(OSError):  # a closed terminal must not end the run
             self.bar.update()
 
-    def say(self, text: str) -> None:
-        """Print a line above the bar."""
-        # Only a notebook's stream raises these; utils/output.py guards all others.
-        with suppress(OSError, ValueError):
-            self.bar.write(text, file=sys.stdout)
-            sys.stdout.flush()
-
     def close(self) -> None:
         self.bar.close()
 
@@ -209,7 +198,7 @@ class ProgressBar:
         }
         if self.bar.disable:  # no terminal: plain lines instead of a bar
             shown = "  ".join(f"{name} {number}" for name, number in numbers.items())
-            self.say(f"update {record['step']}/{self.updates}  epoch {record['epoch']}  {shown}")
+            say(f"update {record['step']}/{self.updates}  epoch {record['epoch']}  {shown}")
         else:
             self.bar.set_postfix(numbers, refresh=False)
 
@@ -219,7 +208,7 @@ class ProgressBar:
         known = {key: word for key, word in self.evaluation.items() if key in record}
         shown = "  ".join(f"{word} {record[key]:.4f}" for key, word in known.items())
         took = f"({record['count']} samples, {record['seconds']:.1f} s)"
-        self.say(f"update {record['step']}  eval ({name})  {shown}  {took}")
+        say(f"update {record['step']}  eval ({name})  {shown}  {took}")
 
 
 # Each is called with the run folder, the state that the run starts from, the number of updates of

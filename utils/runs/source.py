@@ -15,7 +15,7 @@ from torch import Tensor
 from utils.config.bounds import require
 from utils.config.scripts import EvalConfig
 from utils.config.settings import TrainConfig
-from utils.console import Terminal, join_names
+from utils.console import join_names, say
 from utils.errors import UserError, one_line
 from utils.files import expand, read_json
 from utils.models.checking import hash_tensors
@@ -73,9 +73,7 @@ def find_source(
     if saved is not None:
         kept = saved.settings.init_from
         if config.init_from and absolute_source(config.init_from) != kept:
-            Terminal(ranks.is_main).print(
-                "--init_from has no effect: a resumed run has the weights of its checkpoint"
-            )
+            say("--init_from has no effect: a resumed run has the weights of its checkpoint")
         return replace(config, init_from=kept), None
     if config.init_from is None:
         return config, None
@@ -274,7 +272,7 @@ def run_of_file(config: TrainConfig, file: str, ranks: Ranks) -> tuple[SavedRun,
             "set --model to the model of these weights",
         )
     if left_out:
-        Terminal(ranks.is_main).print(f"{where}: not used: {join_names(left_out, 6)}")
+        say(f"{where}: not used: {join_names(left_out, 6)}")
     weights = Weights(Path(source.name), "model", False, tensors)
     values = SavedState(state=TrainState(), input=spec)
     saved = SavedRun(weights.checkpoint, config, values, [], None, weights)

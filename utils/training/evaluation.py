@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from utils.config.settings import TrainConfig
-from utils.console import Terminal
+from utils.console import progress
 from utils.data.batches import Batches
 from utils.data.datasets import AnyDataset
 from utils.data.order import evaluation_blocks
@@ -137,7 +137,7 @@ class Evaluator:
         nothing = torch.zeros(0, *(shape or [self.task.outputs]), device=device)
         no_rows = step(nothing, torch.tensor(labels[:0], device=device))
         found = [(torch.zeros(0, dtype=torch.int64, device=device), *no_rows)]
-        bar, interval, block = Terminal(self.ranks.is_main).progress(what), SyncInterval(), 0
+        bar, interval, block = progress(what), SyncInterval(), 0
         self.model.eval()
         with same_kernels(), fix_for_memory("lower --eval_batch_size"):
             for block, batch in enumerate(bar(self.batches), 1):
