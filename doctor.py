@@ -96,7 +96,7 @@ def check_run(
             ("gradients", lambda: processes.gradients(ranks)),
         ]
         for place, check in checks:  # a fault found by one check can cause faults in later checks
-            ranks.mark_waiting(f"checking {place}")
+            ranks.enter_collective(f"checking {place}")
             try:
                 found = check()
             except AgreedError as error:  # raised on all ranks, which can continue

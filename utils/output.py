@@ -39,14 +39,14 @@ def guard_output() -> None:
             setattr(sys, name, _text(_Guarded(stream, name == "stdout"), stream.encoding))
 
 
-def leave(code: int) -> NoReturn:
+def exit_with(code: int) -> NoReturn:
     """End the script with this exit code, after its other threads and exit handlers."""
     global _ended_with
     _ended_with = code
     raise SystemExit(code)
 
 
-def end_without_cleanup(code: int) -> None:
+def hard_exit(code: int) -> None:
     """From now on, the process ends with this exit code as soon as its exit handlers begin."""
     global _ended_with
     _ended_with = code

@@ -21,7 +21,7 @@ from utils.files import write_file
 from utils.launch.command import elastic_nodes, launcher_command
 from utils.launch.environment import attempts_left, claimed_ranks, is_launched
 from utils.memory import SHM, SHM_FIX, describe_shm
-from utils.output import leave
+from utils.output import exit_with
 from utils.waiting import call_with_timeout
 
 _CLEAR_LINE = "\r\x1b[K"
@@ -94,7 +94,7 @@ def exit_with_error(
         print_last_line(prog, f"error: {one_line(error)}", is_cause=not isinstance(error, LostRank))
     if is_final and launcher_command():
         os.kill(os.getppid(), signal.SIGTERM)
-    leave(2)
+    exit_with(2)
 
 
 def exit_now(code: int) -> NoReturn:

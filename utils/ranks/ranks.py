@@ -80,7 +80,7 @@ class Ranks:
         self.watch = Watch(topology.rank, launch.timeout, prog, lambda: self.orphaned)
         # They record what this rank is doing, so that ranks that wait for it can report it. Not
         # collective.
-        self.mark, self.mark_waiting = self.watch.mark, self.watch.mark_waiting
+        self.enter, self.enter_collective = self.watch.enter, self.watch.enter_collective
         # Agreements use separate gloo groups, because NCCL's groups need a GPU. The store could not
         # replace them: a wait in it does not end when a rank dies, and fails when the launcher,
         # which may serve the store, dies.
@@ -125,7 +125,7 @@ class Ranks:
         self.interface = set_interface(
             [m.master for m in self.members], launch.interface, several_machines
         )
-        self.watch.mark_waiting("connecting")
+        self.watch.enter_collective("connecting")
         no_answer = self._connection_error("no answer")
         # gloo may block this thread for much longer than it was given.
         timer = threading.Timer(
@@ -135,7 +135,7 @@ class Ranks:
         timer.start()
         try:
             self._connect(store)
-            self.watch.mark()
+            self.watch.enter()
         except (RuntimeError, ValueError) as error:
             reason = re.sub(r"\[/\S+\] ", "", one_line(error))  # gloo names its source files
             raise self._connection_error(reason[:160]) from error
@@ -190,14 +190,14 @@ class Ranks:
         exit_now(2)
 
     @contextmanager
-    def agree(self, place: str = "", patient: bool = False) -> Iterator[None]:
+    def agree(self, place: str = "", no_timeout: bool = False) -> Iterator[None]:
         """Run the block on every rank; an error on any rank is raised on all of them, as
         AgreedError, at its end.
 
-        The block must not communicate. `place` is passed to `mark`. A `patient` wait for the other
+        The block must not communicate. `place` is passed to `enter`. With `no_timeout`, the wait for the other
         ranks lasts as long as they are alive. A single process raises its error unchanged.
         """
-        self.mark(place)
+        self.enter(place)
         error = None
         try:
             yield
@@ -205,15 +205,15 @@ class Ranks:
             if self._fast is None:
                 raise
             error = raised
-        self._raise_on_all(error, patient)
+        self._raise_on_all(error, no_timeout)
 
-    def _raise_on_all(self, error: Exception | None, patient: bool) -> None:
+    def _raise_on_all(self, error: Exception | None, no_timeout: bool) -> None:
         who = "" if self.is_main else f"rank {self.topology.rank}: "
         mine = None
         if error is not None:
             problem, fix = split_error(error)
             mine = AgreedError(who + problem, fix)
-        if first := next(filter(None, self.gather(mine, patient)), None):
+        if first := next(filter(None, self.gather(mine, no_timeout)), None):
             raise first from error
 
     @contextmanager
@@ -224,28 +224,28 @@ class Ranks:
         alive.
         """
         is_first = self.topology.local_rank == 0
-        self.mark(place)
+        self.enter(place)
         if not is_first:
-            self._raise_on_all(None, patient=True)
-        with self.agree(patient=True):
+            self._raise_on_all(None, no_timeout=True)
+        with self.agree(no_timeout=True):
             yield
         if is_first:
-            self._raise_on_all(None, patient=True)
+            self._raise_on_all(None, no_timeout=True)
 
-    def from_main(self, action: Callable[[], Result], patient: bool = False) -> Result:
+    def from_main(self, action: Callable[[], Result], no_timeout: bool = False) -> Result:
         """The result of `action`, run on the main process, on every rank.
 
-        An error is raised on all ranks, as AgreedError. A `patient` wait lasts as long as the main
+        An error is raised on all ranks, as AgreedError. With `no_timeout`, the wait lasts as long as the main
         process is alive.
         """
         result: Any = None
-        with self.agree(patient=patient):
+        with self.agree(no_timeout=no_timeout):
             if self.is_main:
                 result = action()
         return self.gather(result)[0]
 
-    def gather(self, value: Result, patient: bool = False) -> list[Result]:
-        """Every rank's value, in the order of the ranks. A `patient` wait lasts as long as the
+    def gather(self, value: Result, no_timeout: bool = False) -> list[Result]:
+        """Every rank's value, in the order of the ranks. With `no_timeout`, the wait lasts as long as the
         ranks are alive.
 
         The values are pickled: the ranks of a run trust each other.
@@ -253,9 +253,9 @@ class Ranks:
         if self._fast is None:
             return [value]
         values = [value] * self.topology.world_size
-        self.watch.mark_waiting(patient=patient)
-        dist.all_gather_object(values, value, self._slow if patient else self._fast)
-        self.watch.mark()
+        self.watch.enter_collective(no_timeout=no_timeout)
+        dist.all_gather_object(values, value, self._slow if no_timeout else self._fast)
+        self.watch.enter()
         return values
 
     def check_same(self, text: str, what: str, fix: str = "give all ranks the same files") -> None:
@@ -276,10 +276,10 @@ class Ranks:
         own batches.
         """
         if self._fast is not None:
-            self.watch.mark_waiting()
+            self.watch.enter_collective()
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)
-            self.watch.mark()
+            self.watch.enter()
 
     def store_set(self, key: str, text: str) -> None:
         """Store a text for the attempt after a restart by the launcher, if it has a store.

@@ -44,7 +44,7 @@ from utils.launch.exits import (
     with_rank,
 )
 from utils.launch.rendezvous import wait_for_keys
-from utils.output import end_without_cleanup, leave, restore_interrupt
+from utils.output import exit_with, hard_exit, restore_interrupt
 from utils.ranks.ranks import Ranks
 
 
@@ -83,7 +83,7 @@ def _leave_group(error: BaseException | None) -> None:
     if error is None or "nccl" not in dist.get_backend():
         dist.destroy_process_group()
     else:
-        end_without_cleanup(
+        hard_exit(
             error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
         )
 
@@ -101,7 +101,7 @@ def _end(
             print_last_line(prog, f"{str(error) or 'interrupted'}{how_to_resume(prog)}")
         if ranks is not None:
             ranks.record_end(error)
-        leave(getattr(error, "code", 130))
+        exit_with(getattr(error, "code", 130))
     with suppress(ValueError):  # only the main thread can set a handler
         # PyTorch's handler would raise for the next dead worker
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -54,7 +54,7 @@ class Watch:
 
     def __init__(self, rank: int, timeout: float, prog: str, is_orphan: Callable[[], bool]):
         self.rank, self.timeout, self.prog, self._is_orphan = rank, timeout, prog, is_orphan
-        self.entered, self.place, self.waiting, self.patient = 0, "", False, False
+        self.entered, self.place, self.waiting, self.no_timeout = 0, "", False, False
         self._patience = min(10.0 if attempts_left() else 60.0, max(2.0, timeout / 10))
         self._store: dist.Store | None = None
         self._members: list[Member] = []
@@ -85,16 +85,16 @@ class Watch:
         """Whether the store cannot be reached."""
         return self._now - self._answered > _ANSWER + _TICK
 
-    def mark(self, place: str = "") -> None:
+    def enter(self, place: str = "") -> None:
         """Record that this rank is working, and on what; the default is what it did before."""
         self.waiting, self.place = False, place or self.place
 
-    def mark_waiting(self, place: str = "", patient: bool = False) -> None:
+    def enter_collective(self, place: str = "", no_timeout: bool = False) -> None:
         """Record that this rank waits for the others in a collective.
 
-        A `patient` wait has no time limit.
+        With `no_timeout`, the wait may take any time.
         """
-        self.place, self.patient, self.waiting = place or self.place, patient, True
+        self.place, self.no_timeout, self.waiting = place or self.place, no_timeout, True
         self._began, self._reported = self._now, False
         self.entered += 1
 
@@ -192,7 +192,7 @@ class Watch:
         if lost and attempts_left() and not self.store_lost:
             self._exit(f"error: {text}; gave up on the silent rank; the launcher restarts the run")
         still_late = self.describe_late(max(_SILENT, self.timeout / 2))
-        if waited > self.timeout + _LATER and still_late and not self.patient:
+        if waited > self.timeout + _LATER and still_late and not self.no_timeout:
             self._exit(f"error: {text}; read the output of the late ranks, or raise --timeout")
 
     def _follow(self, ended: float, text: str) -> None:

@@ -67,7 +67,7 @@ def report_training(run: Run, result: Mapping[str, Any] | None = None) -> None:
             np.savez(file, step=state.step, **found._asdict())
             write_file(stored, file.getvalue())
     if run.config.report and run.ended and not state.owes_evaluation:
-        with run.ranks.agree("writing report.html", patient=True):
+        with run.ranks.agree("writing report.html", no_timeout=True):
             if run.ranks.is_main:
                 with _warned():
                     record = read_run(run.folder, images=False)["best"]

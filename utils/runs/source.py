@@ -92,7 +92,7 @@ def read_source(flag: str, where: str, model: str | None, ranks: Ranks) -> Initi
     """The weights in the file, folder or repository `where`, the value of `flag`, for this `model`;
     collective.
     """
-    found = ranks.from_main(partial(_find, flag, where), patient=True)
+    found = ranks.from_main(partial(_find, flag, where), no_timeout=True)
     with ranks.local_main_first(f"reading the weights of {flag}"):
         return _read(flag, found, model)
 

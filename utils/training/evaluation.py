@@ -186,12 +186,12 @@ class Evaluator:
     def _any_wants_to_stop(
         self, stopping: Stopping | None, interval: SyncInterval, block: int
     ) -> bool:
-        self.ranks.mark_waiting(f"block {block} of the evaluation")
+        self.ranks.enter_collective(f"block {block} of the evaluation")
         wants_to_stop = bool(self.batches.error or (stopping and stopping.request))
         own = [wants_to_stop, time.perf_counter() - interval.time]
         values = torch.tensor(own, dtype=torch.float64, device=self.accelerator.device)
         stops, seconds = self.accelerator.reduce(values, "mean").tolist()
-        self.ranks.mark("evaluating")
+        self.ranks.enter("evaluating")
         interval.synced(block, seconds)
         return stops > 0
 

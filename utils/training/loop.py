@@ -36,14 +36,14 @@ def batches_of_update(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     state, ranks = run.state, run.ranks
     run.meter.updates += 1
     for step in range(run.gradients.steps):
-        ranks.mark(f"update {state.step + 1}, reading a batch")
+        ranks.enter(f"update {state.step + 1}, reading a batch")
         start = time.perf_counter()
         batch = next(batches)
         run.meter.wait += time.perf_counter() - start
         assert batch.update == state.step, f"a batch of update {batch.update}, not {state.step}"
         if state.step == step == 0:
             write_first_batch(run, batch)
-        ranks.mark_waiting(f"update {state.step + 1}, computing and adding up gradients")
+        ranks.enter_collective(f"update {state.step + 1}, computing and adding up gradients")
         if batch.number >= 0:  # otherwise another rank has one microbatch more
             yield batch
 
@@ -55,7 +55,7 @@ def synchronise(run: Run, interval: SyncInterval) -> float:
     waits for it. Returns the seconds since the last save.
     """
     state, batches = run.state, run.train_batches
-    run.ranks.mark_waiting(f"after update {state.step}, adding up losses")
+    run.ranks.enter_collective(f"after update {state.step}, adding up losses")
     failed = batches.error is not None or run.log.error is not None or run.checkpoints.has_failed
     reduced = run.meter.reduce(run.accelerator, failed, bool(run.stopping.request))
     if reduced.failed:
