@@ -155,7 +155,7 @@ def _accelerator(
     )
     # Accelerate takes NCCL for granted, whose `gather` gloo does not have
     if on_gpu and ranks.backend == "gloo":
-        PartialState._shared_state["backend"] = "gloo"
+        PartialState().backend = "gloo"
     assert accelerator.num_processes == ranks.topology.world_size
     return accelerator
 
@@ -181,9 +181,8 @@ def _fsdp_plugin(ranks: Ranks) -> FullyShardedDataParallelPlugin:
 def use_fsdp(plugin: FullyShardedDataParallelPlugin) -> None:
     """Make Accelerate use FSDP2 on CPUs, too. By itself it selects FSDP only on GPUs."""
     # a new AcceleratorState copies the type from PartialState
-    for state in (PartialState, AcceleratorState):
-        state._shared_state["distributed_type"] = DistributedType.FSDP
-    AcceleratorState._shared_state["fsdp_plugin"] = plugin
+    PartialState().distributed_type = AcceleratorState().distributed_type = DistributedType.FSDP
+    AcceleratorState().fsdp_plugin = plugin
 
 
 def choose_kernels(device: torch.device, deterministic: bool, tf32: bool | None) -> None:

@@ -72,20 +72,20 @@ def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
             # ends.
             ranks.watch.end()
         if dist.is_initialized():
-            _leave_group(sys.exception())
+            _leave_group(sys.exception(), connected=ranks is not None and ranks.store is not None)
 
 
-def _leave_group(error: BaseException | None) -> None:
+def _leave_group(error: BaseException | None, connected: bool) -> None:
     """Destroy the process group.
 
-    After an error over NCCL this would wait for other ranks, so the process just ends.
+    After an error over NCCL, or while it connects, this would wait for other ranks, so the process
+    just ends.
     """
-    if error is None or "nccl" not in dist.get_backend():
+    if error is None or (connected and "nccl" not in dist.get_backend()):
         dist.destroy_process_group()
     else:
-        hard_exit(
-            error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-        )
+        code = error.code if isinstance(error, SystemExit) else 1
+        hard_exit(code if isinstance(code, int) else 1)
 
 
 def _end(
