@@ -259,7 +259,6 @@ def test_mpis_variables_tell_rank_and_meeting_point():
     assert topology_of(hydra).port == 29500  # MPICH does not name jobs
 
 
-
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [("n1", "n1"), ("n[007-009,12],m1", "n007"), ("a,b", "a"), ("r[1-2]n[3,5]-x,q", "r1n3-x")],
