@@ -38,7 +38,7 @@ def chosen(samples, processes=1, **settings):
 @pytest.mark.parametrize("samples", [1437, 1617, 50_000, 60_000, 1_281_167])
 def test_data_sets_of_many_small_images_keep_their_values(samples):
     config, _ = choose_images(chosen(samples), small=True, small_input=True)
-    assert set(NAMES) == set(CHOSEN)
+    assert {*NAMES, "task", "best_metric"} == set(CHOSEN)
     values = [getattr(config, name) for name in NAMES]
     assert values == [128, False, 50, 0.05, 5e-4, "mnist_cnn", False]
 
