@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from utils.config.cli import parse_args
 from utils.config.scripts import EvalConfig
-from utils.console import Terminal, printable
+from utils.console import printable, progress, say
 from utils.data.cache import make_dataset
 from utils.data.selection import load_split
 from utils.data.sources import absolute_data, check_source
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
             check_model(found.config)
             check_source(found.config)
         for line in warn_about_flags(flags, found):
-            Terminal(ranks.is_main).print(line)
+            say(line)
         split, class_names = load_eval_split(found, flags, own_data, ranks)
         with ranks.agree():
             config, task = make_task(found.config, class_names, None)
@@ -102,15 +102,15 @@ def load_eval_split(
     found: Inference, flags: EvalConfig, own_data: bool, ranks: Ranks
 ) -> tuple[Split, list[str]]:
     """The split to evaluate, and the names of its labels, the same on all ranks; collective."""
-    config, terminal = found.config, Terminal(ranks.is_main)
+    config = found.config
     with ranks.local_main_first("loading the data"):
         split, class_names = load_split(
-            config, flags.split, found.class_names, own_data, found.samples, terminal
+            config, flags.split, found.class_names, own_data, found.samples
         )
     fingerprint = fingerprint_of(split.label_fingerprint, split.content)
     ranks.check_same(fingerprint, f"different images in --data {config.data}")
     for note in split.notes:
-        terminal.print(printable(note))
+        say(printable(note))
     return split, class_names
 
 
@@ -118,9 +118,9 @@ def evaluate(
     found: Inference, flags: EvalConfig, task: Task, split: Split, ranks: Ranks
 ) -> tuple[dict, Predictions | None]:
     """The metrics of one split, and its predictions for --predictions and the page; collective."""
-    config, spec, terminal = found.config, found.spec.for_evaluation(), Terminal(ranks.is_main)
+    config, spec = found.config, found.spec.for_evaluation()
     with ranks.local_main_first("decoding images"):
-        dataset = make_dataset(split, spec, config, False, terminal.progress("decoding"))
+        dataset = make_dataset(split, spec, config, False, progress("decoding"))
     accelerator = make_accelerator(ranks, config)
     model = place_model(load_model(found, task, ranks), flags.tta, accelerator)
     loader = make_eval_loader(dataset, config, ranks)
@@ -144,7 +144,7 @@ def evaluate(
     }
     if config.report and evaluator.predictions and ranks.is_main:
         evaluated = Evaluated(task, split, evaluator.predictions, record, config.seed)
-        report_evaluation(found.path, evaluated, bool(flags.report), terminal.print)
+        report_evaluation(found.path, evaluated, bool(flags.report))
     return record, evaluator.predictions
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from utils.config.bounds import require
 from utils.config.settings import TrainConfig
-from utils.console import Terminal, join_names, nfc
+from utils.console import join_names, nfc, progress, say
 from utils.data.check import check_images
 from utils.data.samples import (
     ListedSplit,
@@ -30,30 +30,27 @@ from utils.data.splits import (
 )
 from utils.errors import UserError
 
-SILENT = Terminal(False)
 _SHOWN = 8  # images named in an error
 
 
-def load_data(
-    config: TrainConfig, samples: SampleList | None = None, terminal: Terminal = SILENT
-) -> Data:
+def load_data(config: TrainConfig, samples: SampleList | None = None) -> Data:
     """Open the data set and choose its two splits. Raises ValueError or OSError if that fails.
 
     A resumed run passes the `samples` of its checkpoint, to continue with the same ones. All images
-    are checked, and progress and messages are printed to `terminal`.
+    are checked, with a progress bar and messages.
     """
     if samples is not None:
         samples.check_choices(config)
-    source = _open_checked(config, samples, terminal)
+    source = _open_checked(config, samples)
     if samples is None:
-        pairs = _choose_splits(source, config, terminal)
+        pairs = _choose_splits(source, config)
         samples, splits = (
             list_samples(config, source.class_names, *pairs),
             [pair[0] for pair in pairs],
         )
     else:
         skip = config.bad_images == "skip"
-        splits, changes = _find_again(source, config, samples, samples.parts, terminal, skip)
+        splits, changes = _find_again(source, config, samples, samples.parts, skip)
         fix = (
             "a resumed run needs the same images and labels: restore them, or start a new run "
             "(--bad_images skip replaces changed files)"
@@ -61,9 +58,9 @@ def load_data(
         require(not changes, "; ".join(dict.fromkeys(changes)), fix)
     checked = *source.opened.values(), *splits
     bad = {name: reason for split in checked for name, reason in split.unreadable().items()}
-    train = _drop_unreadable(splits[0], config, terminal, keep_order=True)
-    evaluation = _drop_unreadable(splits[1], config, terminal)
-    _report_trained_on(samples, evaluation, terminal)
+    train = _drop_unreadable(splits[0], config, keep_order=True)
+    evaluation = _drop_unreadable(splits[1], config)
+    _report_trained_on(samples, evaluation)
     train = random_subset(train, config.max_train_samples, config.seed)
     evaluation = random_subset(evaluation, config.max_eval_samples, config.seed)
     for split in (train, evaluation):
@@ -80,7 +77,6 @@ def load_split(
     class_names: list[str] | Callable[[list[str]], list[str]],
     own_data: bool = True,
     samples: SampleList | None = None,
-    terminal: Terminal = SILENT,
 ) -> tuple[Split, list[str]]:
     """One split to evaluate, with labels that are indices into `class_names`, and these names.
 
@@ -92,36 +88,34 @@ def load_split(
     name. A data set that has all images of the list counts as the run's own, even if it has been
     moved.
     """
-    source = _open_checked(config, samples, terminal)
+    source = _open_checked(config, samples)
     of_run = name in (None, "train")
     if not own_data and samples is not None and of_run and _holds_all(source, samples):
         own_data, config = True, replace(config, **samples.choices)
     if own_data and of_run:
-        split = _own_split(source, config, name == "train", samples, terminal)
+        split = _own_split(source, config, name == "train", samples)
         shown = split.name
     else:
         asked = name or _eval_name(source, "", None)
         default = "train" if len(source.openers) > 1 else next(iter(source.openers))
         split = source.split(_existing(source, asked or default, "--split"))
         if samples is not None:
-            _report_trained_on(samples, split, terminal)
+            _report_trained_on(samples, split)
         shown = split.name if asked or len(source.openers) > 1 else "all images"
-    split = random_subset(
-        _drop_unreadable(split, config, terminal), config.max_eval_samples, config.seed
-    )
+    split = random_subset(_drop_unreadable(split, config), config.max_eval_samples, config.seed)
     check_kind(split, config)
     if callable(class_names):
         class_names = class_names(source.class_names)
-        terminal.print(f"classes of the outputs, in order: {join_names(class_names, 6)}")
+        say(f"classes of the outputs, in order: {join_names(class_names, 6)}")
     return replace(renumber(split, source.class_names, class_names), name=shown), class_names
 
 
-def _open_checked(config: TrainConfig, samples: SampleList | None, terminal: Terminal) -> Source:
+def _open_checked(config: TrainConfig, samples: SampleList | None) -> Source:
     """The source that --data names. The images of a split are checked when the split is opened.
 
     The classes are those of the samples, in its order, if they only differ in order or Unicode form.
     """
-    source, progress = open_source(config), terminal.progress("checking images")
+    source = open_source(config)
     # all must be known before samples are counted
     full = config.check_images == "full" or config.bad_images == "skip"
     found = wanted = source.class_names
@@ -132,31 +126,29 @@ def _open_checked(config: TrainConfig, samples: SampleList | None, terminal: Ter
         replace(renumber(split, found, wanted), bits=config.image_bits),
         full,
         config.cache_dir,
-        progress,
+        progress("checking images"),
     )
     return source
 
 
 def _choose_splits(
-    source: Source, config: TrainConfig, terminal: Terminal
+    source: Source, config: TrainConfig
 ) -> tuple[tuple[Split, Split], tuple[Split, Split]]:
     """The samples to train on and to evaluate on, each with the whole split that they were taken
     from.
     """
     train_name = _train_name(source, config.train_split)
     whole = source.split(train_name)
-    train = _drop_unreadable(whole, config, terminal)
+    train = _drop_unreadable(whole, config)
     eval_name = None if config.eval_fraction else _eval_name(source, train_name, config.eval_split)
     if eval_name is None:
         train, evaluation = hold_out(train, config.eval_fraction or 0.1, config.seed)
         return (train, whole), (evaluation, whole)
     eval_whole = source.split(eval_name)
-    return (train, whole), (_drop_unreadable(eval_whole, config, terminal), eval_whole)
+    return (train, whole), (_drop_unreadable(eval_whole, config), eval_whole)
 
 
-def _drop_unreadable(
-    split: Split, config: TrainConfig, terminal: Terminal, keep_order: bool = False
-) -> Split:
+def _drop_unreadable(split: Split, config: TrainConfig, keep_order: bool = False) -> Split:
     """The split without unreadable images, or with others in their places to `keep_order`.
 
     With --bad_images error, raises UserError, which names them.
@@ -175,7 +167,7 @@ def _drop_unreadable(
             "give another --data",
         )
     action = "other images of their classes replace them" if keep_order else "will be left out"
-    terminal.print(f"{count} cannot be used and {action}: {names}")
+    say(f"{count} cannot be used and {action}: {names}")
     return (
         split.replace_unreadable() if keep_order else split.select(np.flatnonzero(split.readable))
     )
@@ -186,14 +178,13 @@ def _find_again(
     config: TrainConfig,
     samples: SampleList,
     parts: Collection[ListedSplit],
-    terminal: Terminal,
     skip_changed: bool = False,
 ) -> tuple[list[Split], list[str]]:
     """These parts of a run's samples, and lines about what has changed since it listed them."""
     wholes = [source.split(_existing(source, part.source, "the run used split")) for part in parts]
     changes = _class_changes(samples.class_names, source.class_names)
     if samples.train.names is None:
-        chosen = zip(samples.parts, _choose_splits(source, config, terminal), strict=True)
+        chosen = zip(samples.parts, _choose_splits(source, config), strict=True)
         for part, whole in zip(parts, wholes, strict=True):
             changes += table_changes(part, whole)
         return [split for part, (split, _) in chosen if part in parts], changes
@@ -204,7 +195,7 @@ def _find_again(
         changes += lines
         if new:
             problem = f"split {whole.name!r} has new files since training, which are left out"
-            terminal.print(f"{problem}: {join_names(new, 3)}")
+            say(f"{problem}: {join_names(new, 3)}")
     return splits, changes
 
 
@@ -229,30 +220,29 @@ def _own_split(
     config: TrainConfig,
     training: bool,
     samples: SampleList | None,
-    terminal: Terminal,
 ) -> Split:
     """The samples that the run trained on, or those that it evaluated on."""
     if samples is None:
-        return _choose_splits(source, config, terminal)[not training][0]
+        return _choose_splits(source, config)[not training][0]
     part = samples.train if training else samples.evaluation
-    (split,), changes = _find_again(source, config, samples, [part], terminal)
+    (split,), changes = _find_again(source, config, samples, [part])
     if changes and part.names is None and samples.train.source == samples.evaluation.source:
         raise UserError(
             f"{'; '.join(changes)}; the held-out samples cannot be found again",
             f"evaluate all samples with --data {config.data} --split {part.source}",
         )
     for text in changes:
-        terminal.print(text)
+        say(text)
     return split
 
 
-def _report_trained_on(samples: SampleList, split: Split, terminal: Terminal) -> None:
+def _report_trained_on(samples: SampleList, split: Split) -> None:
     """Report how many of the images to evaluate on are training images of the run."""
     if samples.train.ends is not None and split.checksums is not None:
         known = np.isin(split.checksums[split.image_index], samples.train.ends).sum()
         if known:
             of = f"{known} of the {len(split)} images of split {split.name!r}"
-            terminal.print(f"the run trained on {of}")
+            say(f"the run trained on {of}")
 
 
 def _train_name(source: Source, wanted: str | None) -> str:

@@ -4,7 +4,7 @@ If that fails, the run only prints a warning.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BytesIO
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from utils.console import say
 from utils.data.splits import Split
 from utils.errors import one_line
 from utils.files import write_file
@@ -61,14 +62,14 @@ def report_training(run: Run, result: Mapping[str, Any] | None = None) -> None:
         and run.ranks.is_main
         and state.best_step in (None, state.step)
     ):
-        with _warned(run.log.say):
+        with _warned():
             file = BytesIO()
             np.savez(file, step=state.step, **found._asdict())
             write_file(stored, file.getvalue())
     if run.config.report and run.ended and not state.owes_evaluation:
-        with run.ranks.agree("writing report.html", patient=True):
+        with run.ranks.agree("writing report.html", no_timeout=True):
             if run.ranks.is_main:
-                with _warned(run.log.say):
+                with _warned():
                     record = read_run(run.folder, images=False)["best"]
                     found = _read(stored, record["step"]) if result else None
                     common = (always_answering(run.data) or [None])[0]
@@ -88,16 +89,14 @@ def _read(path: Path, step: int) -> Predictions | None:
     return None
 
 
-def report_evaluation(
-    checkpoint: Path, evaluated: Evaluated, asked: bool, say: Callable[[str], None]
-) -> None:
+def report_evaluation(checkpoint: Path, evaluated: Evaluated, asked: bool) -> None:
     """Write the page again with this evaluation, if the checkpoint is in a run folder; `asked`:
     --report was given.
     """
     checkpoints = checkpoint.absolute().parent
     folder = checkpoints.parent
     if checkpoints.name == "checkpoints" and (folder / "log.jsonl").is_file():
-        with _warned(say):
+        with _warned():
             write_report(folder, evaluated)
     elif asked:
         say(f"--report has no effect: {checkpoint} is not in a run folder")
@@ -120,10 +119,8 @@ def write_report(folder: Path, evaluated: Evaluated) -> None:
 
 
 @contextmanager
-def _warned(say: Callable[[str], None]) -> Iterator[None]:
-    """Print an error of any class with `say` instead of raising it, because the run itself has
-    succeeded.
-    """
+def _warned() -> Iterator[None]:
+    """Print an error of any class instead of raising it, because the run itself has succeeded."""
     try:
         yield
     except Exception as error:
