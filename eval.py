@@ -24,11 +24,11 @@ from utils.data.sources import absolute_data, check_source
 from utils.data.splits import Split, fingerprint_of
 from utils.files import check_output_file, expand, write_file
 from utils.models.zoo import check_model
-from utils.predictions.tables import check_table_file, encode, rows_of_split
 from utils.ranks.accelerator import check_precision, make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
-from utils.report.writing import Evaluated, report_evaluation
+from utils.report.tables import check_table_file, encode, rows_of_split
+from utils.report.writing import run_folder_of, warned, write_report
 from utils.runs.inference import (
     Inference,
     given_settings,
@@ -143,8 +143,11 @@ def evaluate(
         **result,
     }
     if config.report and evaluator.predictions and ranks.is_main:
-        evaluated = Evaluated(task, split, evaluator.predictions, record, config.seed)
-        report_evaluation(found.path, evaluated, bool(flags.report))
+        if folder := run_folder_of(found.path):
+            with warned():
+                write_report(folder, task, split, evaluator.predictions, record)
+        elif flags.report:
+            say(f"--report has no effect: {found.path} is not in a run folder")
     return record, evaluator.predictions
 
 

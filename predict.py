@@ -23,24 +23,24 @@ from utils.config.scripts import PredictConfig
 from utils.config.settings import TrainConfig
 from utils.console import printable, progress, say, table
 from utils.data.augment import Augmentation, Center
+from utils.data.check import check_images
 from utils.data.datasets import EncodedImages
 from utils.data.splits import Split, fingerprint_of
 from utils.errors import UserError
 from utils.files import check_output_file, expand, write_file
 from utils.models.zoo import check_model
-from utils.predictions.tables import (
+from utils.ranks.accelerator import check_precision, make_accelerator
+from utils.ranks.ranks import Ranks
+from utils.ranks.session import distributed_session
+from utils.report.html import gallery
+from utils.report.tables import (
     Row,
-    check_all,
     check_table_file,
     encode,
     find_images,
     make_rows,
     result_rows,
 )
-from utils.ranks.accelerator import check_precision, make_accelerator
-from utils.ranks.ranks import Ranks
-from utils.ranks.session import distributed_session
-from utils.report.html import gallery
 from utils.runs.inference import (
     Inference,
     find_saved,
@@ -104,11 +104,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 def load_images(flags: PredictConfig, config: TrainConfig, ranks: Ranks) -> Split:
     """The images to predict, the same on all ranks; collective."""
     with ranks.local_main_first("checking the images"):
-        split = check_all(
-            replace(find_images(flags.paths), bits=config.image_bits),
-            config.cache_dir,
-            progress("checking images"),
-        )
+        split = replace(find_images(flags.paths), bits=config.image_bits)
+        split = check_images(split, True, config.cache_dir, progress("checking images"))
     fingerprint = fingerprint_of(split.fingerprint, split.content, *sorted(split.errors))
     ranks.check_same(fingerprint, "different images")
     return split
