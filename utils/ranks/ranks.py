@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from utils.config.bounds import require
+from utils.config.plugin import PLUGIN
 from utils.config.settings import LaunchConfig
 from utils.errors import USER_ERRORS, AgreedError, UserError, as_lost_rank, one_line, split_error
 from utils.launch.command import launcher
@@ -140,6 +141,7 @@ class Ranks:
             raise self._connection_error(reason[:160]) from error
         finally:
             timer.cancel()
+        self.check_same(str(PLUGIN), "another --plugin file")
 
     def _connect(self, store: dist.Store) -> None:
         """Create the groups of all ranks.

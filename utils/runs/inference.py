@@ -32,7 +32,7 @@ def find_saved(ckpt: str, kind: str | None, ranks: Ranks, tries: int = 10) -> Sa
     try:
         ranks.from_main(lambda: verify(path), patient=True)
         with ranks.agree():
-            return replace(read_checkpoint(path), weights=choose_weights(path, kind))
+            return replace(read_checkpoint(path, ranks.is_main), weights=choose_weights(path, kind))
     except (ValueError, OSError):
         if tries == 1 or not ranks.any_rank(not path.is_dir()):
             raise

@@ -18,6 +18,7 @@ import torchvision
 
 from utils.config.bounds import PositiveInt, at_least, at_most, read_fields, require
 from utils.config.cli import read_config
+from utils.config.plugin import PLUGIN, check_plugin
 from utils.config.recipe import BatchSize
 from utils.config.settings import (
     CHOSEN,
@@ -120,12 +121,14 @@ class SavedRun(Begun):
         return self.values.input
 
 
-def read_checkpoint(path: Path) -> SavedRun:
+def read_checkpoint(path: Path, is_main: bool = True) -> SavedRun:
     """Read the small files of a verified checkpoint.
 
-    Raises ValueError if one of them is malformed.
+    Raises ValueError if one of them is malformed, or if the run had a plug-in that is not loaded.
+    The main process prints a line if the plug-in has changed.
     """
     values = SavedState.from_json(path / "state.json")
+    check_plugin(path, values.versions, is_main)
     run = SavedRun(path, read_settings(path), values, read_classes(path), read_record(path / FILE))
     return replace(run, weight_bytes=(path / MODEL).stat().st_size)
 
@@ -200,7 +203,7 @@ def read_classes(checkpoint: Path) -> list[str]:
 
 @cache
 def versions() -> dict[str, str]:
-    """The versions of Lockstep, its commit, Python and the main packages."""
+    """The versions of Lockstep, its commit, Python, the main packages and the plug-in."""
     packages = {
         module.__name__: module.__version__ for module in (torch, torchvision, accelerate, np)
     }
@@ -209,6 +212,7 @@ def versions() -> dict[str, str]:
         "commit": code_commit(),
         **packages,
         "python": platform.python_version(),
+        **PLUGIN,
     }
 
 
