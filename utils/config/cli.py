@@ -74,16 +74,16 @@ def _read_words(cls: type, prog: str, argv: list[str], tables: Sequence[Table]) 
     names = [setting.name for setting in fields(cls)]
     # the words after it are paths, also if they begin with -
     end = argv.index("--") if "--" in argv else len(argv)
-    found, words = _parser(cls, prog, tables).parse_known_args(argv[:end])
+    given = [word for word in argv[:end] if word not in ("-h", "--help")]
+    found, words = _parser(cls, prog, tables).parse_known_args(given)
     vars(found).pop("local_rank", None)
     values: dict[str, Any] = {}
     for path in vars(found).pop("config", []):
         values |= _read_file(Path(path), cls)
     if plugin := (values | vars(found)).get("plugin"):
         load_plugin(str(plugin))
-    if {"-h", "--help"} & {*words}:
-        _parser(cls, prog, tables).print_help()  # with the names that the plug-in has added
-        raise SystemExit
+    if len(given) < end:
+        _parser(cls, prog, tables).parse_args(["--help"])  # with the names that the plug-in adds
     unknown = dict.fromkeys(word.split("=")[0] for word in words if word.startswith("-"))
     answers = [
         f"unknown flag {flag}; {fix_for_unknown(flag.lstrip('-'), names, '--')}" for flag in unknown
@@ -123,7 +123,6 @@ def _parser(cls: type, prog: str, tables: Sequence[Table]) -> argparse.ArgumentP
         "%(prog)s [flags]" + " PATH..." * has_paths,
         cls.__doc__,
         exit_on_error=False,
-        add_help=False,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )

@@ -30,7 +30,6 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from utils.config.plugin import check_plugin
 from utils.config.settings import TrainConfig
 from utils.errors import UserError
 from utils.files import LOCK, check_output_folder, expand, holder_text, lock, read_text, write_file
@@ -45,7 +44,6 @@ from utils.runs.loading import (
     load_parts,
     write_parts,
 )
-from utils.runs.log import read_log
 from utils.runs.manifest import find_checkpoint, newest_good, verify
 from utils.runs.metadata import Begun, SavedRun, check_identity, read_checkpoint, read_settings
 from utils.runs.state import TrainState
@@ -265,8 +263,6 @@ class CheckpointManager:
                 checkpoint = find_checkpoint(named, prefer=("latest",))
                 verify(checkpoint)
         if begun:
-            for record in read_log(begun.path)[:1]:
-                check_plugin(begun.path, record["versions"])
             start = checkpoint or "the beginning"
             print(
                 f"{path} has no checkpoint; starting from {start}, with the settings of its config.yaml"
