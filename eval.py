@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
         for line in warn_about_flags(flags, config, spec):
             Terminal(ranks.is_main).print(line)
         known = replace(config, image_size=[spec.height, spec.width], eval_size=None)
-        split, found_names = find_split(saved, known, flags, own_data, names, ranks)
+        split, found_names = load_eval_split(saved, known, flags, own_data, names, ranks)
         saved = replace(saved, class_names=found_names)
         with ranks.agree():
             config, task = make_task(config, saved.class_names, None)
@@ -117,7 +117,7 @@ def spec_of(saved: SavedRun, config: TrainConfig) -> InputSpec:
     return saved.spec.for_evaluation().cropped(config.eval_crop)
 
 
-def find_split(
+def load_eval_split(
     saved: SavedRun,
     config: TrainConfig,
     flags: EvalConfig,
@@ -128,7 +128,7 @@ def find_split(
     """The split to evaluate, and the names of its labels, the same on all ranks; collective."""
     terminal = Terminal(ranks.is_main)
     with ranks.local_main_first("loading the data"):
-        split, found = load_split(config, flags.split, names, own_data, saved.record, terminal)
+        split, found = load_split(config, flags.split, names, own_data, saved.samples, terminal)
     fingerprint = fingerprint_of(split.label_fingerprint, split.content)
     ranks.check_same(fingerprint, f"different images in --data {config.data}")
     for note in split.notes:

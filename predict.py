@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             check_model(config)
             config, task = make_task(config, saved.class_names, None)
             task.check_predictions()
-        split = find_split(flags, config, ranks)
+        split = load_images(flags, config, ranks)
         for line in [*warn_about_flags(flags, config, saved.spec), *map(printable, split.notes)]:
             Terminal(ranks.is_main).print(line)
         start = time.perf_counter()
@@ -101,14 +101,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     return {"count": len(split), "rows": rows}
 
 
-def find_split(flags: PredictConfig, config: TrainConfig, ranks: Ranks) -> Split:
+def load_images(flags: PredictConfig, config: TrainConfig, ranks: Ranks) -> Split:
     """The images to predict, the same on all ranks; collective."""
     progress = Terminal(ranks.is_main).progress("checking images")
     with ranks.local_main_first("checking the images"):
         split = check_all(
             replace(find_images(flags.paths), bits=config.image_bits), config.cache_dir, progress
         )
-    fingerprint = fingerprint_of(split.fingerprint, split.content, *sorted(split.bad))
+    fingerprint = fingerprint_of(split.fingerprint, split.content, *sorted(split.errors))
     ranks.check_same(fingerprint, "different images")
     return split
 
@@ -143,7 +143,7 @@ def predict(
     check_outputs(scores, saved.path)
     if not ranks.is_main:
         return []
-    good, bad = iter(make_rows(task, top, scores, flags.top)), split.bad
+    good, bad = iter(make_rows(task, top, scores, flags.top)), split.errors
     return [Row(None, [], bad[n]) if n in bad else next(good) for n in range(len(split))]
 
 

@@ -43,7 +43,7 @@ from utils.training.building import (
     adapt_model,
     check_settings,
     fill_settings,
-    find_data,
+    load_splits,
     make_datasets,
     resolve,
 )
@@ -101,7 +101,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     saved = checkpoints.newest()  # None if the run is new
     config, source = fill_settings(config, given, saved, checkpoints.begun, ranks)
     accelerator: Accelerator = make_accelerator(ranks, config)
-    data = find_data(config, saved, ranks)
+    data = load_splits(config, saved, ranks)
     with ranks.agree("resolving the settings"):  # the only place where they follow from the data
         setup = resolve(config, saved, checkpoints.folder, data, source, accelerator)
     spec, task, device = setup.spec, setup.task, accelerator.device

@@ -80,7 +80,7 @@ def test_a_nan_or_infinite_loss_names_update_rank_and_samples_and_saves_nothing(
     # the order by hand: update 6 is the second of the second epoch, cut into equal microbatches
     microbatch = np.split(permutation(48, 0, 1)[12:24], processes * accum)[(rank + 1) * accum - 1]
     # --max_train_samples took a random subset: rows are positions in the whole split
-    rows = load_data(parse_args(TrainConfig, "train.py", FLAGS)).train.rows[microbatch]
+    rows = load_data(parse_args(TrainConfig, "train.py", FLAGS)).train.image_index[microbatch]
     assert sorted(records("run", "bad_loss")[0]["samples"]) == sorted(rows.tolist())
     assert newest_good(Path("runs/run/checkpoints"))[0].name == "step-00000004"
     assert all(tensor.isfinite().all() for tensor in weights("run").values())

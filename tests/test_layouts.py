@@ -494,7 +494,7 @@ def test_integer_labels_with_large_gaps_are_names_of_classes():
     assert data.class_names == [str(value) for value in values]
     for split in (data.train, data.evaluation):
         assert [values[label] for label in split.labels] == [
-            values[9 - row % 10] for row in split.rows
+            values[9 - row % 10] for row in split.image_index
         ]
         assert (
             "only the labels that occur are classes: 0, 1000, 2000, ... (10 in all)"

@@ -168,8 +168,8 @@ def decode_all(
     """
     shape = (height, width, channels)
     if isinstance(split.images, np.ndarray) and _shape(split.images) == shape:
-        is_whole = np.array_equal(split.rows, np.arange(len(split.images)))
-        images = split.images if is_whole else split.images[split.rows]
+        is_whole = np.array_equal(split.image_index, np.arange(len(split.images)))
+        images = split.images if is_whole else split.images[split.image_index]
         return images[..., None] if images.ndim == 3 else images.transpose(0, 2, 3, 1)
     path = (
         expand(cache_dir)

@@ -29,8 +29,8 @@ _HEAD, _TAIL = 1024, 4096  # bytes that are read at each end
 
 
 def check_images(split: Split, full: bool, cache_dir: str, progress: Callable = iter) -> Split:
-    """The split with the errors of its unreadable images (`bad`) and a checksum of both ends of
-    each image (`ends`).
+    """The split with the errors of its unreadable images (`errors`) and a checksum of both ends of
+    each image (`checksums`).
 
     An image passes if it begins and ends as its format requires. Any other image, or every image if
     `full`, is decoded. The result is cached until the size or a time of a file changes. Arrays, and
@@ -38,8 +38,8 @@ def check_images(split: Split, full: bool, cache_dir: str, progress: Callable = 
     """
     if not isinstance(split.images, Files) and not hasattr(split.images, "many"):
         return split
-    stamps, bad = _stamps(split)
-    rows = np.setdiff1d(split.rows, list(bad))
+    stamps, errors = _stamps(split)
+    rows = np.setdiff1d(split.image_index, list(errors))
     path = (
         expand(cache_dir)
         / "checked"
@@ -52,12 +52,12 @@ def check_images(split: Split, full: bool, cache_dir: str, progress: Callable = 
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, json.dumps(found))
-    ends = np.zeros(len(split.images), np.int64)
-    ends[rows] = found["ends"]
+    checksums = np.zeros(len(split.images), np.int64)
+    checksums[rows] = found["ends"]
     return replace(
         split,
-        ends=ends,
-        bad=bad | {int(rows[int(n)]): reason for n, reason in found["bad"].items()},
+        checksums=checksums,
+        errors=errors | {int(rows[int(n)]): reason for n, reason in found["bad"].items()},
     )
 
 

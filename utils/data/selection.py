@@ -1,6 +1,6 @@
 """Select the samples that a run trains and evaluates on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +9,14 @@ from utils.config.bounds import require
 from utils.config.settings import TrainConfig
 from utils.console import Terminal, join_names, nfc
 from utils.data.check import check_images
-from utils.data.record import Record, is_same, make_record, match_files, table_changes
+from utils.data.samples import (
+    ListedSplit,
+    SampleList,
+    is_same,
+    list_samples,
+    match_files,
+    table_changes,
+)
 from utils.data.sources import open_source
 from utils.data.splits import (
     EVAL_NAMES,
@@ -28,33 +35,35 @@ _SHOWN = 8  # images named in an error
 
 
 def load_data(
-    config: TrainConfig, record: Record | None = None, terminal: Terminal = SILENT
+    config: TrainConfig, samples: SampleList | None = None, terminal: Terminal = SILENT
 ) -> Data:
     """Open the data set and choose its two splits. Raises ValueError or OSError if that fails.
 
-    A resumed run passes the `record` of its checkpoint, to continue with the same samples. All
-    images are checked, and progress and messages are printed to `terminal`.
+    A resumed run passes the `samples` of its checkpoint, to continue with the same ones. All images
+    are checked, and progress and messages are printed to `terminal`.
     """
-    if record is not None:
-        record.check_choices(config)
-    source = _open_checked(config, record, terminal)
-    if record is not None and record.train.names is not None:
-        opened = _recorded_splits(record, source, terminal, config.bad_images == "skip")
-        train = _drop_unreadable(opened[0], config, terminal, keep_order=True)
-        evaluation = _drop_unreadable(opened[1], config, terminal)
-    else:
-        (train, train_whole), (evaluation, eval_whole) = chosen = _choose_splits(
-            source, config, terminal
+    if samples is not None:
+        samples.check_choices(config)
+    source = _open_checked(config, samples, terminal)
+    if samples is None:
+        pairs = _choose_splits(source, config, terminal)
+        samples, splits = (
+            list_samples(config, source.class_names, *pairs),
+            [pair[0] for pair in pairs],
         )
-        if record is not None:
-            changes = [
-                *table_changes(record.train, train_whole),
-                *table_changes(record.evaluation, eval_whole),
-            ]
-            fix = "a resumed run needs the same data: restore it"
-            require(not changes, "; ".join(dict.fromkeys(changes)), fix)
-        record, opened = make_record(config, source.class_names, *chosen), [*source.opened.values()]
-    bad = {name: reason for split in opened for name, reason in split.unreadable().items()}
+    else:
+        skip = config.bad_images == "skip"
+        splits, changes = _find_again(source, config, samples, samples.parts, terminal, skip)
+        fix = (
+            "a resumed run needs the same images and labels: restore them, or start a new run "
+            "(--bad_images skip replaces changed files)"
+        )
+        require(not changes, "; ".join(dict.fromkeys(changes)), fix)
+    checked = *source.opened.values(), *splits
+    bad = {name: reason for split in checked for name, reason in split.unreadable().items()}
+    train = _drop_unreadable(splits[0], config, terminal, keep_order=True)
+    evaluation = _drop_unreadable(splits[1], config, terminal)
+    _report_trained_on(samples, evaluation, terminal)
     train = random_subset(train, config.max_train_samples, config.seed)
     evaluation = random_subset(evaluation, config.max_eval_samples, config.seed)
     for split in (train, evaluation):
@@ -62,7 +71,7 @@ def load_data(
     if len(source.class_names) < 2:
         problem = f"--data {config.data} has one class, {join_names(source.class_names)}"
         raise UserError("; ".join([problem, *train.notes]), "give at least two classes")
-    return Data(train, evaluation, source.class_names, record, bad)
+    return Data(train, evaluation, source.class_names, samples, bad)
 
 
 def load_split(
@@ -70,7 +79,7 @@ def load_split(
     name: str | None,
     class_names: list[str] | Callable[[list[str]], list[str]],
     own_data: bool = True,
-    record: Record | None = None,
+    samples: SampleList | None = None,
     terminal: Terminal = SILENT,
 ) -> tuple[Split, list[str]]:
     """One split to evaluate, with labels that are indices into `class_names`, and these names.
@@ -78,27 +87,24 @@ def load_split(
     `class_names` can also be a function that takes the data's class names and returns this list.
 
     In the run's `own_data`, None selects the samples that the run evaluated on, and "train" those
-    that it trained on, as recorded in the checkpoint's `record`, if there is one. In other data,
+    that it trained on, as listed in the checkpoint's `samples`, if there are any. In other data,
     None selects its evaluation split, or its only split. Any other name selects the split of that
-    name. A data set that has all images of the record counts as the run's own, even if it has been
+    name. A data set that has all images of the list counts as the run's own, even if it has been
     moved.
     """
-    source = _open_checked(config, record, terminal)
-    if (
-        not own_data
-        and record is not None
-        and name in (None, "train")
-        and _holds_all(source, record)
-    ):
-        own_data, config = True, replace(config, **record.choices)
-    if own_data and name in (None, "train"):
-        split = _own_split(source, config, name == "train", record, terminal)
+    source = _open_checked(config, samples, terminal)
+    of_run = name in (None, "train")
+    if not own_data and samples is not None and of_run and _holds_all(source, samples):
+        own_data, config = True, replace(config, **samples.choices)
+    if own_data and of_run:
+        split = _own_split(source, config, name == "train", samples, terminal)
         shown = split.name
     else:
         asked = name or _eval_name(source, "", None)
         default = "train" if len(source.openers) > 1 else next(iter(source.openers))
         split = source.split(_existing(source, asked or default, "--split"))
-        _report_trained_on(record, split, terminal)
+        if samples is not None:
+            _report_trained_on(samples, split, terminal)
         shown = split.name if asked or len(source.openers) > 1 else "all images"
     split = random_subset(
         _drop_unreadable(split, config, terminal), config.max_eval_samples, config.seed
@@ -110,17 +116,17 @@ def load_split(
     return replace(renumber(split, source.class_names, class_names), name=shown), class_names
 
 
-def _open_checked(config: TrainConfig, record: Record | None, terminal: Terminal) -> Source:
+def _open_checked(config: TrainConfig, samples: SampleList | None, terminal: Terminal) -> Source:
     """The source that --data names. The images of a split are checked when the split is opened.
 
-    The classes are those of the record, in its order, if they only differ in order or Unicode form.
+    The classes are those of the samples, in its order, if they only differ in order or Unicode form.
     """
     source, progress = open_source(config), terminal.progress("checking images")
     # all must be known before samples are counted
     full = config.check_images == "full" or config.bad_images == "skip"
     found = wanted = source.class_names
-    if record is not None and sorted(map(nfc, found)) == sorted(map(nfc, record.class_names)):
-        source.class_names = wanted = record.class_names
+    if samples is not None and sorted(map(nfc, found)) == sorted(map(nfc, samples.class_names)):
+        source.class_names = wanted = samples.class_names
         source.notes += note_forms(wanted, found)
     source.check = lambda split: check_images(
         replace(renumber(split, found, wanted), bits=config.image_bits),
@@ -145,22 +151,7 @@ def _choose_splits(
         train, evaluation = hold_out(train, config.eval_fraction or 0.1, config.seed)
         return (train, whole), (evaluation, whole)
     eval_whole = source.split(eval_name)
-    if eval_whole is not whole:
-        _check_apart(whole, eval_whole)
     return (train, whole), (_drop_unreadable(eval_whole, config, terminal), eval_whole)
-
-
-def _check_apart(train: Split, evaluation: Split) -> None:
-    """Raise ValueError if a link puts a folder of training images into the evaluation split."""
-    used, other = (getattr(split.images, "scan", None) for split in (train, evaluation))
-    if not (used and other):
-        return
-    for folder, name in other.class_of.items():
-        if name and used.class_of.get(folder):
-            raise UserError(
-                f"{other.folder}: the folder of class {join_names([name])} is also used for training, in {used.folder}",
-                "remove the link (without a split to evaluate on, a tenth of the training images is held out)",
-            )
 
 
 def _drop_unreadable(
@@ -190,84 +181,78 @@ def _drop_unreadable(
     )
 
 
-def _recorded_splits(record: Record, source: Source, terminal: Terminal, skip: bool) -> list[Split]:
-    """The two original splits of a run. With `skip`, changed images are marked as unreadable."""
-    wholes = [
-        source.split(_existing(source, part.source, "the run used split")) for part in record.parts
-    ]
-    if source.class_names != record.class_names:
-        problem = _class_changes(record.class_names, source.class_names)
-        raise UserError(
-            problem, "a resumed run needs the same classes: restore them, or start a new run"
-        )
-    found = [
-        match_files(record, part, whole, source.class_names, skip)
-        for part, whole in zip(record.parts, wholes, strict=True)
-    ]
-    changes = [text for one in found for text in one.changes]
-    if changes:
-        raise UserError(
-            "; ".join(changes),
-            "a resumed run needs the same images and labels: restore them, replace changed images "
-            "with --bad_images skip, or start a new run",
-        )
-    for text in dict.fromkeys(text for one in found for text in one.new_files):
-        terminal.print(text)
-    return [one.split for one in found]
+def _find_again(
+    source: Source,
+    config: TrainConfig,
+    samples: SampleList,
+    parts: Collection[ListedSplit],
+    terminal: Terminal,
+    skip_changed: bool = False,
+) -> tuple[list[Split], list[str]]:
+    """These parts of a run's samples, and lines about what has changed since it listed them."""
+    wholes = [source.split(_existing(source, part.source, "the run used split")) for part in parts]
+    changes = _class_changes(samples.class_names, source.class_names)
+    if samples.train.names is None:
+        chosen = zip(samples.parts, _choose_splits(source, config, terminal), strict=True)
+        for part, whole in zip(parts, wholes, strict=True):
+            changes += table_changes(part, whole)
+        return [split for part, (split, _) in chosen if part in parts], changes
+    splits = []
+    for part, whole in zip(parts, wholes, strict=True):
+        split, lines, new = match_files(samples, part, whole, source.class_names, skip_changed)
+        splits.append(split)
+        changes += lines
+        if new:
+            problem = f"split {whole.name!r} has new files since training, which are left out"
+            terminal.print(f"{problem}: {join_names(new, 3)}")
+    return splits, changes
 
 
-def _class_changes(before: list[str], now: list[str]) -> str:
+def _class_changes(before: list[str], now: list[str]) -> list[str]:
     before, now = [*map(nfc, before)], [*map(nfc, now)]
     new, gone = [n for n in now if n not in before], [n for n in before if n not in now]
-    parts = [f"new: {join_names(new, 3)}"] * bool(new) + [f"removed: {join_names(gone, 3)}"] * bool(
-        gone
-    )
-    return f"the classes changed since training ({'; '.join(parts)})"
+    lists = {"new": new, "removed": gone}
+    parts = [f"{what}: {join_names(names, 3)}" for what, names in lists.items() if names]
+    return [f"the classes changed since training ({'; '.join(parts)})"] * bool(parts)
 
 
-def _holds_all(source: Source, record: Record) -> bool:
-    """Whether a data set has all samples of the record."""
-    names = {part.source for part in record.parts}
+def _holds_all(source: Source, samples: SampleList) -> bool:
+    """Whether a data set has all samples of the list."""
+    names = {part.source for part in samples.parts}
     return names <= source.openers.keys() and all(
-        is_same(part, source.split(part.source)) for part in record.parts
+        is_same(part, source.split(part.source)) for part in samples.parts
     )
 
 
 def _own_split(
-    source: Source, config: TrainConfig, training: bool, record: Record | None, terminal: Terminal
+    source: Source,
+    config: TrainConfig,
+    training: bool,
+    samples: SampleList | None,
+    terminal: Terminal,
 ) -> Split:
     """The samples that the run trained on, or those that it evaluated on."""
-    part = None if record is None else record.train if training else record.evaluation
-    if record is not None and part is not None:
-        whole = source.split(_existing(source, part.source, "the run used split"))
-        if record.class_names != source.class_names:  # which some sources only know now
-            terminal.print(_class_changes(record.class_names, source.class_names))
-        if part.names is not None:
-            found = match_files(record, part, whole, source.class_names)
-            for text in (*found.changes, *found.new_files):
-                terminal.print(text)
-            return found.split
-    train, evaluation = _choose_splits(source, config, terminal)
-    split, whole = train if training else evaluation
-    changes = table_changes(part, whole) if part else []
-    if changes and train[1] is evaluation[1]:
+    if samples is None:
+        return _choose_splits(source, config, terminal)[not training][0]
+    part = samples.train if training else samples.evaluation
+    (split,), changes = _find_again(source, config, samples, [part], terminal)
+    if changes and part.names is None and samples.train.source == samples.evaluation.source:
         raise UserError(
             f"{'; '.join(changes)}; the held-out samples cannot be found again",
-            f"evaluate all samples with --data {config.data} --split {whole.name}",
+            f"evaluate all samples with --data {config.data} --split {part.source}",
         )
     for text in changes:
         terminal.print(text)
     return split
 
 
-def _report_trained_on(record: Record | None, split: Split, terminal: Terminal) -> None:
+def _report_trained_on(samples: SampleList, split: Split, terminal: Terminal) -> None:
     """Report how many of the images to evaluate on are training images of the run."""
-    if record is not None and record.train.ends is not None and split.ends is not None:
-        known = int(np.isin(split.ends[split.rows], record.train.ends).sum())
+    if samples.train.ends is not None and split.checksums is not None:
+        known = np.isin(split.checksums[split.image_index], samples.train.ends).sum()
         if known:
-            terminal.print(
-                f"the run trained on {known} of the {len(split)} images of split {split.name!r}"
-            )
+            of = f"{known} of the {len(split)} images of split {split.name!r}"
+            terminal.print(f"the run trained on {of}")
 
 
 def _train_name(source: Source, wanted: str | None) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 
 from utils.console import join_names, printable
 from utils.data.check import check_images
-from utils.data.scan import Scan
+from utils.data.scan import Scan, files_below, notes
 from utils.data.splits import Files, Split, fingerprint_of, whole_split
 from utils.errors import UserError
 from utils.files import check_output_file
@@ -31,7 +31,7 @@ def find_images(given: Sequence[str]) -> Split:
     image is found.
     """
     found: list[str] = []
-    notes: list[str] = []
+    lines: list[str] = []
     for pattern in given:
         is_path = os.path.lexists(pattern)
         paths = [pattern] if is_path else glob.glob(os.path.expanduser(pattern), recursive=True)
@@ -40,25 +40,25 @@ def find_images(given: Sequence[str]) -> Split:
             raise UserError(problem, "correct the path or the pattern")
         for path in sorted(paths):
             if os.path.isdir(path):
-                scan = Scan(Path(path), [])
-                found += scan.images(path, "")
-                notes += scan.notes()
+                scan = Scan()
+                found += scan.images(files_below(path))
+                lines += notes(path, {"files of unsupported types are left out": scan.kinds()})
             else:
                 found.append(path)
     if not found:
-        problem = "; ".join([f"{join_names(given)}: no images", *notes])
+        problem = "; ".join([f"{join_names(given)}: no images", *lines])
         raise UserError(problem, "name JPEG or PNG files, or folders with some in them")
     names = list(dict.fromkeys(found))
     fingerprint = fingerprint_of(*map(os.fsencode, names))
     split = whole_split("images", Files(names), np.zeros(len(names)), fingerprint)
-    return replace(split, notes=tuple(notes))
+    return replace(split, notes=tuple(lines))
 
 
 def check_all(split: Split, cache_dir: str, progress: Callable) -> Split:
     """The split with the errors of all images that cannot be decoded; they keep their positions."""
     checked = check_images(split, True, cache_dir, progress)
-    bad = {row: f"not a readable image ({reason})" for row, reason in checked.bad.items()}
-    return replace(checked, bad=bad)
+    errors = {row: f"not a readable image ({reason})" for row, reason in checked.errors.items()}
+    return replace(checked, errors=errors)
 
 
 # The start of a text that a spreadsheet would run as a formula, unless all of it is a number.
@@ -104,7 +104,7 @@ def make_rows(task: Task, top: np.ndarray, scores: np.ndarray, count: int) -> li
 
 def rows_of_split(task: Task, split: Split, found: Predictions) -> list[dict[str, Any]]:
     """The rows of the file of a split: path or index, label, prediction and loss of each sample."""
-    names, places, rows = task.class_names, split.rows[found.indices].tolist(), []
+    names, places, rows = task.class_names, split.image_index[found.indices].tolist(), []
     made = make_rows(task, found.top, found.scores, TOP)
     parts = zip(places, found.labels, made, found.values[:, 0], strict=True)
     for place, label, row, loss in parts:

@@ -10,7 +10,7 @@ from utils.config.scripts import EvalConfig, PredictConfig
 from utils.config.settings import OF_ONE_START, LaunchConfig, TrainConfig
 from utils.data.spec import InputSpec
 from utils.files import expand
-from utils.models.layers import Views
+from utils.models.layers import TestTimeAugmentation
 from utils.models.published import load_published
 from utils.models.zoo import build_model
 from utils.ranks.accelerator import compile_model
@@ -58,7 +58,7 @@ def load_for_inference(saved: SavedRun, config: TrainConfig, task: Task, ranks: 
 def place_model(model: nn.Module, tta: str | None, accelerator: Accelerator) -> nn.Module:
     """The model, or its test-time augmentation `tta`, compiled and on the device; without DDP."""
     compile_model(accelerator, model)
-    return (Views(model, tta) if tta else model).to(accelerator.device).eval()
+    return (TestTimeAugmentation(model, tta) if tta else model).to(accelerator.device).eval()
 
 
 def set_evaluation_input(saved: SavedRun, spec: InputSpec) -> SavedRun:

@@ -30,7 +30,7 @@ from utils.config.settings import (
     to_yaml,
 )
 from utils.data.order import Plan
-from utils.data.record import FILE, Record, read_record
+from utils.data.samples import FILE, SampleList, read_samples
 from utils.data.spec import InputSpec
 from utils.data.splits import Data
 from utils.errors import UserError
@@ -96,7 +96,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class SavedRun(Begun):
-    """A verified checkpoint and its contents besides its tensors; `record` is None for published
+    """A verified checkpoint and its contents besides its tensors; `samples` is None for published
     weights.
 
     `weights` are those to evaluate, which eval.py chooses.
@@ -104,7 +104,7 @@ class SavedRun(Begun):
 
     values: SavedState
     class_names: list[str]
-    record: Record | None
+    samples: SampleList | None
     weights: Weights | None = None
     weight_bytes: float = math.inf
 
@@ -129,7 +129,7 @@ def read_checkpoint(path: Path, is_main: bool = True) -> SavedRun:
     """
     values = SavedState.from_json(path / "state.json")
     check_plugin(path, values.versions, is_main)
-    run = SavedRun(path, read_settings(path), values, read_classes(path), read_record(path / FILE))
+    run = SavedRun(path, read_settings(path), values, read_classes(path), read_samples(path / FILE))
     return replace(run, weight_bytes=(path / MODEL).stat().st_size)
 
 
@@ -174,7 +174,7 @@ def make_files(
         "labels.json": json.dumps(data.class_names),
         "config.yaml": config_to_save(config),
     }
-    return {name: text.encode() for name, text in texts.items()} | {FILE: data.record.data}
+    return {name: text.encode() for name, text in texts.items()} | {FILE: data.samples.data}
 
 
 def read_settings(checkpoint: Path) -> TrainConfig:

@@ -62,7 +62,7 @@ class InitialWeights:
         return f"{self.name}: {self.match.line() if self.match else ''}{taken}"
 
 
-def find_source(
+def load_initial_weights(
     config: TrainConfig, saved: SavedRun | None, ranks: Ranks
 ) -> tuple[TrainConfig, InitialWeights | None]:
     """What --init_from names, and the settings with those that follow from it; collective.

@@ -40,7 +40,7 @@ from utils.runs.loading import load_weights
 from utils.runs.manifest import MODEL
 from utils.runs.metadata import Begun, SavedRun
 from utils.runs.resume import choose_batch, keep_settings, restore_state, resume_lines
-from utils.runs.source import InitialWeights, absolute_source, find_source
+from utils.runs.source import InitialWeights, absolute_source, load_initial_weights
 from utils.runs.state import TrainState
 from utils.runs.trackers import TRACKERS
 from utils.tasks.losses import LOSSES
@@ -95,13 +95,13 @@ def fill_settings(
         for names in TABLES:
             names.check(config)
         choose_batch(config, saved, ranks.topology.world_size)
-    return find_source(config, saved, ranks)
+    return load_initial_weights(config, saved, ranks)
 
 
-def find_data(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> Data:
+def load_splits(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> Data:
     """Load and check the data; collective. A resumed run keeps its original samples."""
     with ranks.local_main_first("loading the data"):
-        data = load_data(config, saved.record if saved else None, Terminal(ranks.is_main))
+        data = load_data(config, saved.samples if saved else None, Terminal(ranks.is_main))
     ranks.check_same(data.fingerprint, f"different images in --data {config.data}")
     return data
 
@@ -150,7 +150,8 @@ def resolve(
     updates = total_updates(config, plan)
     state = restore_state(saved, folder, config, plan, data)
     config, images, spec = resolve_input(config, saved, data.train)
-    config, task = make_task(config, data.class_names, data.train.labels)
+    with accelerator.device:  # the weights of classes are there
+        config, task = make_task(config, data.class_names, data.train.labels)
     final = replace(
         config,
         global_batch_size=plan.global_batch_size,
@@ -317,4 +318,5 @@ def load_source(
     if not {key for key, _ in module.named_parameters()} & set(source.match.kept):
         theirs, own = join_names(tensors, 3), join_names(module.state_dict(), 3)
         problem = f"{where}: none of its tensors ({theirs}) fits {config.model}, which has {own}"
-        raise UserError(problem, "set --model to the model of these weights, or use others")
+        fix = "set --model to the model of these weights, use others, or try --init_match order"
+        raise UserError(problem, fix)

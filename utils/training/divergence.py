@@ -43,7 +43,7 @@ def find_samples(run: Run, step: int) -> list[int]:
     """The samples of update `step`, counted from 0, as rows of the data set, in the run's order."""
     epoch, position = run.plan.at(step)
     drawn = run.plan.draws(epoch)[0][position : position + run.plan.update_size(position)]
-    return run.data.train.rows[drawn].tolist()
+    return run.data.train.image_index[drawn].tolist()
 
 
 def watch_loss(run: Run, loss: float, count: float) -> None:
