@@ -45,12 +45,10 @@ from utils.config.recipe import (
 )
 from utils.config.yaml_text import dump_yaml
 
-FORMAT = 4
+FORMAT = 5
 """The format of config.yaml and state.json. A new field that files may lack does not change it."""
 
-OTHER_FORMAT = (
-    "use the version that wrote it; commit 65bea51 is the last that reads formats 2 and 3"
-)
+OTHER_FORMAT = "use the version that wrote it"
 
 
 Seconds = Annotated[PositiveFloat, at_most(7 * 24 * 3600)]  # gloo and the store count milliseconds

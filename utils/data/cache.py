@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +23,7 @@ from utils.data.spec import InputSpec
 from utils.data.splits import Split
 from utils.data.workers import choose_workers, move_to_shared_memory, worker_processes
 from utils.errors import UserError, one_line
-from utils.files import expand, naming_file
+from utils.files import expand, whole_file
 from utils.launch.environment import print_for_machine
 from utils.memory import bytes_text, usable_cores
 from utils.waiting import wait_for_items
@@ -88,21 +87,13 @@ def write_array(
         raise OSError(
             errno.ENOSPC, f"{bytes_text(size)} needed, {bytes_text(free)} free", str(path.parent)
         )
-    partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")
-    try:
-        with naming_file(path), partial.open("xb") as file:
-            np.lib.format.write_array_header_1_0(
-                file, {"descr": dtype, "fortran_order": False, "shape": shape}
-            )
-            for chunk in chunks:
-                # not to a memory map, because a full disk would raise SIGBUS
-                file.write(chunk.data)
-            file.flush()
-            # before the file gets its name, so that a file of this name is whole
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        np.lib.format.write_array_header_1_0(
+            file, {"descr": dtype, "fortran_order": False, "shape": shape}
+        )
+        for chunk in chunks:
+            # not to a memory map, because a full disk would raise SIGBUS
+            file.write(chunk.data)
 
 
 def remove_unused(folder: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from utils.files import write_output
+from utils.files import write_file
 from utils.report.folder import read_run
 from utils.report.html import render
 from utils.tasks.table import TASKS
@@ -128,7 +128,7 @@ def write_page(folders: Sequence[Path], out: Path, images: bool = True) -> None:
             run["name"] += f" ({number})"
     runs = best_first(runs)
     rows = {"settings": settings_rows(runs), "metrics": metrics_rows(runs), "few": FEW}
-    write_output(out, render("page.html", runs=runs, charts=charts(runs), **rows))
+    write_file(out, render("page.html", runs=runs, charts=charts(runs), **rows))
 
 
 def best_first(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

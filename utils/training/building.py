@@ -38,7 +38,7 @@ from utils.ranks.ranks import Ranks
 from utils.runs.checkpoint import check_run_folder
 from utils.runs.loading import load_weights
 from utils.runs.manifest import MODEL
-from utils.runs.metadata import Begun, SavedRun
+from utils.runs.metadata import Checkpoint
 from utils.runs.resume import choose_batch, keep_settings, restore_state, resume_lines
 from utils.runs.source import InitialWeights, absolute_source, load_initial_weights
 from utils.runs.state import TrainState
@@ -75,20 +75,21 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
 def fill_settings(
     config: TrainConfig,
     given: Set[str] | None,
-    saved: SavedRun | None,
-    begun: Begun | None,
+    saved: Checkpoint | None,
+    begun: TrainConfig | None,
     ranks: Ranks,
 ) -> tuple[TrainConfig, InitialWeights | None]:
     """The settings of this start, and for a new run the weights of --init_from, if given;
     collective.
 
-    Settings that are not `given` are those of the run if it has `begun`, or of the checkpoint, or
+    Settings that are not `given` are those with which the run has `begun`, or of the checkpoint, or
     follow from the weights. With None, all are given. Raises ValueError or OSError, before the data
     is loaded, if they or the batch sizes do not work.
     """
     with ranks.agree():
-        if (before := begun or saved) and given is not None:
-            config = keep_settings(config, given, before)
+        before = begun or (saved and saved.config)
+        if before and given is not None:
+            config = keep_settings(config, given, before, begun is not None)
             check_settings(config, ranks)
         check_model(config)
         check_source(config)
@@ -98,7 +99,7 @@ def fill_settings(
     return load_initial_weights(config, saved, ranks)
 
 
-def load_splits(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> Data:
+def load_splits(config: TrainConfig, saved: Checkpoint | None, ranks: Ranks) -> Data:
     """Load and check the data; collective. A resumed run keeps its original samples."""
     with ranks.local_main_first("loading the data"):
         data = load_data(config, saved.samples if saved else None, Terminal(ranks.is_main))
@@ -128,7 +129,7 @@ class Setup:
 
 def resolve(
     config: TrainConfig,
-    saved: SavedRun | None,
+    saved: Checkpoint | None,
     folder: Path | None,
     data: Data,
     source: InitialWeights | None,
@@ -177,7 +178,7 @@ def resolve(
 
 
 def resolve_input(
-    config: TrainConfig, saved: SavedRun | None, train: Split
+    config: TrainConfig, saved: Checkpoint | None, train: Split
 ) -> tuple[TrainConfig, list[str], InputSpec]:
     """The settings with those chosen from the images, lines about these, and the model's input.
 
@@ -185,7 +186,7 @@ def resolve_input(
     derived again, because some of the images may no longer exist.
     """
     if saved is not None and all(
-        getattr(saved.settings, name) == getattr(config, name) for name in OF_INPUT
+        getattr(saved.config, name) == getattr(config, name) for name in OF_INPUT
     ):
         return config, [], saved.spec
     channels, size, largest, ratio = peek(train)
@@ -218,7 +219,7 @@ def make_datasets(setup: Setup, ranks: Ranks) -> tuple[ImageDataset, ImageDatase
 
 
 def adapt_model(
-    model: nn.Module, setup: Setup, saved: SavedRun | None, accelerator: Accelerator, ranks: Ranks
+    model: nn.Module, setup: Setup, saved: Checkpoint | None, accelerator: Accelerator, ranks: Ranks
 ) -> tuple[nn.Module, nn.Module | None, list[str]]:
     """Load the weights of the checkpoint or of --init_from into the bare model, and change its
     layers; collective.

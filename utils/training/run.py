@@ -27,7 +27,7 @@ from utils.models.zoo import OWN_MODELS
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
 from utils.runs.checkpoint import CheckpointManager
-from utils.runs.loading import Part
+from utils.runs.loading import Stateful
 from utils.runs.log import RunLog
 from utils.runs.metadata import config_to_save, versions
 from utils.runs.trackers import RunTrackers
@@ -60,7 +60,7 @@ class Run:
     module: nn.Module  # without the wrapper, for evaluation
     optimizer: Optimizer
     gradients: Gradients
-    parts: Mapping[str, Part]  # what checkpoints hold besides model and optimizer
+    parts: Mapping[str, Stateful]  # what checkpoints hold besides model and optimizer
     average: WeightAverage | None  # one of these, with --ema_decay
     train_batches: Batches
     evaluator: Evaluator
