@@ -212,7 +212,7 @@ def train_update(run: Run, batches: Iterator[Batch]) -> None:
             run.accelerator.backward(loss * gradients.loss_scale(state.position))
         run.meter.add(loss, outputs, batch)
     gradients.reduce()
-    clip_gradients(run.accelerator, run.model, config)
+    run.meter.grad_norm = clip_gradients(run.accelerator, run.model, config)
     run.optimizer.step()
     run.optimizer.zero_grad()
     if run.average:

@@ -90,6 +90,8 @@ class LaunchConfig:
     timeout: Seconds = 600.0
     """Seconds that a rank waits for another before the run fails; a download on the main process
     may take longer."""
+    plugin: str | None = None
+    """Python file of your own to import, which adds models, losses, optimizers and others."""
     traceback: bool = False
     """Print the Python traceback of an error as well."""
 

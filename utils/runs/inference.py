@@ -57,16 +57,16 @@ def find_saved(ckpt: str, kind: str | None, ranks: Ranks, tries: int = 10) -> In
     try:
         ranks.from_main(lambda: verify(path), no_timeout=True)
         with ranks.agree():
-            return _read(path, kind)
+            return _read(path, kind, ranks.is_main)
     except (ValueError, OSError):
         if tries == 1 or not ranks.any_rank(not path.is_dir()):
             raise
     return find_saved(ckpt, kind, ranks, tries - 1)
 
 
-def _read(path: Path, kind: str | None) -> Inference:
+def _read(path: Path, kind: str | None, is_main: bool) -> Inference:
     """The weights of a verified checkpoint: by default the average, if it has one."""
-    saved, average = read_checkpoint(path), f"{EMA}.safetensors"
+    saved, average = read_checkpoint(path, is_main), f"{EMA}.safetensors"
     has_average, state = average in files_of(path), saved.state
     fix = "use --weights raw, or train with --ema_decay"
     require(has_average or kind != "ema", f"{path}: has no average of the weights", fix)

@@ -17,6 +17,7 @@ import torchvision
 
 from utils.config.bounds import Bound, read_fields, require
 from utils.config.cli import read_config
+from utils.config.plugin import PLUGIN, check_plugin
 from utils.config.recipe import BatchSize
 from utils.config.settings import (
     CHOSEN,
@@ -98,12 +99,14 @@ class Checkpoint:
         return run is not None and self.path.parent.parent.resolve() == run.resolve()
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path, is_main: bool = True) -> Checkpoint:
     """Read the small files of a verified checkpoint.
 
-    Raises ValueError if one of them is malformed.
+    Raises ValueError if one of them is malformed, or if the run had a plug-in that is not loaded.
+    The main process prints a line if the plug-in has changed.
     """
     state_file = StateFile.from_json(path / "state.json")
+    check_plugin(path, state_file.versions, is_main)
     return Checkpoint(path, read_settings(path), state_file, read_samples(path / FILE))
 
 
@@ -164,7 +167,7 @@ def _defaults(names: Iterable[str]) -> dict[str, Any]:
 
 @cache
 def versions() -> dict[str, str]:
-    """The versions of Lockstep, its commit, Python and the main packages."""
+    """The versions of Lockstep, its commit, Python, the main packages and the plug-in."""
     packages = {
         module.__name__: module.__version__ for module in (torch, torchvision, accelerate, np)
     }
@@ -173,6 +176,7 @@ def versions() -> dict[str, str]:
         "commit": code_commit(),
         **packages,
         "python": platform.python_version(),
+        **PLUGIN,
     }
 
 

@@ -59,8 +59,6 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
     """Raise ValueError or OSError for settings that do not work on this machine; not collective."""
     check_precision(config, ranks)
     check_sharding(config, ranks)
-    check_model(config)
-    check_source(config)
     check_run_folder(config)
     check_elastic(config)
     if config.data_dir and config.resume is None and not config.data.startswith("torchvision/"):
@@ -68,7 +66,9 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
             "--data_dir is for --data torchvision/NAME only",
             "name a folder of your own with --data",
         )
-    if config.resume is None:
+    if config.resume is None:  # the plug-in that a checkpoint needs is checked first
+        check_model(config)
+        check_source(config)
         resolve_batch(config, ranks.topology.world_size)
 
 
@@ -91,6 +91,8 @@ def fill_settings(
         if before and given is not None:
             config = keep_settings(config, given, before, begun is not None)
             check_settings(config, ranks)
+        check_model(config)
+        check_source(config)
         for names in TABLES:
             names.check(config)
         choose_batch(config, saved, ranks.topology.world_size)

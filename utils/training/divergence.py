@@ -30,7 +30,8 @@ def report_bad_loss(run: Run, rank: int, step: int, microbatch: int) -> None:
     start = sum(sizes[:microbatch])
     samples = find_samples(run, step)[start : start + sizes[microbatch]]
     run.log.write("bad_loss", step=step + 1, rank=rank, samples=samples)
-    command = [*script_command("replay.py"), "--run", str(run.folder), "--update", str(step + 1)]
+    command = script_command("replay.py", run.config.plugin)
+    command += ["--run", str(run.folder), "--update", str(step + 1)]
     command += ["--microbatch", str(microbatch), *(["--cpu"] if run.config.cpu else [])]
     shown = join_names(samples, _SHOWN)
     problem = f"the training loss is NaN or infinite at update {step + 1} on rank {rank}"

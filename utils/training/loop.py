@@ -88,12 +88,14 @@ def training_record(run: Run) -> dict[str, Any]:
     state, totals, processes = run.state, run.state.since_log, run.accelerator.num_processes
     seconds, count = state.seconds - state.logged_seconds, totals["count"]
     summary = run.task.summary({name: totals[name] for name in run.task.training}, count)
-    of_gpu: dict[str, float] = {}
+    more: dict[str, float] = {}
     if run.accelerator.device.type == "cuda":
-        of_gpu["gpu_memory"] = torch.cuda.max_memory_allocated(run.accelerator.device)
+        more["gpu_memory"] = torch.cuda.max_memory_allocated(run.accelerator.device)
         torch.cuda.reset_peak_memory_stats(run.accelerator.device)
     if run.accelerator.scaler:
-        of_gpu["skipped"] = totals["skipped"] / processes
+        more["skipped"] = totals["skipped"] / processes
+    if (norm := run.meter.grad_norm) is not None:
+        more["grad_norm"] = norm.item()  # of the last update; collective with FSDP2
     of_ranks = watch_ranks(run, seconds) if run.config.microbatches else {}
     watch_loss(run, summary["loss"], count)
     state.logged_seconds, state.since_log = state.seconds, {}
@@ -106,7 +108,7 @@ def training_record(run: Run) -> dict[str, Any]:
         "images_per_second": count / seconds,
         "data_wait": totals["wait"] / processes / seconds,
         "seconds": state.seconds,
-        **of_gpu,
+        **more,
         **of_ranks,
     }
 

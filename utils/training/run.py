@@ -219,7 +219,7 @@ def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
             run.log.write("end", step=state.step, reason=run.ended, seconds=state.seconds)
         trained = result or state.best_step or run.setup.resumed_from is None
         checkpoint = folder if trained else run.setup.resumed_from
-        words = [*script_command("eval.py"), "--ckpt", str(checkpoint)]
+        words = [*script_command("eval.py", config.plugin), "--ckpt", str(checkpoint)]
         words += ["--data_dir", config.data_dir] if config.data_dir else []
         words += (
             ["--cache_dir", config.cache_dir] if config.cache_dir != TrainConfig.cache_dir else []
