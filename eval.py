@@ -128,7 +128,7 @@ def load_eval_split(
     """The split to evaluate, and the names of its labels, the same on all ranks; collective."""
     terminal = Terminal(ranks.is_main)
     with ranks.local_main_first("loading the data"):
-        split, found = load_split(config, flags.split, names, own_data, saved.samples, terminal)
+        split, found = load_split(config, flags.split, names, saved.samples, own_data, terminal)
     fingerprint = fingerprint_of(split.label_fingerprint, split.content)
     ranks.check_same(fingerprint, f"different images in --data {config.data}")
     for note in split.notes:
