@@ -105,7 +105,7 @@ def load_eval_split(
     config = found.config
     with ranks.local_main_first("loading the data"):
         split, class_names = load_split(
-            config, flags.split, found.class_names, own_data, found.samples
+            config, flags.split, found.class_names, found.samples, own_data
         )
     fingerprint = fingerprint_of(split.label_fingerprint, split.content)
     ranks.check_same(fingerprint, f"different images in --data {config.data}")

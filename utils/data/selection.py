@@ -1,4 +1,4 @@
-"""Select the samples that a run trains and evaluates on."""
+"""Select the samples that a run trains and evaluates on, and plan the order of training."""
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -9,6 +9,7 @@ from utils.config.bounds import require
 from utils.config.settings import TrainConfig
 from utils.console import join_names, nfc, progress, say
 from utils.data.check import check_images
+from utils.data.order import Plan
 from utils.data.samples import (
     ListedSplit,
     SampleList,
@@ -30,8 +31,6 @@ from utils.data.splits import (
 )
 from utils.errors import UserError
 
-_SHOWN = 8  # images named in an error
-
 
 def load_data(config: TrainConfig, samples: SampleList | None = None) -> Data:
     """Open the data set and choose its two splits. Raises ValueError or OSError if that fails.
@@ -44,10 +43,8 @@ def load_data(config: TrainConfig, samples: SampleList | None = None) -> Data:
     source = _open_checked(config, samples)
     if samples is None:
         pairs = _choose_splits(source, config)
-        samples, splits = (
-            list_samples(config, source.class_names, *pairs),
-            [pair[0] for pair in pairs],
-        )
+        samples = list_samples(config, source.class_names, *pairs)
+        splits = [split for split, _ in pairs]
     else:
         skip = config.bad_images == "skip"
         splits, changes = _find_again(source, config, samples, samples.parts, skip)
@@ -75,24 +72,22 @@ def load_split(
     config: TrainConfig,
     name: str | None,
     class_names: list[str] | Callable[[list[str]], list[str]],
-    own_data: bool = True,
     samples: SampleList | None = None,
+    own_data: bool = False,
 ) -> tuple[Split, list[str]]:
     """One split to evaluate, with labels that are indices into `class_names`, and these names.
 
     `class_names` can also be a function that takes the data's class names and returns this list.
 
-    In the run's `own_data`, None selects the samples that the run evaluated on, and "train" those
-    that it trained on, as listed in the checkpoint's `samples`, if there are any. In other data,
-    None selects its evaluation split, or its only split. Any other name selects the split of that
-    name. A data set that has all images of the list counts as the run's own, even if it has been
-    moved.
+    In the `own_data` of the run that listed the `samples`, None selects those that it evaluated on,
+    and "train" those that it trained on. In other data, None selects its evaluation split, or its
+    only split. Any other name selects the split of that name. A data set that has all images of the
+    list counts as the run's own, even if it has been moved.
     """
     source = _open_checked(config, samples)
-    of_run = name in (None, "train")
-    if not own_data and samples is not None and of_run and _holds_all(source, samples):
-        own_data, config = True, replace(config, **samples.choices)
-    if own_data and of_run:
+    of_run = samples is not None and name in (None, "train")
+    if samples and of_run and (own_data or _holds_all(source, samples)):
+        config = replace(config, **samples.choices)
         split = _own_split(source, config, name == "train", samples)
         shown = split.name
     else:
@@ -157,20 +152,16 @@ def _drop_unreadable(split: Split, config: TrainConfig, keep_order: bool = False
     if not bad:
         return split
     count = f"{len(bad)} of {len(split)} images of split {split.name!r}"
-    names = ", ".join(bad[:_SHOWN]) + f" and {len(bad) - _SHOWN} more" * (len(bad) > _SHOWN)
-    if config.bad_images == "error":
-        fix = "fix these files, or leave them out with --bad_images skip"
-        raise UserError(f"{count} cannot be read: {names}", fix)
-    if not split.readable.any():
-        raise UserError(
-            f"no image of split {split.name!r} can be used ({len(split)} checked)",
-            "give another --data",
-        )
+    fix = "fix these files, or leave them out with --bad_images skip"
+    problem = f"{count} cannot be read: {join_names(bad, 8)}"
+    require(config.bad_images == "skip", problem, fix)
+    problem = f"no image of split {split.name!r} can be used ({len(split)} checked)"
+    require(bool(split.readable.any()), problem, "give another --data")
     action = "other images of their classes replace them" if keep_order else "will be left out"
-    say(f"{count} cannot be used and {action}: {names}")
-    return (
-        split.replace_unreadable() if keep_order else split.select(np.flatnonzero(split.readable))
-    )
+    say(f"{count} cannot be used and {action}: {join_names(bad, 8)}")
+    if keep_order:
+        return split.replace_unreadable()
+    return split.select(np.flatnonzero(split.readable))
 
 
 def _find_again(
@@ -209,21 +200,17 @@ def _class_changes(before: list[str], now: list[str]) -> list[str]:
 
 def _holds_all(source: Source, samples: SampleList) -> bool:
     """Whether a data set has all samples of the list."""
-    names = {part.source for part in samples.parts}
-    return names <= source.openers.keys() and all(
-        is_same(part, source.split(part.source)) for part in samples.parts
-    )
+    parts = samples.parts
+    return all(p.source in source.openers and is_same(p, source.split(p.source)) for p in parts)
 
 
 def _own_split(
     source: Source,
     config: TrainConfig,
     training: bool,
-    samples: SampleList | None,
+    samples: SampleList,
 ) -> Split:
     """The samples that the run trained on, or those that it evaluated on."""
-    if samples is None:
-        return _choose_splits(source, config)[not training][0]
     part = samples.train if training else samples.evaluation
     (split,), changes = _find_again(source, config, samples, [part])
     if changes and part.names is None and samples.train.source == samples.evaluation.source:
@@ -238,11 +225,11 @@ def _own_split(
 
 def _report_trained_on(samples: SampleList, split: Split) -> None:
     """Report how many of the images to evaluate on are training images of the run."""
-    if samples.train.ends is not None and split.checksums is not None:
-        known = np.isin(split.checksums[split.image_index], samples.train.ends).sum()
-        if known:
-            of = f"{known} of the {len(split)} images of split {split.name!r}"
-            say(f"the run trained on {of}")
+    if samples.train.ends is None or split.checksums is None:
+        return
+    if known := np.isin(split.checksums[split.image_index], samples.train.ends).sum():
+        of = f"{known} of the {len(split)} images of split {split.name!r}"
+        say(f"the run trained on {of}")
 
 
 def _train_name(source: Source, wanted: str | None) -> str:
@@ -252,17 +239,15 @@ def _train_name(source: Source, wanted: str | None) -> str:
         return "train"
     if len(source.openers) == 1 and not set(source.openers) & set(EVAL_NAMES):
         return next(iter(source.openers))
-    raise UserError(
-        "no split called train", f"set --train_split to one of {join_names(source.openers)}"
-    )
+    fix = f"set --train_split to one of {join_names(source.openers)}"
+    raise UserError("no split called train", fix)
 
 
 def _eval_name(source: Source, train_name: str, wanted: str | None) -> str | None:
     if wanted is not None:
         return _existing(source, wanted, "--eval_split")
-    return next(
-        (name for name in EVAL_NAMES if name in source.openers and name != train_name), None
-    )
+    names = source.openers.keys() - {train_name}
+    return next((name for name in EVAL_NAMES if name in names), None)
 
 
 def _existing(source: Source, name: str, flag: str) -> str:
@@ -271,8 +256,8 @@ def _existing(source: Source, name: str, flag: str) -> str:
     Raises ValueError, with `flag`, if there is none.
     """
     name = source.aliases.get(name, name)
-    if name not in source.openers:
-        raise UserError(f"{flag} {name}: no such split", f"use one of {join_names(source.openers)}")
+    fix = f"use one of {join_names(source.openers)}"
+    require(name in source.openers, f"{flag} {name}: no such split", fix)
     return name
 
 
@@ -312,3 +297,35 @@ def check_kind(split: Split, config: TrainConfig) -> None:
         raise UserError(problem, "use other data, or train with --task multilabel")
     elif not split.labels.any():
         raise UserError(f"no image of split {split.name!r} has a label", "fix the labels")
+
+
+def make_plan(config: TrainConfig, train: Split, global_batch_size: int, microbatches: int) -> Plan:
+    """The order of the run's training samples.
+
+    Raises ValueError if it does not fit the batch or the labels.
+    """
+    if global_batch_size % config.repeats:
+        problem = (
+            f"--repeats {config.repeats} does not divide the global batch of {global_batch_size}"
+        )
+        raise UserError(problem, f"set --global_batch_size to a multiple of {config.repeats}")
+    if config.mixes and global_batch_size // 2 < microbatches:
+        problem = f"a global batch of {global_batch_size} has fewer pairs than its {microbatches} microbatches"
+        fix = f"--mixup and --cutmix need a --global_batch_size of at least {2 * microbatches}, or fewer microbatches"
+        raise UserError(problem, fix)
+    weights = None
+    if config.sampler == "balanced":
+        if train.labels.ndim != 1:
+            raise UserError("--sampler balanced needs one class per image", "leave it out")
+        weights = 1 / np.bincount(train.labels)[train.labels]
+    return Plan(
+        samples=len(train),
+        global_batch_size=global_batch_size,
+        microbatches=microbatches,
+        seed=config.seed,
+        drop_last=config.drop_last,
+        repeats=config.repeats,
+        in_pairs=config.mixes,
+        shares=config.shares,
+        weights=weights,
+    )

@@ -19,8 +19,7 @@ from utils.data.cache import make_dataset
 from utils.data.datasets import ImageDataset
 from utils.data.decode import peek
 from utils.data.order import Plan
-from utils.data.sampling import make_plan
-from utils.data.selection import load_data
+from utils.data.selection import load_data, make_plan
 from utils.data.sources import SOURCES, absolute_data, check_source
 from utils.data.spec import SMALL, InputSpec, sides
 from utils.data.splits import Data, Split
