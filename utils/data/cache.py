@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from utils.config.settings import TrainConfig
+from utils.console import say
 from utils.data.augment import Augmentation, Center, make_augmentation
 from utils.data.datasets import DecodedImages, EncodedImages, ImageDataset
 from utils.data.decode import VERSION
@@ -24,8 +24,7 @@ from utils.data.spec import InputSpec
 from utils.data.splits import Split
 from utils.data.workers import choose_workers, move_to_shared_memory, worker_processes
 from utils.errors import UserError, one_line
-from utils.files import expand, naming_file
-from utils.launch.environment import print_for_machine
+from utils.files import expand, whole_file
 from utils.memory import bytes_text, usable_cores
 from utils.waiting import wait_for_items
 
@@ -54,7 +53,10 @@ def is_cached(path: Path, following: str, shape: tuple[int, ...] = (), dtype: st
             os.utime(path)  # so that `remove_unused` keeps it
         return True
     if path.exists():
-        print_for_machine(f"{path}: damaged (not a whole array of the expected shape); {following}")
+        say(
+            f"{path}: damaged (not a whole array of the expected shape); {following}",
+            on_each_machine=True,
+        )
     return False
 
 
@@ -69,7 +71,10 @@ def keep_array(path: Path, array: np.ndarray) -> np.ndarray:
         return open_array(path)
     except OSError as error:
         where = f"features cannot be cached ({one_line(error)}) and are kept in memory, {bytes_text(array.nbytes)}"
-        print_for_machine(f"{where} in each process; choose another --cache_dir to cache them")
+        say(
+            f"{where} in each process; choose another --cache_dir to cache them",
+            on_each_machine=True,
+        )
         return array
 
 
@@ -88,21 +93,13 @@ def write_array(
         raise OSError(
             errno.ENOSPC, f"{bytes_text(size)} needed, {bytes_text(free)} free", str(path.parent)
         )
-    partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")
-    try:
-        with naming_file(path), partial.open("xb") as file:
-            np.lib.format.write_array_header_1_0(
-                file, {"descr": dtype, "fortran_order": False, "shape": shape}
-            )
-            for chunk in chunks:
-                # not to a memory map, because a full disk would raise SIGBUS
-                file.write(chunk.data)
-            file.flush()
-            # before the file gets its name, so that a file of this name is whole
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        np.lib.format.write_array_header_1_0(
+            file, {"descr": dtype, "fortran_order": False, "shape": shape}
+        )
+        for chunk in chunks:
+            # not to a memory map, because a full disk would raise SIGBUS
+            file.write(chunk.data)
 
 
 def remove_unused(folder: Path) -> None:
@@ -168,8 +165,8 @@ def decode_all(
     """
     shape = (height, width, channels)
     if isinstance(split.images, np.ndarray) and _shape(split.images) == shape:
-        is_whole = np.array_equal(split.rows, np.arange(len(split.images)))
-        images = split.images if is_whole else split.images[split.rows]
+        is_whole = np.array_equal(split.image_index, np.arange(len(split.images)))
+        images = split.images if is_whole else split.images[split.image_index]
         return images[..., None] if images.ndim == 3 else images.transpose(0, 2, 3, 1)
     path = (
         expand(cache_dir)

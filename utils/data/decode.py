@@ -46,7 +46,7 @@ def decode(
     """
     try:
         return _pixels(
-            split.images[int(split.rows[position])] if raw is None else raw,
+            split.images[int(split.image_index[position])] if raw is None else raw,
             channels,
             shrink,
             split.bits,
@@ -62,7 +62,7 @@ def decode(
 def why_unreadable(split: Split, position: int) -> str | None:
     """The error in decoding the image of sample `position`; None if it can be decoded."""
     try:
-        _pixels(split.images[int(split.rows[position])], 3, None)
+        _pixels(split.images[int(split.image_index[position])], 3, None)
     except Exception as error:
         return _reason(error)
     return None

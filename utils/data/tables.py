@@ -86,7 +86,7 @@ def table_source(splits, config: TrainConfig) -> Source:
     train = splits[split_that_defines_classes(splits, config.train_split)]
     image_column = _image_column(train.features, config.image_column)
     label_column = _label_column(train.features, config.label_column)
-    class_names, classes, notes = _classes(train, label_column)
+    class_names, classes = _classes(train, label_column)
     train_names = names_of_feature(train.features[label_column])
 
     def make(name: str) -> Split:
@@ -103,7 +103,7 @@ def table_source(splits, config: TrainConfig) -> Source:
         )
         return replace(split, notes=note_forms(classes, found))
 
-    return Source({name: partial(make, name) for name in splits}, class_names, notes=notes)
+    return Source({name: partial(make, name) for name in splits}, class_names)
 
 
 def _image_column(features, wanted: str | None) -> str:
@@ -161,29 +161,21 @@ def _values(dataset, column: str):
     return compute.list_flatten(values), compute.list_value_length(values)
 
 
-def _classes(dataset, column: str) -> tuple[list[str], Sequence, tuple[str, ...]]:
-    """The names of the classes; their names again, or the integers that stand for them; and lines
-    to print.
+def _classes(dataset, column: str) -> tuple[list[str], Sequence]:
+    """The names of the classes; and the names or the integers in the column that stand for them.
 
-    Integer labels are class numbers from 0 to the highest label. If fewer than half of these
-    numbers occur, as with 0, 1000, 2000, only the numbers that occur are classes.
+    Without names, the classes are the labels that occur, in order, except for negative ones.
     """
     if names := distinct(names_of_feature(dataset.features[column])):
-        return names, names, ()
+        return names, names
     try:
         values = distinct(sorted(_values(dataset, column)[0].unique().drop_null().to_pylist()))
     except UnicodeDecodeError:
         problem = f"--label_column {column}: a label is not UTF-8 text"
         raise UserError(problem, "save the column as UTF-8") from None
-    if values and isinstance(values[0], str):
-        return values, values, ()
-    values = [int(value) for value in values if value >= 0]
-    numbers = range(max(values, default=-1) + 1)
-    if 2 * len(values) >= len(numbers):
-        return list(map(str, numbers)), numbers, ()
-    shown = join_names(values, 3)
-    note = f"--label_column {column}: only the labels that occur are classes: {shown}"
-    return list(map(str, values)), values, (note,)
+    if not values or not isinstance(values[0], str):
+        values = [int(value) for value in values if value >= 0]
+    return list(map(str, values)), values
 
 
 def _labels(
@@ -199,9 +191,9 @@ def _labels(
     values, counts = _values(dataset, column)
     if values.null_count or (counts is not None and counts.null_count):
         every = dataset.with_format(None)[column]
-        has_null = (label is None or (counts is not None and None in label) for label in every)
+        has_null = [label is None or (counts is not None and None in label) for label in every]
         raise UserError(
-            f"image {list(has_null).index(True)} of split {split!r} has a null label",
+            f"image {has_null.index(True)} of split {split!r} has a null label",
             "fill it in (if a label is a list, with an empty one), or choose another split",
         )
     own, unique = names_of_feature(dataset.features[column]), values.unique().to_pylist()
@@ -210,11 +202,9 @@ def _labels(
     numbers = indices_in(classes, found)
     for value, number in zip(found, numbers, strict=True):
         if number < 0 and (isinstance(value, str) or value >= 0):
-            raise UserError(
-                lacks_class(value, classes, split, own or found),
-                "fix the labels, or choose another split",
-            )
+            problem = lacks_class(value, classes, split, own or found)
+            raise UserError(problem, "fix the labels, or choose another split")
     labels = numbers[indices_in(unique, values.to_numpy())]
-    return (
-        labels if counts is None else multi_hot(split, counts.to_numpy(), labels, len(classes))
-    ), found
+    if counts is not None:
+        labels = multi_hot(split, counts.to_numpy(), labels, len(classes))
+    return labels, found

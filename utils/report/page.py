@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from utils.files import write_output
+from utils.files import write_file
 from utils.report.folder import read_run
 from utils.report.html import render
 from utils.training.summary import FEW
@@ -55,7 +55,7 @@ def write_page(folders: Sequence[Path], out: Path, images: bool = True) -> None:
         runs.sort(key=itemgetter("rank"))
     words = {name: word for run in runs for name, word in run["shown"].items()}
     rows = {"settings": settings_of(runs), "metrics": metrics_of(runs, words), "few": FEW}
-    write_output(out, render("page.html", runs=runs, charts=charts(runs, words), **rows))
+    write_file(out, render("page.html", runs=runs, charts=charts(runs, words), **rows))
 
 
 def settings_of(runs: Sequence[dict[str, Any]]) -> dict[str, list[str]]:

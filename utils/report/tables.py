@@ -16,7 +16,7 @@ import numpy as np
 
 from utils.config.bounds import require
 from utils.console import join_names, printable
-from utils.data.scan import Scan
+from utils.data.scan import Scan, files_below, notes
 from utils.data.splits import Files, Split, fingerprint_of, whole_split
 from utils.files import check_output_file
 from utils.tasks.task import Predictions, Task
@@ -30,25 +30,25 @@ def find_images(given: Sequence[str]) -> Split:
     image is found.
     """
     found: list[str] = []
-    notes: list[str] = []
+    lines: list[str] = []
     for pattern in given:
         expanded = os.path.expanduser(pattern)
         paths = [pattern] if os.path.lexists(pattern) else glob.glob(expanded, recursive=True)
         problem = f"{join_names([pattern])}: no such file or folder"
-        require(paths, problem, "correct the path or the pattern")
+        require(bool(paths), problem, "correct the path or the pattern")
         for path in sorted(paths):
             if os.path.isdir(path):
-                scan = Scan(Path(path), [])
-                found += scan.images(path, "")
-                notes += scan.notes()
+                scan = Scan()
+                found += scan.images(files_below(path))
+                lines += notes(path, {"files of unsupported types are left out": scan.kinds()})
             else:
                 found.append(path)
-    problem = "; ".join([f"{join_names(given)}: no images", *notes])
-    require(found, problem, "name JPEG or PNG files, or folders with some in them")
+    problem = "; ".join([f"{join_names(given)}: no images", *lines])
+    require(bool(found), problem, "name JPEG or PNG files, or folders with some in them")
     names = list(dict.fromkeys(found))
     fingerprint = fingerprint_of(*map(os.fsencode, names))
     split = whole_split("images", Files(names), np.zeros(len(names)), fingerprint)
-    return replace(split, notes=tuple(notes))
+    return replace(split, notes=tuple(lines))
 
 
 # The start of a text that a spreadsheet would run as a formula, unless all of it is a number.
@@ -96,7 +96,7 @@ def rows_of_split(task: Task, split: Split, found: Predictions) -> list[dict[str
     """The rows of the file of a split: path or index, label, prediction and loss of each sample."""
     names, images, rows = task.class_names, split.images, []
     made = make_rows(task, found.top, found.scores, TOP)
-    places, losses = split.rows[found.indices].tolist(), found.values[:, 0]
+    places, losses = split.image_index[found.indices].tolist(), found.values[:, 0]
     for place, label, row, loss in zip(places, found.labels, made, losses, strict=True):
         image = {"path": images.names[place]} if isinstance(images, Files) else {"index": place}
         own = [*compress(names, label)] if np.ndim(label) else names[label]

@@ -4,13 +4,15 @@ If that fails, the run only prints a warning.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from utils.console import say
 from utils.data.splits import Split
 from utils.errors import one_line
 from utils.files import write_file
@@ -39,12 +41,14 @@ def report_training(run: Run, result: Mapping[str, Any] | None = None) -> None:
     if not run.config.report:
         return
     if run.ranks.is_main and result and found and state.best_step in (None, state.step):
-        with warned(run.log.say):
-            np.savez(stored, step=state.step, **found._asdict())
+        with warned():
+            file = BytesIO()
+            np.savez(file, step=state.step, **found._asdict())
+            write_file(stored, file.getvalue())
     if run.ended and not state.owes_evaluation:
-        with run.ranks.agree("writing report.html", patient=True):
+        with run.ranks.agree("writing report.html", no_timeout=True):
             if run.ranks.is_main:
-                with warned(run.log.say):
+                with warned():
                     record = read_run(run.folder, images=False)["best"]
                     common = (always_answering(run.data) or [None])[0]
                     best = _read(stored, record["step"])
@@ -95,10 +99,8 @@ def write_report(
 
 
 @contextmanager
-def warned(say: Callable[[str], None]) -> Iterator[None]:
-    """Print an error of any class with `say` instead of raising it, because the run itself has
-    succeeded.
-    """
+def warned() -> Iterator[None]:
+    """Print an error of any class instead of raising it, because the run itself has succeeded."""
     try:
         yield
     except Exception as error:

@@ -16,6 +16,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch import nn
 
 from utils.config.bounds import require
+from utils.config.plugin import PLUGIN
 from utils.config.recipe import AugmentationSettings
 from utils.data.augment import make_augmentation
 from utils.data.cache import VERSION, is_cached, keep_array, open_array
@@ -137,7 +138,14 @@ class FeatureCache:
             sorted(config.model_args.items()),
             hash_tensors(frozen),
         )
-        return [*model, self.accelerator.mixed_precision, config.channels_last, *place, *versions]
+        return [
+            *model,
+            *PLUGIN.values(),
+            self.accelerator.mixed_precision,
+            config.channels_last,
+            *place,
+            *versions,
+        ]
 
     def _compute(self, images: ImageDataset, spec: InputSpec, epoch: int) -> np.ndarray:
         """The features of all images, float32 [N, ...], on every rank; collective."""

@@ -1,20 +1,18 @@
-"""Record in checkpoints which samples a run trains and evaluates on, find them again later, and
+"""SampleList in checkpoints which samples a run trains and evaluates on, find them again later, and
 report changes.
 
-Image files are recorded by name, so new files do not move other samples, and missing files are
+Image files are listed by name, so new files do not move other samples, and missing files are
 detected. The rows of a table have no names, so tables are only compared as a whole.
 """
 
 import gzip
 import json
 import os
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +22,7 @@ from utils.data.splits import Files, Split, indices_in, multi_hot
 from utils.errors import UserError
 
 FILE = "samples.json.gz"
-_MOST_PACKED = 100  # most bytes that one byte of the file may unpack to; about ten in real records
+_MOST_PACKED = 100  # most bytes that one byte of the file may unpack to; about ten in real lists
 _LARGEST = 2**30  # most bytes of the unpacked file; enough for ten million samples with long names
 # The settings that decide which samples are in a split.
 _CHOICES = {
@@ -36,7 +34,7 @@ _CHOICES = {
 
 
 @dataclass(frozen=True)
-class RecordedSplit:
+class ListedSplit:
     """One split of a run: its samples in order, and `source`, the split of the data set that they
     were taken from.
 
@@ -55,14 +53,18 @@ class RecordedSplit:
     classes: list | None = None
 
     @classmethod
-    def of(cls, split: Split, whole: Split) -> "RecordedSplit":
+    def of(cls, split: Split, whole: Split) -> "ListedSplit":
         """Describe `split`, which was taken from `whole`."""
         if not isinstance(split.images, Files):
             return cls(split.name, whole.name, len(whole), whole.label_fingerprint, whole.content)
         names, labels = split.images.names, split.labels.tolist()
         if split.labels.ndim == 2:
             labels = [np.flatnonzero(row).tolist() for row in split.labels]
-        lists = [names[row] for row in split.rows.tolist()], split.ends[split.rows].tolist(), labels
+        lists = (
+            [names[row] for row in split.image_index.tolist()],
+            split.checksums[split.image_index].tolist(),
+            labels,
+        )
         return cls(
             split.name, whole.name, len(split), split.label_fingerprint, split.content, *lists
         )
@@ -87,16 +89,16 @@ def _is_list(values: list, kind: type) -> bool:
 
 
 @dataclass(frozen=True)
-class Record:
+class SampleList:
     """The samples of a run, before --max_train_samples and --max_eval_samples reduce them."""
 
-    train: RecordedSplit
-    evaluation: RecordedSplit
+    train: ListedSplit
+    evaluation: ListedSplit
     class_names: list[str]
     choices: dict
 
     @property
-    def parts(self) -> tuple[RecordedSplit, RecordedSplit]:
+    def parts(self) -> tuple[ListedSplit, ListedSplit]:
         return self.train, self.evaluation
 
     def check(self) -> None:
@@ -110,8 +112,8 @@ class Record:
             part.check(len(self.class_names))
 
     def check_choices(self, config: TrainConfig) -> None:
-        """Raise ValueError if these settings split the data set in another way than the recorded
-        ones.
+        """Raise ValueError if these settings split the data set in another way than those of
+        the list.
         """
         for name, value in self.choices.items():
             if name != "seed" and value != getattr(config, name):  # resume.py compares the seed
@@ -124,7 +126,7 @@ class Record:
     def data(self) -> bytes:
         """The contents of the file in a checkpoint, computed once.
 
-        Equal records give equal bytes.
+        Equal lists give equal bytes.
         """
         parts = {"train": vars(self.train), "evaluation": vars(self.evaluation)}
         values = {**parts, "class_names": self.class_names, "choices": self.choices}
@@ -132,21 +134,21 @@ class Record:
         return gzip.compress(text.encode(), 1, mtime=0)
 
 
-def make_record(
+def list_samples(
     config: TrainConfig,
     class_names: list[str],
     train: tuple[Split, Split],
     evaluation: tuple[Split, Split],
-) -> Record:
+) -> SampleList:
     """Describe both splits. Each is passed together with the whole split that it was taken from."""
     choices = {name: getattr(config, name) for name in _CHOICES}
-    return Record(
-        RecordedSplit.of(*train), RecordedSplit.of(*evaluation), list(class_names), choices
+    return SampleList(
+        ListedSplit.of(*train), ListedSplit.of(*evaluation), list(class_names), choices
     )
 
 
-def read_record(path: Path) -> Record:
-    """The record in a file of a verified checkpoint. Raises ValueError if it is invalid."""
+def read_samples(path: Path) -> SampleList:
+    """The list in a file of a verified checkpoint. Raises ValueError if it is invalid."""
     try:
         largest = min(_LARGEST, _MOST_PACKED * path.stat().st_size + 2**16)
         with gzip.open(path) as file:
@@ -154,106 +156,79 @@ def read_record(path: Path) -> Record:
         if len(data) > largest:
             raise ValueError("too large")
         values = json.loads(data)
-        train, evaluation = RecordedSplit(**values["train"]), RecordedSplit(**values["evaluation"])
-        record = Record(train, evaluation, values["class_names"], dict(values["choices"]))
-        record.check()
-        return record
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        OSError,
-        EOFError,
-        RecursionError,
-        OverflowError,
-        zlib.error,
-    ) as error:
+        train, evaluation = ListedSplit(**values["train"]), ListedSplit(**values["evaluation"])
+        samples = SampleList(train, evaluation, values["class_names"], dict(values["choices"]))
+        samples.check()
+        return samples
+    except Exception as error:  # the libraries raise errors of any class for damaged files
         raise UserError(f"{path}: damaged ({str(error)[:80]})", "use another checkpoint") from None
 
 
-class MatchedFiles(NamedTuple):
-    """The current state of a recorded split, and lines to print about changed samples and about new
-    files.
-    """
-
-    split: Split
-    changes: list[str]
-    new_files: list[str]
-
-
 def match_files(
-    record: Record,
-    part: RecordedSplit,
+    samples: SampleList,
+    part: ListedSplit,
     whole: Split,
     class_names: Sequence[str],
     skip_changed: bool = False,
-) -> MatchedFiles:
-    """Find the files of a recorded split in `whole`, the current state of the split that they were
-    taken from.
+) -> tuple[Split, list[str], list[str]]:
+    """Find the files of a listed split in `whole`, the current state of the split that they were
+    taken from. Returns the split, lines about changed samples, and the names of new files.
 
-    Labels are indices into `class_names`, the classes of `whole`. Missing files are marked as
-    unreadable. With `skip_changed`, changed images are too, instead of being reported.
+    Labels are indices into `class_names`, the classes of `whole`. Missing files get errors. With
+    `skip_changed`, changed images do too, instead of being reported.
     """
-    recorded, files = _recorded_labels(record, part, class_names), whole.images
-    if not isinstance(files, Files) or recorded.ndim != whole.labels.ndim:
+    listed = _listed_labels(samples, part, class_names)
+    files, names = whole.images, part.names or []
+    if not isinstance(files, Files) or listed.ndim != whole.labels.ndim:
         problem = (
             f"split {whole.name!r} has other kinds of images or labels than when the run started"
         )
         raise UserError(problem, "use the same --data and the same --task")
-    names = part.names or []
-    rows = indices_in(files.names, names)
-    labels, is_gone = recorded.copy(), rows < 0
-    labels[~is_gone] = whole.labels[rows[~is_gone]]
-    gone = np.flatnonzero(is_gone)
-    rows[gone] = len(files) + np.arange(len(gone))
-    paths = [*files.paths, *(os.path.join(files.root, names[position]) for position in gone)]
-    bad = {**whole.bad, **dict.fromkeys(rows[gone].tolist(), "no longer in the data set")}
-    ends = np.append(whole.ends, np.zeros_like(gone))
-    images = Files(paths, files.root)
+    index = indices_in(files.names, names)
+    gone = np.flatnonzero(index < 0)
+    labels = whole.labels[index]
+    labels[gone] = listed[gone]
+    index[gone] = len(files) + np.arange(len(gone))
     split = replace(
-        whole, name=part.name, images=images, labels=labels, rows=rows, ends=ends, bad=bad
+        whole,
+        name=part.name,
+        images=Files(files.paths + [os.path.join(files.root, names[n]) for n in gone], files.root),
+        labels=labels,
+        image_index=index,
+        checksums=np.append(whole.checksums, np.zeros_like(gone)),
+        errors={**whole.errors, **dict.fromkeys(index[gone].tolist(), "no longer in the data set")},
     )
-
-    is_changed = (ends[rows] != part.ends) & split.readable
-    is_relabelled = (labels != recorded).reshape(len(labels), -1).any(1)
+    is_changed = split.readable & (split.checksums[index] != part.ends)
+    is_relabelled = (labels != listed).reshape(len(labels), -1).any(1)
     changes = _count_and_names(part, is_relabelled, "changed class")
     if skip_changed:
-        changed = dict.fromkeys(rows[is_changed].tolist(), "changed since the run started")
-        split = replace(split, bad={**bad, **changed})
+        changed = dict.fromkeys(index[is_changed].tolist(), "changed since the run started")
+        split = replace(split, errors={**split.errors, **changed})
     else:
         changes += _count_and_names(part, is_changed, "changed")
-    known = {
-        nfc(name)
-        for other in record.parts
-        if other.source == part.source
-        for name in other.names or []
-    }
-    new = [
-        name
-        for row, name in enumerate(files.names)
-        if nfc(name) not in known and row not in whole.bad
-    ]
-    line = f"split {whole.name!r} has new files since training, which are left out: {join_names(new, 3)}"
-    return MatchedFiles(split, changes, [line] if new else [])
+    same = [other for other in samples.parts if other.source == part.source]
+    known = {nfc(name) for other in same for name in other.names or []}
+    new = [n for n, name in enumerate(files.names) if nfc(name) not in known]
+    return split, changes, [files.names[n] for n in new if n not in whole.errors]
 
 
-def _recorded_labels(record: Record, part: RecordedSplit, class_names: Sequence[str]) -> np.ndarray:
-    """The labels of a recorded split of files, with indices into `class_names`; -1 for a class that
+def _listed_labels(
+    samples: SampleList, part: ListedSplit, class_names: Sequence[str]
+) -> np.ndarray:
+    """The labels of a listed split of files, with indices into `class_names`; -1 for a class that
     is not there.
     """
-    numbers = indices_in(class_names, record.class_names)
+    numbers = indices_in(class_names, samples.class_names)
     classes = part.classes or []
     if not _is_list(classes, list):
         return numbers[classes]
-    counts, flat = (
-        np.asarray([len(own) for own in classes]),
-        numbers[np.fromiter(chain(*classes), np.int64)],
-    )
+    counts = np.asarray([len(own) for own in classes])
+    flat = numbers[np.fromiter(chain(*classes), np.int64)]
     # Rows have one more column, for the classes that are not there.
     return multi_hot(part.name, counts, flat % (len(class_names) + 1), len(class_names) + 1)[:, :-1]
 
 
-def _count_and_names(part: RecordedSplit, chosen: np.ndarray, what: str) -> list[str]:
+def _count_and_names(part: ListedSplit, chosen: np.ndarray, what: str) -> list[str]:
     """A line with the number and the names of the files that a mask chooses; no line if there are
     none.
     """
@@ -263,8 +238,8 @@ def _count_and_names(part: RecordedSplit, chosen: np.ndarray, what: str) -> list
     return [f"{len(names)} of {part.count} images of {part.name!r} {what}: {join_names(names, 3)}"]
 
 
-def table_changes(part: RecordedSplit, whole: Split) -> list[str]:
-    """Lines about how a split of a table differs from the recorded one."""
+def table_changes(part: ListedSplit, whole: Split) -> list[str]:
+    """Lines about how a split of a table differs from the listed one."""
     if part.count != len(whole):
         return [f"split {part.source!r} had {part.count} samples and now has {len(whole)}"]
     pairs = (
@@ -278,9 +253,9 @@ def table_changes(part: RecordedSplit, whole: Split) -> list[str]:
     ]
 
 
-def is_same(part: RecordedSplit, whole: Split) -> bool:
-    """Whether `whole` holds all samples of a recorded split unchanged, wherever it is stored."""
+def is_same(part: ListedSplit, whole: Split) -> bool:
+    """Whether `whole` holds all samples of a listed split unchanged, wherever it is stored."""
     if part.names is None or not isinstance(whole.images, Files):
         return part.names is None and bool(part.content) and not table_changes(part, whole)
     rows = indices_in(whole.images.names, part.names)
-    return bool((rows >= 0).all() and (whole.ends[rows] == part.ends).all())
+    return bool((rows >= 0).all() and (whole.checksums[rows] == part.ends).all())
