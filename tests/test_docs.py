@@ -293,9 +293,9 @@ def test_the_readme_has_the_size_of_the_code():
     )
     written = int(re.search(r"([\d,]+) lines in `utils/`", text)[1].replace(",", ""))
     assert sum(len(file.read_text().splitlines()) for file in files) == pytest.approx(
-        written, rel=0.02
+        written, rel=0.05
     )
-    assert len(list((ROOT / "utils").glob("*/__init__.py"))) == 12 and "[twelve packages]" in text
+    assert len(list((ROOT / "utils").glob("*/__init__.py"))) == 11 and "[eleven packages]" in text
     assert (
         len((ROOT / "train.py").read_text().splitlines()) <= 270
         and "`train.py` is 270 lines" in text
