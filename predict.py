@@ -21,26 +21,26 @@ import numpy as np
 from utils.config.cli import parse_args
 from utils.config.scripts import PredictConfig
 from utils.config.settings import TrainConfig
-from utils.console import Terminal, printable, table
+from utils.console import printable, progress, say, table
 from utils.data.augment import Augmentation, Center
+from utils.data.check import check_images
 from utils.data.datasets import EncodedImages
 from utils.data.splits import Split, fingerprint_of
 from utils.errors import UserError
 from utils.files import check_output_file, expand, write_file
 from utils.models.zoo import check_model
-from utils.predictions.tables import (
+from utils.ranks.accelerator import check_precision, make_accelerator
+from utils.ranks.ranks import Ranks
+from utils.ranks.session import distributed_session
+from utils.report.html import gallery
+from utils.report.tables import (
     Row,
-    check_all,
     check_table_file,
     encode,
     find_images,
     make_rows,
     result_rows,
 )
-from utils.ranks.accelerator import check_precision, make_accelerator
-from utils.ranks.ranks import Ranks
-from utils.ranks.session import distributed_session
-from utils.report.html import gallery
 from utils.runs.inference import (
     Inference,
     find_saved,
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         found = with_settings(found, config)
         split = load_images(flags, config, ranks)
         for line in [*warn_about_flags(flags, found), *map(printable, split.notes)]:
-            Terminal(ranks.is_main).print(line)
+            say(line)
         start = time.perf_counter()
         rows = predict(flags, found, task, split, ranks)
         with ranks.agree("writing the predictions"):
@@ -103,11 +103,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 def load_images(flags: PredictConfig, config: TrainConfig, ranks: Ranks) -> Split:
     """The images to predict, the same on all ranks; collective."""
-    progress = Terminal(ranks.is_main).progress("checking images")
     with ranks.local_main_first("checking the images"):
-        split = check_all(
-            replace(find_images(flags.paths), bits=config.image_bits), config.cache_dir, progress
-        )
+        split = replace(find_images(flags.paths), bits=config.image_bits)
+        split = check_images(split, True, config.cache_dir, progress("checking images"))
     fingerprint = fingerprint_of(split.fingerprint, split.content, *sorted(split.errors))
     ranks.check_same(fingerprint, "different images")
     return split

@@ -7,7 +7,7 @@
 This file is the whole run: `main` starts it, `build` creates its parts, and `train` is the loop.
 """
 
-from utils.output import guard_output, leave  # the first import: see its docstring
+from utils.output import exit_with, guard_output  # the first import: see its docstring
 
 # isort: split
 import math
@@ -81,14 +81,14 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         log_start(run)
         if config.dry_run:
             return dry_run(run, train_update)
-        stopping.training_begins()
+        stopping.defer_signals()
         with gc_frozen(), make_profiler(run) as profiler:
             result = train(run, profiler)
         if result is None:  # the run was complete; a page may be missing
             report_training(run)
         stopped = log_end(run, result, command)
     if stopped:
-        leave(EXIT_RESUME)
+        exit_with(EXIT_RESUME)
     return result
 
 
@@ -147,7 +147,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
         evaluator=Evaluator(ranks, accelerator, module, eval_loader, eval_spec, task, setup.config),
         meter=Meter(task, device, setup.state.since_log, ranks.is_main, optimizer),
         log=log,
-        trackers=RunTrackers(accelerator, setup.config, folder, setup.state.run_id, log.say),
+        trackers=RunTrackers(accelerator, setup.config, folder, setup.state.run_id),
         changed=[*setup.changed, *lines],
         notes=notes,
         sharding=sharding,
@@ -229,7 +229,7 @@ def evaluate(run: Run) -> dict | None:
     state.owes_evaluation = True
     if run.stopping.agreed:
         return None
-    run.ranks.mark(f"after update {state.step}, evaluating")
+    run.ranks.enter(f"after update {state.step}, evaluating")
     kinds = ["raw", "ema"] if average else ["raw"]
     for weights in kinds:
         keep = run.config.report and weights == kinds[-1]

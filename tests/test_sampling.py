@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from utils.config.settings import TrainConfig
 from utils.data.order import Plan, UpdateSampler, permutation
-from utils.data.sampling import make_plan
+from utils.data.selection import make_plan
 from utils.data.splits import whole_split
 from utils.models.checking import check_batch_norm
 from utils.tasks.classification import Classification, balanced_weights

@@ -15,6 +15,7 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from utils.config.settings import TrainConfig
+from utils.console import say
 from utils.data.augment import Augmentation, Center, make_augmentation
 from utils.data.datasets import DecodedImages, EncodedImages, ImageDataset
 from utils.data.decode import VERSION
@@ -24,7 +25,6 @@ from utils.data.splits import Split
 from utils.data.workers import choose_workers, move_to_shared_memory, worker_processes
 from utils.errors import UserError, one_line
 from utils.files import expand, whole_file
-from utils.launch.environment import print_for_machine
 from utils.memory import bytes_text, usable_cores
 from utils.waiting import wait_for_items
 
@@ -53,7 +53,10 @@ def is_cached(path: Path, following: str, shape: tuple[int, ...] = (), dtype: st
             os.utime(path)  # so that `remove_unused` keeps it
         return True
     if path.exists():
-        print_for_machine(f"{path}: damaged (not a whole array of the expected shape); {following}")
+        say(
+            f"{path}: damaged (not a whole array of the expected shape); {following}",
+            on_each_machine=True,
+        )
     return False
 
 
@@ -68,7 +71,10 @@ def keep_array(path: Path, array: np.ndarray) -> np.ndarray:
         return open_array(path)
     except OSError as error:
         where = f"features cannot be cached ({one_line(error)}) and are kept in memory, {bytes_text(array.nbytes)}"
-        print_for_machine(f"{where} in each process; choose another --cache_dir to cache them")
+        say(
+            f"{where} in each process; choose another --cache_dir to cache them",
+            on_each_machine=True,
+        )
         return array
 
 

@@ -23,7 +23,7 @@ from utils.memory import usable_cores
 from utils.waiting import wait_for_items
 
 # of the cached results; increase it when their meaning changes, so that old ones are not used
-_VERSION = 1
+_VERSION = 2
 _CHUNK, _LEAST, _MOST = 256, 4000, 32  # images per chunk, fewest images per worker, most workers
 _HEAD, _TAIL = 1024, 4096  # bytes that are read at each end
 
@@ -40,11 +40,8 @@ def check_images(split: Split, full: bool, cache_dir: str, progress: Callable = 
         return split
     stamps, errors = _stamps(split)
     rows = np.setdiff1d(split.image_index, list(errors))
-    path = (
-        expand(cache_dir)
-        / "checked"
-        / f"{fingerprint_of(_VERSION, full, split.fingerprint, *stamps)}.json"
-    )
+    name = fingerprint_of(_VERSION, full, split.fingerprint, *stamps)
+    path = expand(cache_dir) / "checked" / f"{name}.json"
     found = _cached_result(path, len(rows))
     if found is None:
         found = _check_all(split, rows, full, progress)
@@ -53,12 +50,11 @@ def check_images(split: Split, full: bool, cache_dir: str, progress: Callable = 
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, json.dumps(found))
     checksums = np.zeros(len(split.images), np.int64)
-    checksums[rows] = found["ends"]
-    return replace(
-        split,
-        checksums=checksums,
-        errors=errors | {int(rows[int(n)]): reason for n, reason in found["bad"].items()},
-    )
+    for row, (checksum, reason) in zip(rows.tolist(), found, strict=True):
+        checksums[row] = checksum
+        if reason:
+            errors[row] = reason
+    return replace(split, checksums=checksums, errors=errors)
 
 
 def _stamps(split: Split) -> tuple[list, dict[int, str]]:
@@ -78,23 +74,19 @@ def _stamps(split: Split) -> tuple[list, dict[int, str]]:
     return [os.fsencode("\0".join(split.images.paths)), stamps.data], bad
 
 
-def _cached_result(path: Path, count: int) -> dict | None:
+def _cached_result(path: Path, count: int) -> list | None:
     """The result of an earlier check of the same files; None if it does not exist or its file is
     damaged.
     """
     with suppress(Exception):  # any exception type
         found = json.loads(path.read_text())
-        is_known = all(0 <= int(row) < count for row in dict(found["bad"]))
-        if is_known and len(np.asarray(found["ends"], np.int64)) == count:
+        if len([int(checksum) for checksum, _ in found]) == count:
             return found
     return None
 
 
-def _check_all(split: Split, rows: np.ndarray, full: bool, progress: Callable) -> dict:
-    """Check these images on all cores.
-
-    Returns {"ends": a checksum of each image, "bad": {its index among them, as text: error}}.
-    """
+def _check_all(split: Split, rows: np.ndarray, full: bool, progress: Callable) -> list:
+    """Check these images on all cores. Returns the checksum and the error, or "", of each."""
     workers = min(usable_cores(), _MOST, len(rows) * (10 if full else 1) // _LEAST)
     loader = DataLoader(
         _Checks(split, rows, full),
@@ -102,15 +94,8 @@ def _check_all(split: Split, rows: np.ndarray, full: bool, progress: Callable) -
         collate_fn=list,
         **worker_processes(workers if workers > 1 else 0),
     )
-    checks = [
-        check
-        for chunk in wait_for_items(progress(loader), "the result of an image check")
-        for check in chunk
-    ]
-    return {
-        "ends": [end for end, _ in checks],
-        "bad": {str(n): why for n, (_, why) in enumerate(checks) if why},
-    }
+    chunks = wait_for_items(progress(loader), "the result of an image check")
+    return [check for chunk in chunks for check in chunk]
 
 
 class _Checks(Dataset):
@@ -131,9 +116,9 @@ class _Checks(Dataset):
             size, head, tail = self._ends(row, raw)
         except (OSError, ValueError) as error:
             return 0, getattr(error, "strerror", None) or one_line(error)
-        end = (size & 0x7FFFFFFF) << 32 | zlib.crc32(tail, zlib.crc32(head))
+        checksum = (size & 0x7FFFFFFF) << 32 | zlib.crc32(tail, zlib.crc32(head))
         is_sound = not self.full and _looks_whole(size, head, tail)
-        return end, "" if is_sound else why_unreadable(self.split, row) or ""
+        return checksum, "" if is_sound else why_unreadable(self.split, row) or ""
 
     def _ends(self, row: int, raw: bytes | None) -> tuple[int, bytes, bytes]:
         """The size, the first bytes and the last bytes of an image.
@@ -141,25 +126,15 @@ class _Checks(Dataset):
         Raises OSError or ValueError if it has none.
         """
         if isinstance(self.split.images, Files):
-            return _ends_of_file(self.split.images.paths[row])
+            with open(self.split.images.paths[row], "rb", buffering=0) as file:
+                size, head = os.fstat(file.fileno()).st_size, file.read(_HEAD)
+                file.seek(max(0, size - _TAIL))
+                return size, head, file.read(_TAIL)
         if raw is None:  # some tables have only the path of a file
             raw = self.split.images[row]
         if raw is None:
             raise ValueError("there is no image")
         return len(raw), raw[:_HEAD], raw[-_TAIL:]
-
-
-def _ends_of_file(path: str) -> tuple[int, bytes, bytes]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        size = os.fstat(descriptor).st_size
-        return (
-            size,
-            os.pread(descriptor, _HEAD, 0),
-            os.pread(descriptor, _TAIL, max(0, size - _TAIL)),
-        )
-    finally:
-        os.close(descriptor)
 
 
 def _looks_whole(size: int, head: bytes, tail: bytes) -> bool:

@@ -21,10 +21,11 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from utils.config.settings import TrainConfig
+from utils.console import say
 from utils.data.datasets import AnyDataset, Batch, ResidentImages
 from utils.data.order import MicrobatchSampler
 from utils.errors import UserError, one_line
-from utils.launch.environment import local_rank_and_size, print_for_machine
+from utils.launch.environment import local_rank_and_size
 from utils.memory import MB, SHM, SHM_FIX, describe_shm, shm_space, usable_physical_cores
 
 AHEAD = 4  # batches that each worker prepares in advance
@@ -194,7 +195,7 @@ def make_loaders(
     if (most, ahead) != (wanted, AHEAD):
         need = processes * bytes_needed(sizes, wanted, AHEAD) / MB
         problem = f"{SHM}: {describe_shm()}, {need:.0f} MB needed for --num_workers {wanted}"
-        print_for_machine(f"{problem}; using {most} instead, which is slower; {SHM_FIX}")
+        say(f"{problem}; using {most} instead, which is slower; {SHM_FIX}", on_each_machine=True)
     loaders = []
     for dataset, sampler in parts:
         workers = most if dataset.in_loader else 0

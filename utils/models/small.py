@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from utils.config.bounds import require
 from utils.data.datasets import DecodedImages, ImageDataset
 from utils.data.spec import InputSpec
-from utils.errors import UserError
 
 
 class MnistCNN(nn.Module):
@@ -80,7 +80,7 @@ class FastNet(nn.Module):
     width.
 
     `widths` has the channels of each block. The logits are multiplied by `scaling`. Raises
-    UserError for images that are too small for so many blocks, or larger than 96 pixels.
+    UserError for images larger than 96 pixels.
     """
 
     def __init__(
@@ -91,12 +91,8 @@ class FastNet(nn.Module):
         scaling: float = 1 / 9,
     ):
         super().__init__()
-        least = 1 + 2 ** len(widths)
-        if not spec.small or min(spec.size) < least:
-            problem = (
-                f"fastnet takes images of {least} to 96 pixels, got {spec.height}x{spec.width}"
-            )
-            raise UserError(problem, "try --image_size 32, or --model resnet18")
+        problem = f"fastnet takes images of up to 96 pixels, got {spec.height}x{spec.width}"
+        require(spec.small, problem, "try --image_size 32, or --model resnet18")
         self.spec, self.scaling = spec, scaling
         self.whiten = nn.Conv2d(spec.channels, 8 * spec.channels, 2)
         self.whiten.requires_grad_(False)  # then its activation, the largest, needs no gradients

@@ -89,19 +89,23 @@ def input_spec(
         height, width = (round(side * enlarge) for side in seen_size)
     else:
         height = width = 224
-    given = {"mean": config.mean, "std": config.std}
-    for flag, values in given.items():
-        if values and len(values) not in (1, channels):
-            problem = f"--{flag} has {len(values)} values for {channels} channels"
-            raise UserError(problem, "give one value, or one for each channel")
-    mean, std = (_per_channel(given[key] or weights.get(key) or [0.5], channels) for key in given)
+    mean, std = (
+        _per_channel(f"--{name}", getattr(config, name), weights.get(name, [0.5]), channels)
+        for name in ("mean", "std")
+    )
     spec = resize_input(InputSpec(height, width, channels, mean, std), config, (height, width))
     other = resize_input(spec, config, sides(config.eval_size)) if config.eval_size else spec
     return spec if other == spec else replace(spec, evaluation=other)
 
 
-def _per_channel(values: Sequence[float], channels: int) -> list[float]:
+def _per_channel(
+    flag: str, given: list[float] | None, default: list[float], channels: int
+) -> list[float]:
     """The values, or for a different number of channels, their mean for each channel."""
+    values = given or default
+    problem = f"{flag} has {len(values)} values for {channels} channels"
+    fix = "give one value, or one for each channel"
+    require(given is None or len(given) in (1, channels), problem, fix)
     return list(values) if len(values) == channels else [sum(values) / len(values)] * channels
 
 
@@ -117,9 +121,10 @@ def build_model(
 
     Its weights are random, drawn with --seed. With --pretrained they are the published ones. If
     these know all of the classes `names`, their head is kept. The first layer of fastnet is
-    computed from the training `images`. If other weights will be loaded, of `weight_bytes`, they
-    are random, and a far larger model is refused before it fills the memory. Raises ValueError if
-    --model_args are invalid or the model does not accept the images of training or evaluation.
+    computed from the training `images`. `weight_bytes` is None for a new model. Otherwise weights
+    of this size will be loaded into it: it starts random, and a far larger model is refused before
+    it fills the memory. Raises ValueError if --model_args are invalid or the model does not accept
+    the images of training or evaluation.
     """
     check_model(config)  # again: the data may have chosen the model
     torch.manual_seed(fold_in(config.seed, "weights"))

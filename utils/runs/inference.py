@@ -55,7 +55,7 @@ def find_saved(ckpt: str, kind: str | None, ranks: Ranks, tries: int = 10) -> In
     # Only the main process searches: a training run could move `best` between two searches.
     path = ranks.from_main(lambda: find_checkpoint(expand(ckpt)))
     try:
-        ranks.from_main(lambda: verify(path), patient=True)
+        ranks.from_main(lambda: verify(path), no_timeout=True)
         with ranks.agree():
             return _read(path, kind, ranks.is_main)
     except (ValueError, OSError):

@@ -13,14 +13,13 @@ from utils.config.bounds import require
 from utils.config.defaults import choose_images, choose_sizes, resolve_batch
 from utils.config.recipe import BACKBONE
 from utils.config.settings import OF_INPUT, TrainConfig
-from utils.console import Terminal, join_names
+from utils.console import join_names, progress
 from utils.data.auto_augment import AUTO_AUGMENTS
 from utils.data.cache import make_dataset
 from utils.data.datasets import ImageDataset
 from utils.data.decode import peek
 from utils.data.order import Plan
-from utils.data.sampling import make_plan
-from utils.data.selection import load_data
+from utils.data.selection import load_data, make_plan
 from utils.data.sources import SOURCES, absolute_data, check_source
 from utils.data.spec import SMALL, InputSpec, sides
 from utils.data.splits import Data, Split
@@ -102,7 +101,7 @@ def fill_settings(
 def load_splits(config: TrainConfig, saved: Checkpoint | None, ranks: Ranks) -> Data:
     """Load and check the data; collective. A resumed run keeps its original samples."""
     with ranks.local_main_first("loading the data"):
-        data = load_data(config, saved.samples if saved else None, Terminal(ranks.is_main))
+        data = load_data(config, saved.samples if saved else None)
     ranks.check_same(data.fingerprint, f"different images in --data {config.data}")
     return data
 
@@ -212,7 +211,7 @@ def make_datasets(setup: Setup, ranks: Ranks) -> tuple[ImageDataset, ImageDatase
     The first rank of a machine decodes small images.
     """
     config, data, spec = setup.config, setup.data, setup.spec
-    bar = Terminal(ranks.is_main).progress("decoding")
+    bar = progress("decoding")
     with ranks.local_main_first("decoding images"):
         train_set = make_dataset(data.train, spec, config, True, bar)
         return train_set, make_dataset(data.evaluation, spec.for_evaluation(), config, False, bar)
