@@ -22,7 +22,6 @@ from utils.config.cli import parse_args
 from utils.config.scripts import PredictConfig
 from utils.config.settings import TrainConfig
 from utils.console import Terminal, printable, table
-from utils.data.augment import Augmentation, Center
 from utils.data.datasets import EncodedImages
 from utils.data.splits import Split, fingerprint_of
 from utils.errors import UserError
@@ -127,7 +126,7 @@ def predict(
     """
     spec = saved.spec.for_evaluation()
     readable = split.select(np.flatnonzero(split.readable))
-    dataset = EncodedImages(readable, spec, Augmentation(0, {"center": Center(spec)}))
+    dataset = EncodedImages(readable, spec)
     # A loader process decodes whole blocks, so for a single block it would save no time.
     if len(dataset) <= config.eval_batch_size:
         config = replace(config, num_workers=0)

@@ -44,7 +44,7 @@ from utils.data.datasets import DecodedImages, EncodedImages, ResidentImages
 from utils.data.order import Plan, UpdateSampler
 from utils.data.spec import InputSpec
 from utils.data.splits import Files, whole_split
-from utils.data.workers import make_loader
+from utils.data.workers import make_loaders
 from utils.memory import keep_freed_memory
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -62,9 +62,9 @@ def rate(batches) -> float:
 
 def ours(dataset: Dataset, spec: InputSpec, batch_size: int, config: TrainConfig) -> Batches:
     plan = Plan(len(dataset), batch_size, microbatches=1, seed=0, in_pairs=config.mixes)
-    loader = make_loader(
-        dataset, UpdateSampler(plan, 1, plan.updates_per_epoch), config, THREADS, DEVICE
-    )
+    loader = make_loaders(
+        [(dataset, UpdateSampler(plan, 1, plan.updates_per_epoch))], config, THREADS, DEVICE
+    )[0]
     return Batches(loader, spec, config, DEVICE, training=True, outputs=10)
 
 
