@@ -22,7 +22,6 @@ from utils.config.cli import parse_args
 from utils.config.scripts import PredictConfig
 from utils.config.settings import TrainConfig
 from utils.console import printable, progress, say, table
-from utils.data.augment import Augmentation, Center
 from utils.data.check import check_images
 from utils.data.datasets import EncodedImages
 from utils.data.splits import Split, fingerprint_of
@@ -120,7 +119,7 @@ def predict(
     """
     config, spec = found.config, found.spec.for_evaluation()
     readable = split.select(np.flatnonzero(split.readable))
-    dataset = EncodedImages(readable, spec, Augmentation(0, {"center": Center(spec)}))
+    dataset = EncodedImages(readable, spec)
     # A loader process decodes whole blocks, so for a single block it would save no time.
     if len(dataset) <= config.eval_batch_size:
         config = replace(config, num_workers=0)

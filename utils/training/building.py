@@ -14,15 +14,15 @@ from utils.config.defaults import choose_images, choose_sizes, resolve_batch
 from utils.config.recipe import BACKBONE
 from utils.config.settings import OF_INPUT, TrainConfig
 from utils.console import join_names, progress
-from utils.data.auto_augment import AUTO_AUGMENTS
 from utils.data.cache import make_dataset
 from utils.data.datasets import ImageDataset
 from utils.data.decode import peek
-from utils.data.order import Plan
-from utils.data.selection import load_data, make_plan
+from utils.data.order import Plan, make_plan
+from utils.data.selection import load_data
 from utils.data.sources import SOURCES, absolute_data, check_source
 from utils.data.spec import SMALL, InputSpec, sides
 from utils.data.splits import Data, Split
+from utils.data.transforms import AUTO_AUGMENTS
 from utils.errors import UserError
 from utils.models.checking import bad_tensors, check_batch_norm, has_batch_norm, hash_tensors
 from utils.models.features import accept_features, find_last_part
@@ -144,9 +144,8 @@ def resolve(
     config, sizes = (config, []) if saved else choose_sizes(config, len(data.train), processes)
     _, grad_accum, global_batch_size = choose_batch(config, saved, processes)
     check_elastic_sizes(config, global_batch_size)
-    plan = make_plan(
-        config, data.train, global_batch_size, config.microbatches or grad_accum * processes
-    )
+    microbatches = config.microbatches or grad_accum * processes
+    plan = make_plan(config, data.train.labels, global_batch_size, microbatches)
     updates = total_updates(config, plan)
     state = restore_state(saved, folder, config, plan, data)
     config, images, spec = resolve_input(config, saved, data.train)

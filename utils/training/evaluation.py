@@ -23,7 +23,7 @@ from utils.data.batches import Batches
 from utils.data.datasets import AnyDataset
 from utils.data.order import evaluation_blocks
 from utils.data.spec import InputSpec
-from utils.data.workers import make_loader
+from utils.data.workers import make_loaders
 from utils.errors import UserError
 from utils.launch.exits import fix_for_memory
 from utils.models.sharded import forget_whole_weights, is_sharded
@@ -201,7 +201,7 @@ def make_eval_loader(
 ) -> DataLoader:
     """The loader of the evaluation blocks of all ranks, for `Accelerator.prepare`."""
     blocks = evaluation_blocks(len(dataset), config.eval_batch_size, epoch)
-    return make_loader(dataset, blocks, config, ranks.threads, ranks.device)
+    return make_loaders([(dataset, blocks)], config, ranks.threads, ranks.device)[0]
 
 
 def fill_up(found: list[tuple[Tensor, ...]], most: int) -> list[Tensor]:
