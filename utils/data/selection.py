@@ -42,8 +42,6 @@ def load_data(
     A resumed run passes the `samples` of its checkpoint, to continue with the same ones. All images
     are checked, and progress and messages are printed to `terminal`.
     """
-    if samples is not None:
-        samples.check_choices(config)
     source = _open_checked(config, samples, terminal)
     if samples is None:
         pairs = _choose_splits(source, config, terminal)
@@ -90,10 +88,17 @@ def load_split(
     list counts as the run's own, even if it has been moved.
     """
     source = _open_checked(config, samples, terminal)
-    of_run = samples is not None and name in (None, "train")
+    of_run = name in (None, "train")
     if samples and of_run and (own_data or _holds_all(source, samples)):
         config = replace(config, **samples.choices)
-        split = _own_split(source, config, name == "train", samples, terminal)
+        part = samples.train if name else samples.evaluation
+        (split,), changes = _find_again(source, config, samples, [part], terminal)
+        is_lost = part.names is None and samples.train.source == samples.evaluation.source
+        problem = f"{'; '.join(changes)}; the held-out samples cannot be found again"
+        fix = f"evaluate all samples with --data {config.data} --split {part.source}"
+        require(not (changes and is_lost), problem, fix)
+        for text in changes:
+            terminal.print(text)
         shown = split.name
     else:
         asked = name or _eval_name(source, "", None)
@@ -201,37 +206,16 @@ def _find_again(
 
 
 def _class_changes(before: list[str], now: list[str]) -> list[str]:
-    before, now = [*map(nfc, before)], [*map(nfc, now)]
-    new, gone = [n for n in now if n not in before], [n for n in before if n not in now]
-    lists = {"new": new, "removed": gone}
-    parts = [f"{what}: {join_names(names, 3)}" for what, names in lists.items() if names]
-    return [f"the classes changed since training ({'; '.join(parts)})"] * bool(parts)
+    new = np.compress(indices_in(before, now) < 0, now)
+    gone = np.compress(indices_in(now, before) < 0, before)
+    lists = f"new: {join_names(new, 3) or 'none'}, removed: {join_names(gone, 3) or 'none'}"
+    return [f"the classes changed since training ({lists})"] * bool(len(new) or len(gone))
 
 
 def _holds_all(source: Source, samples: SampleList) -> bool:
     """Whether a data set has all samples of the list."""
     parts = samples.parts
     return all(p.source in source.openers and is_same(p, source.split(p.source)) for p in parts)
-
-
-def _own_split(
-    source: Source,
-    config: TrainConfig,
-    training: bool,
-    samples: SampleList,
-    terminal: Terminal,
-) -> Split:
-    """The samples that the run trained on, or those that it evaluated on."""
-    part = samples.train if training else samples.evaluation
-    (split,), changes = _find_again(source, config, samples, [part], terminal)
-    if changes and part.names is None and samples.train.source == samples.evaluation.source:
-        raise UserError(
-            f"{'; '.join(changes)}; the held-out samples cannot be found again",
-            f"evaluate all samples with --data {config.data} --split {part.source}",
-        )
-    for text in changes:
-        terminal.print(text)
-    return split
 
 
 def _report_trained_on(samples: SampleList, split: Split, terminal: Terminal) -> None:
@@ -279,20 +263,15 @@ def renumber(split: Split, class_names: list[str], wanted: list[str]) -> Split:
     """
     if class_names == wanted:
         return split
-    table = indices_in(wanted, class_names)
-    is_multi = split.labels.ndim == 2
+    numbers, is_multi = indices_in(wanted, class_names), split.labels.ndim == 2
     present = np.flatnonzero(split.labels.any(0)) if is_multi else np.unique(split.labels)
-    unknown = sorted({class_names[label] for label in present if table[label] < 0})
-    if unknown:
-        raise UserError(
-            f"the checkpoint does not have the class {unknown[0]!r}, only {join_names(wanted)}",
-            "evaluate data with these classes",
+    if unknown := sorted(class_names[label] for label in present if numbers[label] < 0):
+        problem = (
+            f"the checkpoint does not have the class {unknown[0]!r}, only {join_names(wanted)}"
         )
-    if not is_multi:
-        return replace(split, labels=table[split.labels])
-    labels = np.zeros((len(split), len(wanted)), np.uint8)
-    labels[:, table[present]] = split.labels[:, present]
-    return replace(split, labels=labels)
+        raise UserError(problem, "evaluate data with these classes")
+    one_hot = np.eye(len(wanted), dtype=np.uint8)[numbers]
+    return replace(split, labels=split.labels @ one_hot if is_multi else numbers[split.labels])
 
 
 def check_kind(split: Split, config: TrainConfig) -> None:
@@ -315,19 +294,17 @@ def make_plan(config: TrainConfig, train: Split, global_batch_size: int, microba
 
     Raises ValueError if it does not fit the batch or the labels.
     """
-    if global_batch_size % config.repeats:
-        problem = (
-            f"--repeats {config.repeats} does not divide the global batch of {global_batch_size}"
-        )
-        raise UserError(problem, f"set --global_batch_size to a multiple of {config.repeats}")
-    if config.mixes and global_batch_size // 2 < microbatches:
-        problem = f"a global batch of {global_batch_size} has fewer pairs than its {microbatches} microbatches"
-        fix = f"--mixup and --cutmix need a --global_batch_size of at least {2 * microbatches}, or fewer microbatches"
-        raise UserError(problem, fix)
+    problem = f"--repeats {config.repeats} does not divide the global batch of {global_batch_size}"
+    fix = f"set --global_batch_size to a multiple of {config.repeats}"
+    require(global_batch_size % config.repeats == 0, problem, fix)
+    fits = not config.mixes or global_batch_size // 2 >= microbatches
+    problem = f"a global batch of {global_batch_size} has fewer pairs than its {microbatches} microbatches"
+    fix = f"--mixup and --cutmix need a --global_batch_size of at least {2 * microbatches}, or fewer microbatches"
+    require(fits, problem, fix)
     weights = None
     if config.sampler == "balanced":
-        if train.labels.ndim != 1:
-            raise UserError("--sampler balanced needs one class per image", "leave it out")
+        fits = train.labels.ndim == 1
+        require(fits, "--sampler balanced needs one class per image", "leave it out")
         weights = 1 / np.bincount(train.labels)[train.labels]
     return Plan(
         samples=len(train),

@@ -16,7 +16,7 @@ import numpy as np
 
 from utils.console import join_names, printable
 from utils.data.check import check_images
-from utils.data.scan import Scan, files_below, notes
+from utils.data.folders import Scan, files_below, notes
 from utils.data.splits import Files, Split, fingerprint_of, whole_split
 from utils.errors import UserError
 from utils.files import check_output_file
