@@ -37,8 +37,6 @@ def load_data(config: TrainConfig, samples: SampleList | None = None) -> Data:
     A resumed run passes the `samples` of its checkpoint, to continue with the same ones. All images
     are checked, with a progress bar and messages.
     """
-    if samples is not None:
-        samples.check_choices(config)
     source = _open_checked(config, samples)
     if samples is None:
         pairs = _choose_splits(source, config)
@@ -84,10 +82,17 @@ def load_split(
     list counts as the run's own, even if it has been moved.
     """
     source = _open_checked(config, samples)
-    of_run = samples is not None and name in (None, "train")
+    of_run = name in (None, "train")
     if samples and of_run and (own_data or _holds_all(source, samples)):
         config = replace(config, **samples.choices)
-        split = _own_split(source, config, name == "train", samples)
+        part = samples.train if name else samples.evaluation
+        (split,), changes = _find_again(source, config, samples, [part])
+        is_lost = part.names is None and samples.train.source == samples.evaluation.source
+        problem = f"{'; '.join(changes)}; the held-out samples cannot be found again"
+        fix = f"evaluate all samples with --data {config.data} --split {part.source}"
+        require(not (changes and is_lost), problem, fix)
+        for text in changes:
+            say(text)
         shown = split.name
     else:
         asked = name or _eval_name(source, "", None)
@@ -190,36 +195,16 @@ def _find_again(
 
 
 def _class_changes(before: list[str], now: list[str]) -> list[str]:
-    before, now = [*map(nfc, before)], [*map(nfc, now)]
-    new, gone = [n for n in now if n not in before], [n for n in before if n not in now]
-    lists = {"new": new, "removed": gone}
-    parts = [f"{what}: {join_names(names, 3)}" for what, names in lists.items() if names]
-    return [f"the classes changed since training ({'; '.join(parts)})"] * bool(parts)
+    new = np.compress(indices_in(before, now) < 0, now)
+    gone = np.compress(indices_in(now, before) < 0, before)
+    lists = f"new: {join_names(new, 3) or 'none'}, removed: {join_names(gone, 3) or 'none'}"
+    return [f"the classes changed since training ({lists})"] * bool(len(new) or len(gone))
 
 
 def _holds_all(source: Source, samples: SampleList) -> bool:
     """Whether a data set has all samples of the list."""
     parts = samples.parts
     return all(p.source in source.openers and is_same(p, source.split(p.source)) for p in parts)
-
-
-def _own_split(
-    source: Source,
-    config: TrainConfig,
-    training: bool,
-    samples: SampleList,
-) -> Split:
-    """The samples that the run trained on, or those that it evaluated on."""
-    part = samples.train if training else samples.evaluation
-    (split,), changes = _find_again(source, config, samples, [part])
-    if changes and part.names is None and samples.train.source == samples.evaluation.source:
-        raise UserError(
-            f"{'; '.join(changes)}; the held-out samples cannot be found again",
-            f"evaluate all samples with --data {config.data} --split {part.source}",
-        )
-    for text in changes:
-        say(text)
-    return split
 
 
 def _report_trained_on(samples: SampleList, split: Split) -> None:
@@ -267,20 +252,15 @@ def renumber(split: Split, class_names: list[str], wanted: list[str]) -> Split:
     """
     if class_names == wanted:
         return split
-    table = indices_in(wanted, class_names)
-    is_multi = split.labels.ndim == 2
+    numbers, is_multi = indices_in(wanted, class_names), split.labels.ndim == 2
     present = np.flatnonzero(split.labels.any(0)) if is_multi else np.unique(split.labels)
-    unknown = sorted({class_names[label] for label in present if table[label] < 0})
-    if unknown:
-        raise UserError(
-            f"the checkpoint does not have the class {unknown[0]!r}, only {join_names(wanted)}",
-            "evaluate data with these classes",
+    if unknown := sorted(class_names[label] for label in present if numbers[label] < 0):
+        problem = (
+            f"the checkpoint does not have the class {unknown[0]!r}, only {join_names(wanted)}"
         )
-    if not is_multi:
-        return replace(split, labels=table[split.labels])
-    labels = np.zeros((len(split), len(wanted)), np.uint8)
-    labels[:, table[present]] = split.labels[:, present]
-    return replace(split, labels=labels)
+        raise UserError(problem, "evaluate data with these classes")
+    one_hot = np.eye(len(wanted), dtype=np.uint8)[numbers]
+    return replace(split, labels=split.labels @ one_hot if is_multi else numbers[split.labels])
 
 
 def check_kind(split: Split, config: TrainConfig) -> None:

@@ -82,18 +82,16 @@ class Split:
         is no such image.
         """
         _, kinds = np.unique(self.labels, return_inverse=True, axis=0)
-        order, rows = permutation(len(self), 0, 0), self.image_index.copy()
+        order, index = permutation(len(self), 0, 0), self.image_index.copy()
         is_usable, kinds = self.readable[order], kinds[order]
-        for kind in np.unique(kinds[~is_usable]):
-            same, bad = (
-                np.flatnonzero(is_usable & (kinds == kind)),
-                np.flatnonzero(~is_usable & (kinds == kind)),
-            )
-            if not len(same):
-                problem = f"{self.describe(order[bad[0]])}: no other image has the same label and can be used"
-                raise UserError(problem, "restore it, or start a new run")
-            rows[order[bad]] = self.image_index[order[same[np.searchsorted(same, bad) % len(same)]]]
-        return replace(self, image_index=rows)
+        for place in np.flatnonzero(~is_usable):
+            same = np.flatnonzero(is_usable & (kinds == kinds[place]))
+            problem = "no other image has the same label and can be used"
+            fix = "restore it, or start a new run"
+            require(len(same) > 0, f"{self.describe(order[place])}: {problem}", fix)
+            found = order[same[np.searchsorted(same, place) % len(same)]]
+            index[order[place]] = self.image_index[found]
+        return replace(self, image_index=index)
 
     def select(self, positions: np.ndarray) -> "Split":
         """A split of the samples at these positions, in this order."""
@@ -259,19 +257,12 @@ def whole_split(name: str, images: Images, labels, fingerprint: str) -> Split:
     return Split(name, images, labels, np.arange(len(labels)), fingerprint)
 
 
-def multi_hot(split: str, counts: np.ndarray, flat: np.ndarray, classes: int) -> np.ndarray:
+def multi_hot(counts: np.ndarray, flat: np.ndarray, classes: int) -> np.ndarray:
     """The multi-hot rows of samples with `counts` [N] classes each, listed one after the other in
     `flat`.
-
-    Raises ValueError if one is outside 0 .. classes - 1.
     """
-    samples = np.repeat(np.arange(len(counts)), counts)
-    wrong = np.flatnonzero((flat < 0) | (flat >= classes))
-    if len(wrong):
-        problem = f"has the label {flat[wrong[0]]}, outside 0..{classes - 1}"
-        raise UserError(f"image {samples[wrong[0]]} of split {split!r} {problem}", "fix the labels")
     rows = np.zeros((len(counts), classes), np.uint8)
-    rows[samples, flat] = 1
+    rows[np.repeat(np.arange(len(counts)), counts), flat] = 1
     return rows
 
 

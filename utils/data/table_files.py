@@ -49,23 +49,20 @@ def read_table_files(path: Path):
 
 
 def _read(path: Path):
-    from datasets import Dataset, config, load_dataset, load_from_disk
+    from datasets import config, load_dataset, load_from_disk
 
     # Otherwise it would report the read to the Hub, and wait if there is no network.
     config.HF_UPDATE_DOWNLOAD_COUNTS = False
     hide_bars_without_terminal()
     if _is_saved(path):
         return load_from_disk(str(path))
-    if path.is_file() and path.suffix == ".arrow":
-        return {"train": Dataset.from_file(str(path))}
-    parquet = [path] if path.is_file() else _visible(path, "*.parquet")
-    files = parquet or _visible(path, "*.arrow")
-    data_files = {"train": [str(path)]}
+    files, data_files = [path], {"train": [str(path)]}
     if not path.is_file():
+        files = _visible(path, "*.parquet") or _visible(path, "*.arrow")
         _check_shards(files)
         data_files = _files_by_split(files)
     # The cache of `datasets` compares only paths and times, which another file can have, too.
-    kind, stamps = "parquet" if parquet else "arrow", fingerprint_of(*map(stamp_of, files))
+    kind, stamps = files[0].suffix[1:], fingerprint_of(*map(stamp_of, files))
     splits: dict = {}
     # each alone, because all would get the class names of one of them
     for name, paths in data_files.items():
@@ -108,7 +105,7 @@ def _check_shards(files: list[Path]) -> None:
     """Check the number of the shards NAME-00000-of-00010, and so on."""
     found = (re.fullmatch(r"(.+)-\d+-of-(\d+).*", file.stem) for file in files)
     for (name, total), count in Counter(shard.groups() for shard in found if shard).items():
-        problem = f"{files[0].parent}: has {count} of {total} shards {name}-...-of-{total}"
+        problem = f"{files[0].parent}: has {count} of {int(total)} shards {name}-...-of-{total}"
         fix = f"add or remove files, or remove -of-{total} from their names"
         require(count == int(total), problem, fix)
 
