@@ -95,26 +95,20 @@ def _reopen(path: Path, state: TrainState) -> int:
     if path.exists():
         lines = []
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError):  # a crash cut the line short
+            with suppress(ValueError, TypeError, KeyError):  # a crash cut the line short
                 lines += [line + "\n"] * is_kept(json.loads(line), state)
         write_file(path, "".join(lines))
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
 
-def is_kept(record: Any, state: TrainState) -> bool:
+def is_kept(record: Mapping[str, Any], state: TrainState) -> bool:
     """Whether a run resumed from this state keeps the record.
 
     The run repeats later updates, a due evaluation, and the end.
     """
-    try:
-        is_last = record["kind"] == "eval" and record["step"] == state.step
-        return (
-            record["step"] <= state.step
-            and record["kind"] != "end"
-            and not (is_last and state.owes_evaluation)
-        )
-    except (KeyError, TypeError):
-        return False
+    kind, step = record["kind"], record["step"]
+    repeated = kind == "eval" and step == state.step and state.owes_evaluation
+    return step <= state.step and kind != "end" and not repeated
 
 
 # tqdm's own estimate of the time left does not know of --max_seconds.

@@ -17,7 +17,6 @@ import torchvision
 
 from utils.config.bounds import Bound, read_fields, require
 from utils.config.cli import read_config
-from utils.config.recipe import BatchSize
 from utils.config.settings import (
     CHOSEN,
     FORMAT,
@@ -52,19 +51,14 @@ class StateFile:
     class_names: Annotated[list[str], Bound("class names", bool)]
     samples: int = 0
     labels: str = ""  # fingerprint
-    global_batch_size: BatchSize = 1
-    seed: int = 0
     processes: int = 1
     threads: int = 1
     device: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     input: InputSpec
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, allow_nan=False)
-
     @classmethod
-    def from_json(cls, path: Path) -> "StateFile":
+    def read(cls, path: Path) -> "StateFile":
         """Read the file of a verified checkpoint.
 
         Raises ValueError, which names it, if a value is malformed.
@@ -103,7 +97,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
     Raises ValueError if one of them is malformed.
     """
-    state_file = StateFile.from_json(path / "state.json")
+    state_file = StateFile.read(path / "state.json")
     return Checkpoint(path, read_settings(path), state_file, read_record(path / FILE))
 
 
@@ -115,7 +109,7 @@ def check_identity(saved: Checkpoint) -> None:
     """
     for path in checkpoints_of(saved.path.parent):
         try:
-            state = StateFile.from_json(path / "state.json").state
+            state = StateFile.read(path / "state.json").state
         except (OSError, ValueError):  # it is damaged
             continue
         own = path == checkpoint_of(path.parent, state.step) and state.run_id == saved.state.run_id
@@ -131,8 +125,6 @@ def make_files(
         state=state,
         samples=plan.samples,
         labels=data.train.label_fingerprint,
-        global_batch_size=plan.global_batch_size,
-        seed=plan.seed,
         processes=ranks.topology.world_size,
         threads=ranks.threads,
         device=ranks.device.type,
@@ -141,7 +133,7 @@ def make_files(
         class_names=data.class_names,
     )
     return {
-        "state.json": state_file.to_json().encode(),
+        "state.json": json.dumps(asdict(state_file), indent=1, allow_nan=False).encode(),
         "config.yaml": config_to_save(config).encode(),
         FILE: data.record.data,
     }

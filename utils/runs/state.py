@@ -99,14 +99,13 @@ class TrainState:
         ]
         value = finite.get(metric)
 
-        def is_better_than(best: float | None) -> bool:
-            return value is not None and (
-                best is None or (value > best if higher_is_better else value < best)
-            )
+        def improves(best: float | None) -> bool:
+            sign = 1 if higher_is_better else -1
+            return value is not None and (best is None or sign * value > sign * best)
 
-        if is_better_than(self.best):
+        if improves(self.best):
             self.best, self.best_step = value, self.step
         self.evaluations_since_best += 1
-        if is_better_than(self.best_value):
+        if improves(self.best_value):
             self.best_value, self.evaluations_since_best = value, 0
         self.owes_evaluation = False
