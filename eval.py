@@ -23,7 +23,6 @@ from utils.data.selection import load_split
 from utils.data.sources import absolute_data, check_source
 from utils.data.splits import Split, fingerprint_of
 from utils.files import check_output_file, expand, write_file
-from utils.models.zoo import check_model
 from utils.predictions.tables import check_table_file, encode, rows_of_split
 from utils.ranks.accelerator import check_precision, make_accelerator
 from utils.ranks.ranks import Ranks
@@ -61,7 +60,6 @@ def main(argv: Sequence[str] | None = None) -> dict:
         with ranks.agree():
             found, own_data = apply_flags(found, flags)
             check_precision(found.config, ranks)
-            check_model(found.config)
             check_source(found.config)
         for line in warn_about_flags(flags, found):
             Terminal(ranks.is_main).print(line)

@@ -105,7 +105,8 @@ def _read_words(cls: type, prog: str, argv: list[str], tables: Sequence[Table]) 
         setting.name for setting in fields(cls) if setting.default is setting.default_factory
     ]
     missing = [f"--{name}" for name in required if name not in values]
-    require(not missing, f"missing {', '.join(missing)}", "see --help")
+    fix = f"add {' ... '.join(missing)} ..., see --help"
+    require(not missing, f"missing {', '.join(missing)}", fix)
     return values
 
 

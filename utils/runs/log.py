@@ -111,14 +111,11 @@ def is_kept(record: Mapping[str, Any], state: TrainState) -> bool:
     return step <= state.step and kind != "end" and not repeated
 
 
-# tqdm's own estimate of the time left does not know of --max_seconds.
 _BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]"
 
 
 class ProgressBar(tqdm):
     """A progress bar and lines; without a terminal, lines only. The bar is removed at the end."""
-
-    max_seconds = math.inf
 
     def __init__(self, state: TrainState, updates: int, task: Task):
         self.training = list(task.summary(dict.fromkeys(task.training, 1.0), 1.0))
@@ -136,9 +133,7 @@ class ProgressBar(tqdm):
         )
 
     def show(self, record: dict[str, Any]) -> None:
-        if record["kind"] == "start":
-            self.max_seconds = record.get("max_seconds", math.inf)
-        elif record["kind"] == "train":
+        if record["kind"] == "train":
             self._show_training(record)
         elif record["kind"] == "eval":
             self._show_evaluation(record)
@@ -152,8 +147,7 @@ class ProgressBar(tqdm):
 
     def _show_training(self, record: dict[str, Any]) -> None:
         numbers = {name: f"{record[name]:.4f}" for name in self.training if name in record}
-        by_updates = (self.total - record["step"]) * record["seconds"] / max(1, record["step"])
-        left = max(0.0, min(by_updates, self.max_seconds - record["seconds"]))
+        left = (self.total - record["step"]) * record["seconds"] / max(1, record["step"])
         numbers |= {
             "lr": f"{record['lr']:.2e}",
             "images/s": f"{record['images_per_second']:.0f}",

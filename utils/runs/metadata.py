@@ -18,7 +18,6 @@ import torchvision
 from utils.config.bounds import Bound, read_fields, require
 from utils.config.cli import read_config
 from utils.config.settings import (
-    CHOSEN,
     FORMAT,
     OF_ONE_START,
     OF_THIS_MACHINE,
@@ -143,11 +142,7 @@ def read_settings(checkpoint: Path) -> TrainConfig:
     """The settings of the run that wrote a checkpoint; settings that affect this machine have their
     defaults.
     """
-    settings = read_config(checkpoint / "config.yaml")
-    for name in CHOSEN:
-        if getattr(settings, name) is None:
-            raise UserError(f"{checkpoint / 'config.yaml'}: {name!r} is missing", _OTHER)
-    return replace(settings, **_defaults(OF_THIS_MACHINE))
+    return replace(read_config(checkpoint / "config.yaml"), **_defaults(OF_THIS_MACHINE))
 
 
 def _defaults(names: Iterable[str]) -> dict[str, Any]:

@@ -88,8 +88,7 @@ def restore_state(
         return TrainState(batch_size=batch_size, run_id=uuid.uuid4().hex)
     check_same_run(saved, config, plan, data)
     state = replace(saved.state)
-    problem = f"{saved.path / 'state.json'}: step {state.step} and the position in the data contradict each other"
-    require((state.epoch, state.position) == plan.at(state.step), problem, "use another checkpoint")
+    state.epoch, state.position = plan.at(state.step)
     state.batch_size = max(state.batch_size, batch_size)
     metric = saved.config.best_metric
     if not saved.is_in(folder):

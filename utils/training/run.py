@@ -113,7 +113,6 @@ def log_start(run: Run) -> None:
     numbers |= {"device": ranks.device.type, "input": run.spec.describe_pixels()}
     source = run.setup.source
     numbers |= {"init_weights": source.weights} if source else {}
-    numbers |= {"max_seconds": config.max_seconds} if config.max_seconds else {}
     numbers |= {"versions": versions()}
     with ranks.agree("starting the trackers"):
         if ranks.is_main:
