@@ -34,7 +34,7 @@ from utils.ranks.session import distributed_session
 from utils.ranks.stopping import EXIT_RESUME, Stopping
 from utils.report.writing import report_training
 from utils.runs.checkpoint import CheckpointManager
-from utils.runs.loading import make_average, make_parts
+from utils.runs.loading import make_average
 from utils.runs.log import RunLog
 from utils.runs.trackers import RunTrackers, numbers_to_send
 from utils.training.building import (
@@ -127,8 +127,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     sharding = describe_shards(model, whole, setup.config, ranks) if whole else ""
     optimizer = init_optimizer(optimizer, accelerator)  # without the wrapper, unless fp16
     average = make_average(module, setup.config.ema_decay)  # of `prepare`'s weights
-    parts = make_parts(accelerator, module, average)
-    folder, lines = checkpoints.restore(setup.config, saved, accelerator, module, optimizer, parts)
+    folder = checkpoints.restore(setup.config, saved, accelerator, module, optimizer, average)
     with ranks.agree("opening the log"):
         log = RunLog(folder, ranks.is_main, setup.state, setup.updates, task)
     return Run(
@@ -141,14 +140,12 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
         module=module,
         optimizer=optimizer,
         gradients=make_gradients(setup, model, module, accelerator),
-        parts=parts,
         average=average,
         train_batches=Batches(train_loader, spec, setup.config, device, True, task.outputs),
         evaluator=Evaluator(ranks, accelerator, module, eval_loader, eval_spec, task, setup.config),
         meter=Meter(task, device, setup.state.since_log, ranks.is_main, optimizer),
         log=log,
         trackers=RunTrackers(accelerator, setup.config, folder, setup.state.run_id),
-        changed=[*setup.changed, *lines],
         notes=notes,
         sharding=sharding,
     )

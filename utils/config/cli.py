@@ -101,7 +101,8 @@ def _read_words(cls: type, prog: str, argv: list[str], tables: Sequence[Table]) 
         raise UserError(f"unexpected argument {paths[0]}", f"did you mean --{flag} {paths[0]}?")
     required = [each.name for each in fields(cls) if each.default is each.default_factory]
     missing = [f"--{name}" for name in required if name not in values]
-    require(not missing, f"missing {', '.join(missing)}", "see --help")
+    fix = f"add {' ... '.join(missing)} ..., see --help"
+    require(not missing, f"missing {', '.join(missing)}", fix)
     return values
 
 

@@ -4,7 +4,7 @@ import json
 import math
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from accelerate import Accelerator
@@ -27,7 +27,6 @@ from utils.models.zoo import OWN_MODELS
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
 from utils.runs.checkpoint import CheckpointManager
-from utils.runs.loading import Stateful
 from utils.runs.log import RunLog
 from utils.runs.metadata import config_to_save, versions
 from utils.runs.trackers import RunTrackers
@@ -60,14 +59,12 @@ class Run:
     module: nn.Module  # without the wrapper, for evaluation
     optimizer: Optimizer
     gradients: Gradients
-    parts: Mapping[str, Stateful]  # what checkpoints hold besides model and optimizer
-    average: WeightAverage | None  # one of these, with --ema_decay
+    average: WeightAverage | None  # of the weights, with --ema_decay
     train_batches: Batches
     evaluator: Evaluator
     meter: Meter
     log: RunLog
     trackers: RunTrackers
-    changed: Sequence[str]  # lines about a checkpoint, and what has changed since it was saved
     notes: Sequence[str]  # lines for the start table
     sharding: str  # with FSDP, the bytes before and after it
 
@@ -116,7 +113,6 @@ def log_start(run: Run) -> None:
     numbers |= {"device": ranks.device.type, "input": run.spec.describe_pixels()}
     source = run.setup.source
     numbers |= {"init_weights": source.weights} if source else {}
-    numbers |= {"max_seconds": config.max_seconds} if config.max_seconds else {}
     numbers |= {"versions": versions()}
     with ranks.agree("starting the trackers"):
         if ranks.is_main:
@@ -136,7 +132,7 @@ def log_start(run: Run) -> None:
     if not run.setup.resumed_from and config.model not in OWN_MODELS:
         lines += hint_for_few(config, run.plan.samples)
     title = "Lockstep  dry run" if config.dry_run else f"Lockstep  {folder}"
-    say("\n".join([*run.changed, table(title, rows), *lines]))
+    say("\n".join([*run.setup.changed, table(title, rows), *lines]))
     with ranks.agree():
         if ranks.is_main:
             write_file(folder / "config.yaml", config_to_save(config))
