@@ -63,7 +63,7 @@ from utils.training.meter import Meter, SyncInterval
 from utils.training.optim import build_optimizer, init_optimizer, set_learning_rate
 from utils.training.run import Run, log_end, log_start
 from utils.training.schedule import due_after, learning_rate
-from utils.training.sharding import describe_shards, get_ready_to_shard
+from utils.training.sharding import get_ready_to_shard
 
 
 def main(argv: Sequence[str] | None = None) -> dict | None:
@@ -103,60 +103,54 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     accelerator: Accelerator = make_accelerator(ranks, config)
     data = find_data(config, saved, ranks)
     with ranks.agree("resolving the settings"):  # the only place where they follow from the data
-        setup = resolve(config, saved, checkpoints.folder, data, source, accelerator)
-    spec, task, device = setup.spec, setup.task, accelerator.device
-    eval_spec = spec.for_evaluation()
-    train_set, eval_set = make_datasets(setup, ranks)
+        setup = resolve(config, saved, checkpoints.folder, data, source, accelerator, ranks)
+    config, task, state = setup.config, setup.task, setup.state
+    spec, eval_spec = setup.spec, setup.spec.for_evaluation()
+    images = make_datasets(setup)
 
     with ranks.local_main_first("building the model"):  # a resumed run needs no published weights
-        names = data.class_names
         size = saved.weight_bytes if saved else None
-        model = build_model(setup.config, spec, task.outputs, size, names, train_set)
-    model, last_part, notes = adapt_model(model, setup, saved, accelerator, ranks)  # its weights
-    optimizer = build_optimizer(setup.config, model)
-    sets: Sequence[AnyDataset] = train_set, eval_set
-    if last_part is not None:  # the outputs of the other layers are computed once
-        sets = features_of(train_set, eval_set, model, last_part, setup, accelerator, ranks)
-    train_loader, eval_loader = make_batches(sets, setup, ranks)
-    whole = get_ready_to_shard(model, setup, accelerator, ranks) if accelerator.is_fsdp2 else []
+        model = build_model(config, spec, task.outputs, size, data.class_names, images[0])
+    model, last_part = adapt_model(model, setup, saved)  # its weights are final, if new
+    optimizer = build_optimizer(config, model)
+    # if only the last part is trained, the outputs of the other layers are computed once
+    sets = images if last_part is None else features_of(*images, model, last_part, setup)
+    train_loader, eval_loader = make_batches(sets, setup)
+    if accelerator.is_fsdp2:
+        get_ready_to_shard(model, setup)
     module = model  # without the wrapper, for evaluations and checkpoints
 
     model, optimizer, train_loader, eval_loader = accelerator.prepare(
         model, optimizer, train_loader, eval_loader
     )  # fmt: skip
-    sharding = describe_shards(model, whole, setup.config, ranks) if whole else ""
     optimizer = init_optimizer(optimizer, accelerator)  # without the wrapper, unless fp16
-    average = make_average(module, setup.config.ema_decay)  # of `prepare`'s weights
+    average = make_average(module, config.ema_decay)  # of `prepare`'s weights
     parts = make_parts(accelerator, module, average)
-    folder, lines = checkpoints.restore(setup.config, saved, accelerator, module, optimizer, parts)
+    folder, lines = checkpoints.restore(config, saved, accelerator, module, optimizer, parts)
+    setup.changed.extend(lines)
     with ranks.agree("opening the log"):
-        log = RunLog(folder, ranks.is_main, setup.state, setup.updates, task)
+        log = RunLog(folder, ranks.is_main, state, setup.updates, task)
+    batches = Batches(train_loader, spec, config, accelerator.device, True, task.outputs)
     return Run(
         setup=setup,
-        ranks=ranks,
         stopping=stopping,
-        accelerator=accelerator,
         checkpoints=checkpoints,
         model=model,
         module=module,
         optimizer=optimizer,
-        gradients=make_gradients(setup, model, module, accelerator),
-        parts=parts,
+        gradients=make_gradients(setup, model, batches),
         average=average,
-        train_batches=Batches(train_loader, spec, setup.config, device, True, task.outputs),
-        evaluator=Evaluator(ranks, accelerator, module, eval_loader, eval_spec, task, setup.config),
-        meter=Meter(task, device, setup.state.since_log, ranks.is_main, optimizer),
+        train_batches=batches,
+        evaluator=Evaluator(ranks, accelerator, module, eval_loader, eval_spec, task, config),
+        meter=Meter(task, accelerator.device, state.since_log, ranks.is_main, optimizer),
         log=log,
-        trackers=RunTrackers(accelerator, setup.config, folder, setup.state.run_id, log.say),
-        changed=[*setup.changed, *lines],
-        notes=notes,
-        sharding=sharding,
+        trackers=RunTrackers(accelerator, config, folder, state.run_id, log.say),
     )
 
 
-def make_batches(sets: Sequence[AnyDataset], setup: Setup, ranks: Ranks) -> list[DataLoader]:
+def make_batches(sets: Sequence[AnyDataset], setup: Setup) -> list[DataLoader]:
     """The training and evaluation loaders, with the batches of all ranks, for `prepare`."""
-    config, state = setup.config, setup.state
+    config, state, ranks = setup.config, setup.state, setup.ranks
     with ranks.agree():
         train_set, eval_set = keep_on_device(sets, config, ranks.device)
     updates = max(1, setup.updates - state.step)  # one, even if the run is complete, for a dry run

@@ -2,10 +2,8 @@
 after them.
 """
 
-import os
-from collections.abc import Callable, Collection
 from copy import deepcopy
-from functools import partial
+from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +20,13 @@ def find_last_part(model: nn.Module, spec: InputSpec) -> tuple[nn.Module | None,
     the module is in an nn.Sequential, the whole nn.Sequential is used, which may also contain
     layers such as dropout.
     """
-    trained = [
-        name.rpartition(".")[0]
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    ]
-    name = os.path.commonpath([each.replace(".", "/") for each in trained]).replace("/", ".")
-    while (
-        isinstance(model.get_submodule(above := name.rpartition(".")[0]), nn.Sequential) and above
-    ):
-        name = above
+    named = model.named_parameters()
+    trained = [name.split(".")[:-1] for name, parameter in named if parameter.requires_grad]
+    levels = takewhile(lambda level: len({*level}) == 1, zip(*trained, strict=False))
+    common = [level[0] for level in levels]
+    while isinstance(model.get_submodule(".".join(common[:-1])), nn.Sequential) and common[:-1]:
+        common = common[:-1]
+    name = ".".join(common)
     if not name:
         return None, "the trained layers are in several modules"
     part, was_training = model.get_submodule(name), model.training
@@ -49,18 +44,6 @@ def find_last_part(model: nn.Module, spec: InputSpec) -> tuple[nn.Module | None,
     if not torch.equal(*(features.nan_to_num() for (features,) in inputs)):
         return None, f"the input of {name} is random in training, as after dropout"
     return part, ""
-
-
-def accept_features(model: nn.Module, part: nn.Module, spec: InputSpec) -> None:
-    """Let the model also accept features, the input of its last part, instead of images."""
-    of_images = {(spec.channels, *each.size) for each in (spec, spec.for_evaluation())}
-    model.forward = partial(_accepting, model.forward, part, of_images)
-
-
-def _accepting(
-    forward: Callable, part: nn.Module, of_images: Collection[tuple[int, ...]], inputs: Tensor
-) -> Tensor:
-    return forward(inputs) if tuple(inputs.shape[1:]) in of_images else part(inputs)
 
 
 class FrozenPart(nn.Module):

@@ -33,8 +33,9 @@ EMA = "ema"
 
 
 class Part(Protocol):
-    """What `run.parts` holds. The state is a flat dict, with the same names, shapes and dtypes
-    during the whole run.
+    """What checkpoints hold besides model and optimizer.
+
+    The state is a flat dict, with the same names, shapes and dtypes during the whole run.
 
     `state_dict` must not communicate, because it may be called on the main process only; its
     tensors may be sharded. All ranks call `load_state_dict`, with the same state, or `restart`.
