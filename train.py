@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader
 
 from utils.config.cli import parse_given
 from utils.config.settings import TrainConfig
-from utils.data.batches import Batches
 from utils.data.datasets import AnyDataset, Batch, keep_on_device
 from utils.data.order import UpdateSampler, evaluation_blocks
 from utils.data.workers import make_loaders
@@ -35,8 +34,7 @@ from utils.ranks.stopping import EXIT_RESUME, Stopping
 from utils.report.writing import report_training
 from utils.runs.checkpoint import CheckpointManager
 from utils.runs.loading import make_average, make_parts
-from utils.runs.log import RunLog
-from utils.runs.trackers import RunTrackers, numbers_to_send
+from utils.runs.trackers import numbers_to_send
 from utils.training.building import (
     TABLES,
     Setup,
@@ -48,9 +46,8 @@ from utils.training.building import (
     resolve,
 )
 from utils.training.dry_run import dry_run, trial
-from utils.training.evaluation import Evaluator
 from utils.training.features import features_of
-from utils.training.gradients import clip_gradients, make_gradients
+from utils.training.gradients import clip_gradients
 from utils.training.loop import (
     batches_of_update,
     evaluation_record,
@@ -59,7 +56,7 @@ from utils.training.loop import (
     synchronise,
     training_record,
 )
-from utils.training.meter import Meter, SyncInterval
+from utils.training.meter import SyncInterval
 from utils.training.optim import build_optimizer, init_optimizer, set_learning_rate
 from utils.training.run import Run, log_end, log_start
 from utils.training.schedule import due_after, learning_rate
@@ -104,13 +101,12 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     data = find_data(config, saved, ranks)
     with ranks.agree("resolving the settings"):  # the only place where they follow from the data
         setup = resolve(config, saved, checkpoints.folder, data, source, accelerator, ranks)
-    config, task, state = setup.config, setup.task, setup.state
-    spec, eval_spec = setup.spec, setup.spec.for_evaluation()
-    images = make_datasets(setup)
+    config, images = setup.config, make_datasets(setup)
 
     with ranks.local_main_first("building the model"):  # a resumed run needs no published weights
         size = saved.weight_bytes if saved else None
-        model = build_model(config, spec, task.outputs, size, data.class_names, images[0])
+        outputs, names = setup.task.outputs, data.class_names
+        model = build_model(config, setup.spec, outputs, size, names, images[0])
     model, last_part = adapt_model(model, setup, saved)  # its weights are final, if new
     optimizer = build_optimizer(config, model)
     # if only the last part is trained, the outputs of the other layers are computed once
@@ -128,24 +124,8 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     parts = make_parts(accelerator, module, average)
     folder, lines = checkpoints.restore(config, saved, accelerator, module, optimizer, parts)
     setup.changed.extend(lines)
-    with ranks.agree("opening the log"):
-        log = RunLog(folder, ranks.is_main, state, setup.updates, task)
-    batches = Batches(train_loader, spec, config, accelerator.device, True, task.outputs)
-    return Run(
-        setup=setup,
-        stopping=stopping,
-        checkpoints=checkpoints,
-        model=model,
-        module=module,
-        optimizer=optimizer,
-        gradients=make_gradients(setup, model, batches),
-        average=average,
-        train_batches=batches,
-        evaluator=Evaluator(ranks, accelerator, module, eval_loader, eval_spec, task, config),
-        meter=Meter(task, accelerator.device, state.since_log, ranks.is_main, optimizer),
-        log=log,
-        trackers=RunTrackers(accelerator, config, folder, state.run_id, log.say),
-    )
+    loaders = train_loader, eval_loader
+    return Run(setup, stopping, checkpoints, folder, model, module, optimizer, average, loaders)
 
 
 def make_batches(sets: Sequence[AnyDataset], setup: Setup) -> list[DataLoader]:
@@ -171,7 +151,7 @@ def train(run: Run, profiler: profile | None) -> dict | None:
         result = evaluate(run)
         save(run)
     run.meter.restart()
-    interval = SyncInterval(state.step)
+    interval, saved = SyncInterval(state.step), state.seconds
     while not run.ended and not run.stopping.agreed:
         train_update(run, batches)
         run.log.advance()
@@ -181,15 +161,16 @@ def train(run: Run, profiler: profile | None) -> dict | None:
         due = due_after(config, state, run.updates)
         if not (any(due) or interval.due(state.step)):
             continue
-        since_save = synchronise(run, interval)
+        synchronise(run, interval)
         if due.log or run.ended:
             log(run, "train", training_record(run))
         if due.evaluate or run.ended:
             result = evaluate(run)
-        is_late = since_save >= (config.save_seconds or math.inf)
+        is_late = state.seconds - saved >= (config.save_seconds or math.inf)
         is_last = run.ended or run.stopping.agreed
         if due.save or is_late or is_last or state.best_step == state.step:
             save(run)
+            saved = state.seconds
         run.meter.restart()
     return result
 
@@ -253,7 +234,6 @@ def save(run: Run) -> None:
     with run.checkpoints.writing(run.state, files) as folder:
         if folder:  # on the main process; with FSDP2 on all ranks
             run.accelerator.save_state(folder)
-    run.meter.restart_save_clock()
     run.stopping.agreed = run.ranks.any_rank(run.stopping.agreed or bool(run.stopping.request))
     if run.ended or run.stopping.agreed:  # no save follows
         run.checkpoints.wait()

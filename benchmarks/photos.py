@@ -109,7 +109,7 @@ def ours(
             [*LAUNCH, ROOT / "train.py", "--data", args.data, *weights, *more, *place], caches
         )
         log = [json.loads(line) for line in (folder / "run" / "log.jsonl").read_text().splitlines()]
-    if "--resume" in more and not any("updates were already done" in line for _, line in lines):
+    if "--resume" in more and not any("raise it to continue" in line for _, line in lines):
         raise SystemExit("the finished run was not recognised as finished")
     last = [record for record in log if record["kind"] == "eval"][-1]
     if args.what == "accuracy" and last["count"] != args.images:

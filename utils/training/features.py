@@ -121,8 +121,6 @@ class FeatureCache:
             shape = frozen.eval()(image).shape[1:]
             size = 4 * len(images) * math.prod(shape)
             free = free_memory()[0] // local_rank_and_size()[1]
-            if image.is_cuda:
-                free = min(free, torch.cuda.mem_get_info(image.device)[0])
             need = (views + 3) * size  # also the rows of this rank, those of all, and these sorted
             problem = f"features need {bytes_text(need)} of memory in each process, but {bytes_text(free)} are free"
             fix = "use --feature_views 0, which computes them for each batch"
@@ -134,9 +132,7 @@ class FeatureCache:
             loader = prepare_data_loader(loader, even_batches=False)
             evaluator = Evaluator(ranks, accelerator, frozen, loader, spec, setup.task, config)
             with torch.compiler.set_stance("force_eager"):
-                rows = evaluator.collect(
-                    lambda outputs, _: (outputs,), shape=shape, what="features"
-                )
+                rows = evaluator.collect(lambda outputs, _: (outputs,), shape=shape)
             _, found[view] = evaluator.in_order(accelerator.gather(rows))
         frozen.model.train()
         return found

@@ -40,11 +40,11 @@ def batches_of_update(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
             yield batch
 
 
-def synchronise(run: Run, interval: SyncInterval) -> float:
+def synchronise(run: Run, interval: SyncInterval) -> None:
     """Sum losses over the ranks, and agree on errors and stopping; collective, about once a second.
 
     A rank that cannot read a sample continues with an empty batch until this point, so that no rank
-    waits for it. Returns the seconds since the last save.
+    waits for it.
     """
     state, batches, meter = run.state, run.train_batches, run.meter
     run.ranks.mark_waiting(f"after update {state.step}, adding up losses")
@@ -64,7 +64,6 @@ def synchronise(run: Run, interval: SyncInterval) -> float:
     state.seconds += reduced.seconds
     state.since_log = reduced.totals
     run.stopping.agreed = reduced.stop
-    return reduced.since_save
 
 
 def training_record(run: Run) -> dict[str, Any]:

@@ -5,10 +5,11 @@ import math
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from pathlib import Path
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from utils.config.defaults import advice, hint_for_few, list_changes
 from utils.config.recipe import AugmentationSettings, LossSettings, OptimizerSettings
@@ -30,7 +31,7 @@ from utils.runs.metadata import config_to_save, versions
 from utils.runs.trackers import RunTrackers
 from utils.training.building import Setup
 from utils.training.evaluation import Evaluator
-from utils.training.gradients import Gradients
+from utils.training.gradients import make_gradients
 from utils.training.meter import Meter
 from utils.training.sharding import describe_shards
 from utils.training.summary import (
@@ -45,34 +46,41 @@ from utils.training.summary import (
 BAD_IMAGES = "bad_images.json"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Run:
-    """All parts of a training run. No field is replaced, but the objects in them change."""
+    """All parts of a training run. No attribute is replaced, but the objects in them change.
 
-    setup: Setup
-    stopping: Stopping
-    checkpoints: CheckpointManager
-    model: nn.Module  # as Accelerate wraps it, for training
-    module: nn.Module  # without the wrapper, for evaluation
-    optimizer: Optimizer
-    gradients: Gradients
-    average: WeightAverage | None  # with --ema_decay
-    train_batches: Batches
-    evaluator: Evaluator
-    meter: Meter
-    log: RunLog
-    trackers: RunTrackers
+    `model` is the network as Accelerate wraps it, for training, and `module` without the wrapper,
+    for evaluation; `average` is that of its weights, with --ema_decay; `loaders` are those of
+    training and evaluation, as Accelerate wraps them. Collective.
+    """
 
-    ranks = property(lambda self: self.setup.ranks)
-    accelerator = property(lambda self: self.setup.accelerator)
-    folder = property(lambda self: self.checkpoints.folder)
-    config = property(lambda self: self.setup.config)
-    data = property(lambda self: self.setup.data)
-    plan = property(lambda self: self.setup.plan)
-    updates = property(lambda self: self.setup.updates)
-    spec = property(lambda self: self.setup.spec)
-    task = property(lambda self: self.setup.task)
-    state = property(lambda self: self.setup.state)
+    def __init__(
+        self,
+        setup: Setup,
+        stopping: Stopping,
+        checkpoints: CheckpointManager,
+        folder: Path,
+        model: nn.Module,
+        module: nn.Module,
+        optimizer: Optimizer,
+        average: WeightAverage | None,
+        loaders: Sequence[DataLoader],
+    ):
+        self.setup, self.stopping, self.checkpoints = setup, stopping, checkpoints
+        self.folder, self.model, self.module = folder, model, module
+        self.optimizer, self.average = optimizer, average
+        self.ranks, self.accelerator = ranks, accelerator = setup.ranks, setup.accelerator
+        self.config, self.state = config, state = setup.config, setup.state
+        self.spec, self.task = spec, task = setup.spec, setup.task
+        self.data, self.plan, self.updates = setup.data, setup.plan, setup.updates
+        with ranks.agree("opening the log"):
+            self.log = RunLog(folder, ranks.is_main, state, self.updates, task)
+        self.trackers = RunTrackers(accelerator, config, folder, state.run_id, self.log.say)
+        device, eval_spec = accelerator.device, spec.for_evaluation()
+        self.train_batches = Batches(loaders[0], spec, config, device, True, task.outputs)
+        self.evaluator = Evaluator(ranks, accelerator, module, loaders[1], eval_spec, task, config)
+        self.gradients = make_gradients(setup, model, self.train_batches)
+        self.meter = Meter(task, device, state.since_log, ranks.is_main, optimizer)
 
     @property
     def ended(self) -> str:
@@ -111,7 +119,7 @@ def log_start(run: Run) -> None:
             run.trackers.start(numbers)
     run.log.write("start", step=run.state.step, **numbers, time=time.time())
     rows = start_rows(run)
-    lines = warn_about_data(data, config)
+    lines = warn_about_data(data)
     lines += advice(
         config,
         small=(run.spec.small, run.spec.for_evaluation().small),
@@ -208,20 +216,17 @@ def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
 
 def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, str]]:
     """The rows of the table at the end of a run."""
-    state, metric, found, limit = run.state, run.task.metric, result or {}, ""
-    if done and state.step < run.updates:
-        setting = f"--{run.ended} {getattr(run.config, run.ended)}"
-        limit = f"{setting} after update {state.step} of {run.updates}; raise it to continue"
-    elif done and result is None:
-        done_before = f"all {state.step} updates were already done"
-        limit = f"{done_before}; raise --epochs or --max_steps to continue"
-    rows = [
-        (name, f"{found[name]:.4f}") for name in dict.fromkeys([metric, "loss"]) if name in found
-    ]
-    rows.append(("weights", found.get("weights", "")))
+    state, metric, found = run.state, run.task.metric, result or {}
+    names = [name for name in dict.fromkeys([metric, "loss"]) if name in found]
+    rows = [(name, f"{found[name]:.4f}") for name in names]
+    if "weights" in found:
+        rows.append(("weights", found["weights"]))
     if result and metric == "accuracy" and (always := always_answering(run.data)):
         rows.append((printable(f"always predicting {always[0]}"), f"{always[1]:.4f}"))
-    rows.append(("ended by" if state.step < run.updates else "finished", limit))
+    if done and (state.step < run.updates or result is None):
+        setting = f"--{run.ended} {getattr(run.config, run.ended)}"
+        where = f"after update {state.step} of {run.updates}"
+        rows.append(("ended by", f"{setting} {where}; raise it to continue"))
     if state.best is not None:
         rows.append(("best", f"{state.best:.4f} at update {state.best_step}"))
     rate = state.images / max(state.seconds, 1e-9)
@@ -231,4 +236,4 @@ def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, st
         page = run.folder / "report.html"
         if done and run.config.report and page.exists():
             rows.append(("page", str(page)))
-    return [(name, text) for name, text in rows if text]
+    return rows

@@ -29,25 +29,18 @@ def get_ready_to_shard(model: nn.Module, setup: Setup) -> None:
     If the accelerate config chooses no units, blocks are used. Raises UserError if FSDP2 cannot
     shard the model.
     """
-    name, accelerator = setup.config.model, setup.accelerator
-    for place, parameter in model.named_parameters():
-        problem = f"FSDP cannot shard {name}, because its parameter {place} is a single number"
-        require(parameter.ndim > 0, problem, "use another model, or train without FSDP")
+    accelerator = setup.accelerator
     # FSDP2 needs this; --channels_last still applies to images
     model.to(memory_format=torch.contiguous_format)
     plugin = accelerator.state.fsdp_plugin
     if plugin.auto_wrap_policy in (None, transformer_auto_wrap_policy):
-        blocks = sorted({type(block).__name__ for block in find_blocks(model)})
-        chosen = plugin.transformer_cls_names_to_wrap or blocks
-        unknown = sorted({*chosen} - {type(layer).__name__ for layer in model.modules()})
-        problem = f"fsdp_transformer_layer_cls_to_wrap: {name} has no layers of class {', '.join(unknown)}"
-        require(not unknown, problem, f"leave it out to use its blocks ({', '.join(blocks)})")
+        blocks = {type(block).__name__ for block in find_blocks(model)}
         plugin.auto_wrap_policy = transformer_auto_wrap_policy
-        plugin.transformer_cls_names_to_wrap = chosen
+        plugin.transformer_cls_names_to_wrap = plugin.transformer_cls_names_to_wrap or list(blocks)
     if os.environ.get("FSDP_AUTO_WRAP_POLICY", "").upper() == "NO_WRAP" and setup.ranks.is_main:
         print("fsdp_auto_wrap_policy: NO_WRAP is ignored: each block is a unit")
     plugin.set_auto_wrap_policy(model)
-    _check_units(model, name, fsdp2_prepare_auto_wrap_policy(plugin, model))
+    _check_units(model, setup.config.model, fsdp2_prepare_auto_wrap_policy(plugin, model))
     if accelerator.native_amp:  # Accelerate does not do this for FSDP2
         model.forward = convert_outputs_to_fp32(accelerator.autocast()(model.forward))
 
