@@ -27,9 +27,8 @@ class Exchange:
     """The time of the exchanges of gradients. The host does not wait for the device."""
 
     def __init__(self, device: torch.device):
-        self.device, self.seconds = device, 0.0
+        self.device, self.seconds, self.is_first = device, 0.0, True
         self.marks: list[Any] = []  # the begin and the end of each exchange
-        self.computed: list[float] = []  # seconds of each rank since the first train record
 
     def mark(self) -> Any:
         if self.device.type != "cuda":
@@ -78,7 +77,7 @@ class Gradients:
         seed = fold_in(self.plan.seed, "layers", batch.update, batch.number) % 2**32
         # torch.manual_seed does the same as these lines, in 100 us
         if self.accelerator.device.type == "cuda":
-            torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+            torch.cuda.manual_seed(seed)
         torch.default_generator.manual_seed(seed)
 
     def microbatch(self, batch: Batch) -> AbstractContextManager[None]:

@@ -98,10 +98,10 @@ def _blocks(module: nn.Module, prefix: str, half: float) -> Iterator[tuple[bool,
     yield False, list(module.named_parameters(prefix, recurse=False))
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
-        is_leaf = next(child.children(), None) is None
-        if isinstance(child, _CONTAINERS) or (
-            not is_leaf and count_parameters(child.parameters()) > half
-        ):
+        is_large = (
+            any(True for _ in child.children()) and count_parameters(child.parameters()) > half
+        )
+        if isinstance(child, _CONTAINERS) or is_large:
             yield from _blocks(child, path, half)
         else:
             yield True, list(child.named_parameters(path))

@@ -31,7 +31,7 @@ def batches_of_update(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
         ranks.mark(f"update {state.step + 1}, reading a batch")
         start = time.perf_counter()
         batch = next(batches)
-        run.meter.wait += time.perf_counter() - start
+        run.meter.totals["wait"] += time.perf_counter() - start
         assert batch.update == state.step, f"a batch of update {batch.update}, not {state.step}"
         if state.step == step == 0:
             write_first_batch(run, batch)
@@ -89,7 +89,7 @@ def training_record(run: Run) -> dict[str, Any]:
     if accelerator.scaler:
         record["skipped"] = totals["skipped"] / accelerator.num_processes
     if run.config.microbatches:
-        record |= watch_ranks(run, seconds)
+        record |= times_of_ranks(run, seconds)
     state.logged_seconds, state.since_log = state.seconds, {}
     run.meter.reset()
     return record
@@ -116,30 +116,19 @@ def prepare_save(run: Run) -> dict[str, bytes]:
     return files
 
 
-# the seconds of computing before a message, and the part of them that a rank may wait
-WATCHED, LONG = 30, 0.2
-
-
-def watch_ranks(run: Run, seconds: float) -> dict[str, list[float]]:
+def times_of_ranks(run: Run, seconds: float) -> dict[str, list[float]]:
     """The seconds that each rank computed, and waited for slower ranks, for a train record;
     collective.
 
-    Time in which a rank waited for data is in neither. Says once if a rank waits long for another.
-    Empty for the first record of a start, because its time includes other work.
+    Time in which a rank waited for data is in neither. Empty for the first record of a start,
+    because its time includes other work.
     """
     exchange = run.gradients.exchange
-    each = run.ranks.gather((exchange.seconds, run.meter.wait))
-    exchange.seconds, before = 0.0, exchange.computed
-    if not before:
-        exchange.computed = [0.0 for _ in each]
+    each = run.ranks.gather((exchange.seconds, run.meter.totals["wait"]))
+    is_first, exchange.is_first, exchange.seconds = exchange.is_first, False, 0.0
+    if is_first:
         return {}
     computing = [seconds - sum(own) for own in each]
-    exchange.computed = total = [*map(sum, zip(before, computing, strict=True))]
-    least, most = min(total), max(total)
-    if max(before) < WATCHED <= most and most - least > LONG * most:
-        who = f"rank {total.index(least)} waits for rank {total.index(most)}"
-        fix = "compute fewer microbatches on it (--shares), or use more --microbatches"
-        run.log.say(f"{who} for {1 - least / most:.0%} of the computing time; {fix}")
     return {"computing": computing, "waiting": [own - min(each)[0] for own, _ in each]}
 
 

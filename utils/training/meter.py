@@ -80,9 +80,8 @@ class Meter:
             there, here = join_names(start), join_names(self.names)
             problem = f"the checkpoint has the training sums {there}; this task needs {here}"
             raise UserError(problem, "use another checkpoint")
-        values = [start.get(name, 0.0) if is_main else 0.0 for name in self.names]
-        # the last three: samples, seconds waited for them, and updates that fp16 skipped
-        *self.sums, self.count, self.wait, self.skipped = values
+        # besides sums of the task: samples, seconds waited for them, and updates that fp16 skipped
+        self.totals = dict.fromkeys(self.names, 0.0) | (dict(start) if is_main else {})
         self.device, self.updates, self.taken = device, 0, torch.zeros((), device=device)
         scaled = getattr(optimizer, "optimizer", None)  # only fp16 has a wrapper around it
         self.scaled = scaled is not None
@@ -99,7 +98,7 @@ class Meter:
         """
         sums = self.task.training_sums(loss.detach(), outputs.detach(), batch.labels)
         self.batches.append(((batch.update, batch.number), sums))
-        self.count += len(batch.labels)
+        self.totals["count"] += len(batch.labels)
 
     def _count_step(self, optimizer: Optimizer, *_given: Any) -> None:
         """Count a step on the device.
@@ -118,15 +117,16 @@ class Meter:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         # On the device, each batch would need several kernels for this.
-        for place, column in enumerate(zip(*(sums for _, sums in self.batches), strict=True)):
-            self.sums[place] += rounded(torch.stack(column)).sum().item()
+        columns = zip(*(sums for _, sums in self.batches), strict=True)
+        for name, column in zip(self.names, columns, strict=False):
+            self.totals[name] += rounded(torch.stack(column)).sum().item()
         if self.scaled:
-            self.skipped += self.updates - self.taken.item()
+            self.totals["skipped"] += self.updates - self.taken.item()
             self.taken.zero_()
         self.updates, now = 0, time.perf_counter()
-        own = [self.count, self.wait, self.skipped, now - self.started, failed, stop]
+        own = [*self.totals.values(), now - self.started, failed, stop]
         self.started = now
-        values = torch.tensor([*self.sums, *own], dtype=torch.float64, device=self.device)
+        values = torch.tensor(own, dtype=torch.float64, device=self.device)
         # Exact for counts below 2**53.
         *sums, seconds, failures, stops = accelerator.reduce(values, "sum").tolist()
         totals = dict(zip(self.names, sums, strict=True))
@@ -146,5 +146,4 @@ class Meter:
 
     def reset(self) -> None:
         """Start the sums of the next train record."""
-        self.sums = [0.0] * len(self.sums)
-        self.count, self.wait, self.skipped = 0.0, 0.0, 0.0
+        self.totals = dict.fromkeys(self.names, 0.0)

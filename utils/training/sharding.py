@@ -6,16 +6,12 @@ DDP.
 """
 
 import os
-from collections.abc import Callable
-from itertools import accumulate
 
 import torch
 from accelerate.utils import convert_outputs_to_fp32
-from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from torch import nn
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-from utils.config.bounds import require
 from utils.memory import bytes_text
 from utils.models.layers import find_blocks
 from utils.models.sharded import count_units, is_sharded, local
@@ -26,8 +22,8 @@ from utils.training.building import Setup
 def get_ready_to_shard(model: nn.Module, setup: Setup) -> None:
     """Prepare the model for FSDP2, before `Accelerator.prepare`.
 
-    If the accelerate config chooses no units, blocks are used. Raises UserError if FSDP2 cannot
-    shard the model.
+    If the accelerate config chooses no units, blocks are used. Raises ValueError for a
+    class of units that the model does not have.
     """
     accelerator = setup.accelerator
     # FSDP2 needs this; --channels_last still applies to images
@@ -40,7 +36,6 @@ def get_ready_to_shard(model: nn.Module, setup: Setup) -> None:
     if os.environ.get("FSDP_AUTO_WRAP_POLICY", "").upper() == "NO_WRAP" and setup.ranks.is_main:
         print("fsdp_auto_wrap_policy: NO_WRAP is ignored: each block is a unit")
     plugin.set_auto_wrap_policy(model)
-    _check_units(model, setup.config.model, fsdp2_prepare_auto_wrap_policy(plugin, model))
     if accelerator.native_amp:  # Accelerate does not do this for FSDP2
         model.forward = convert_outputs_to_fp32(accelerator.autocast()(model.forward))
 
@@ -56,15 +51,3 @@ def describe_shards(model: nn.Module, ranks: Ranks) -> str:
     most = bytes_text(max(ranks.gather(sum(local(each).nbytes for each in parameters))))
     units = "1 unit" if count == 1 else f"{count} units"
     return f"FSDP2, {units}; parameters {total}, on each rank at most {most}"
-
-
-def _check_units(module: nn.Module, name: str, is_unit: Callable[[nn.Module], bool] | None) -> None:
-    """Raise UserError if a parameter belongs to two units, because two blocks share a layer."""
-    units = {layer for layer in module.modules() if is_unit and is_unit(layer)}
-    owners: dict[nn.Parameter, list[nn.Module]] = {}
-    for place, parameter in module.named_parameters(remove_duplicate=False):
-        parents = accumulate(place.split(".")[:-1], "{}.{}".format)
-        owner = [layer for layer in map(module.get_submodule, parents) if layer in units][-1:]
-        problem = f"FSDP cannot shard {name}, because its parameter {place} belongs to two units"
-        fix = "choose other units in fsdp_config, or train without FSDP"
-        require(owners.setdefault(parameter, owner) == owner, problem, fix)
