@@ -21,13 +21,13 @@ from torch import nn
 
 import replay
 import train
-from utils.data.order import Plan, fold_in
+from utils.data.order import fold_in
 from utils.models.small import MLP
 from utils.models.zoo import OWN_MODELS
 from utils.runs.manifest import checkpoints_of, sha256_of
 from utils.training import tree_sum
 from utils.training.gradients import Exchange
-from utils.training.loop import balance, watch_ranks
+from utils.training.loop import times_of_ranks
 
 # 4 updates an epoch, the last of 50 samples, which 8 microbatches do not divide evenly.
 SIZES = [
@@ -356,40 +356,23 @@ def test_a_killed_run_with_unequal_shares_that_moves_ends_with_the_same_bits():
     assert_same_run("whole", "run")
 
 
-def test_a_rank_that_another_waits_for_is_named_once_with_shares_to_try(capsys):
+def test_records_have_the_seconds_that_each_rank_computed_and_waited():
     exchange = Exchange(torch.device("cpu"))
 
-    def recorded(microbatches=16, waits=(0.5, 0.5), exchanges=(5.5, 0.5), seconds=8):
+    def recorded():
         """The fields of a record of two ranks. This process is the second one."""
-        exchange.marks += [100.0, 100.0 + exchanges[1]]
+        exchange.marks += [100.0, 100.5]
         exchange.add_up()
         run = SimpleNamespace(
             gradients=SimpleNamespace(exchange=exchange),
-            accelerator=SimpleNamespace(num_processes=2),
-            meter=SimpleNamespace(wait=waits[1]),
-            ranks=SimpleNamespace(gather=lambda own: [(exchanges[0], waits[0]), own]),
-            plan=Plan(64, 64, microbatches, 0),
+            meter=SimpleNamespace(totals={"wait": 0.5}),
+            ranks=SimpleNamespace(gather=lambda own: [(5.5, 0.5), own]),
         )
-        return watch_ranks(run, seconds)
+        return times_of_ranks(run, 8)
 
     assert recorded() == {}  # the first record has other work in it
-    for _ in range(9):
+    for _ in range(2):
         assert recorded() == {"computing": [2.0, 7.0], "waiting": [5.0, 0.0]}
-    # after 30 seconds
-    line = "rank 0 waits for rank 1 for 71% of the computing time; try --shares 12,4\n"
-    assert capsys.readouterr().out == line
-    exchange.computed = [0.0, 0.0]
-    recorded(microbatches=2, seconds=50)
-    assert not capsys.readouterr().out  # 44 and 49 seconds: nearly equal
-    exchange.computed = [0.0, 0.0]
-    recorded(microbatches=2, waits=(0.5, 30), exchanges=(30.5, 1), seconds=60)
-    assert (
-        not capsys.readouterr().out
-    )  # the second rank waits for data, which other shares would not change
-    exchange.computed = [0.0, 0.0]
-    recorded(microbatches=2, exchanges=(30.5, 0.5), seconds=40)
-    assert "77% of the computing time; use more --microbatches\n" in capsys.readouterr().out
-    assert balance([12, 4], [3.0, 3.0]) == [12, 4] and balance([1, 1], [1.0, 9.0]) == [1, 1]
 
 
 def in_the_order_of_all_reduce(flags: list[str]) -> None:

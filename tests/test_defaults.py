@@ -267,78 +267,32 @@ def test_a_loss_that_explodes_while_it_is_finite_is_reported_once_in_a_run_with_
     for number in ("8", "12"):
         (outcome,) = run_ranks(1, train.main, [*flags, "--lr", "3", "--max_steps", number])
         lines.append(
-            [line for line in outcome.out.splitlines() if "the loss of uniform predictions" in line]
+            [
+                line
+                for line in outcome.out.splitlines()
+                if "times that of uniform predictions" in line
+            ]
         )
     losses = [record["loss"] for record in records("run", "train")]
     step = next(step for step, loss in enumerate(losses, 1) if loss > 10 * math.log(4))
     assert step <= 8 and max(losses[8:]) > 10 * math.log(4)
     assert len(lines[0]) == 1 and lines[1] == []
-    assert f"update {step}: the training loss is {losses[step - 1]:.4g}, while" in lines[0][0]
-    assert "is 1.386; lower --lr" in lines[0][0]
+    assert f"update {step}: the training loss is {losses[step - 1]:.4g}, more" in lines[0][0]
+    assert "lower --lr" in lines[0][0]
 
 
 @pytest.mark.parametrize(
     ("loss", "uniform"), [("cross_entropy", math.log(7)), ("binary_cross_entropy", math.log(2))]
 )
-def test_a_loss_is_reported_at_ten_times_that_of_uniform_predictions_or_above_it_later(
-    loss, uniform, capsys
-):
+def test_a_loss_is_reported_at_ten_times_that_of_uniform_predictions(loss, uniform, capsys):
     task = Classification(TrainConfig(loss=loss), list("abcdefg"))
     assert task.uniform_loss == pytest.approx(uniform)
-    for samples, factors, is_reported in (
-        (100, (math.nan, 9.9), False),
-        (100, (10.1, 99), True),
-        # once it has learned, 10 / sqrt(samples) above the loss of uniform predictions are enough
-        (100, (0.7, 1.9), False),
-        (100, (0.7, 2.1), True),
-        (10_000, (0.7, 1.05), False),
-        (10_000, (1.15, 0.7, 1.15), True),
-    ):
+    for factors, is_reported in (((0.7, 9.9), False), ((10.1, 99), True)):
         for own, is_known in ((task, True), (Task(), False)):  # other tasks do not define the loss
             run = SimpleNamespace(state=TrainState(step=5), task=own, config=TrainConfig(lr=0.02))
             for factor in factors:
-                watch_loss(run, factor * uniform, samples)
+                watch_loss(run, "training", factor * uniform)
             assert capsys.readouterr().out.count("lower --lr") == (is_reported and is_known)
-
-
-DIGITS = ["--model", "mlp", "--threads", "1", "--lr", "0.05", "--lr_schedule", "constant"]
-DIGITS += [
-    "--max_train_samples",
-    "480",
-    "--run_name",
-    "run",
-    "--resume",
-    "auto",
-    "--save_every",
-    "1",
-]
-
-
-def _train_and_ruin(flags):
-    """Train; after update 40 each class is taken for the next one."""
-    update = train.train_update
-
-    def ruining(run, batches):
-        update(run, batches)
-        if run.state.step == 40:
-            weight = run.module.output.weight.data
-            weight.copy_(weight.roll(1, 0))
-
-    train.train_update = ruining
-    train.main(flags)
-
-
-def test_training_that_falls_apart_is_reported_once_in_a_run_with_the_fix():
-    lines = []
-    for steps in ("46", "48"):
-        flags = [*DIGITS, "--log_every", "5", "--eval_every", "99", "--max_steps", steps]
-        outcomes = run_ranks(2, _train_and_ruin, flags)
-        assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].err
-        printed = [line for outcome in outcomes for line in outcome.out.splitlines()]
-        lines.append([line for line in printed if "lower --lr" in line])
-    assert len(lines[0]) == 1 and lines[1] == [], lines
-    loss = r"the training loss is \d\.\d+, while the loss of uniform predictions is 2.303"
-    assert re.match(rf"update 45: {loss}; lower --lr \(for example to 0.005\)", lines[0][0])
 
 
 @pytest.mark.parametrize("flags", [

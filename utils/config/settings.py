@@ -217,7 +217,7 @@ class CheckpointSettings:
     """Updates between checkpoints (default: one epoch, unless --save_seconds is given); the last
     update and a new best are always saved."""
     save_seconds: PositiveFloat | None = None
-    """Seconds between checkpoints, checked about once a second; with --save_every, whichever is due
+    """Seconds of training between checkpoints, checked about once a second; with --save_every, whichever is due
     first."""
     keep: PositiveInt | Literal["all"] = 2
     """Number of newest checkpoints to keep, besides the best one; all keeps every checkpoint."""

@@ -170,7 +170,7 @@ ImageDataset = DecodedImages | EncodedImages
 
 
 class Features(Dataset):
-    """The outputs of frozen layers for the images of a split, float32 [N, ...] for each of K views.
+    """The outputs of frozen layers for K views of the images of a split, float32 [K, N, ...].
 
     A sample has view (epoch + occurrence) modulo K; its occurrence in the epoch counts from 0.
     `images` is the data set from which the features were computed. `origin` describes the views,
@@ -179,7 +179,7 @@ class Features(Dataset):
 
     in_loader = False
 
-    def __init__(self, views: Sequence[np.ndarray], images: ImageDataset, origin: str):
+    def __init__(self, views: np.ndarray, images: ImageDataset, origin: str):
         self.views, self.images, self.labels, self.origin = views, images, images.labels, origin
 
     def __len__(self) -> int:
@@ -187,14 +187,12 @@ class Features(Dataset):
 
     @property
     def image_bytes(self) -> int:
-        return self.views[0][:1].nbytes
+        return self.views[0, :1].nbytes
 
     def __getitems__(self, microbatch: Microbatch) -> Batch:
-        indices, view = microbatch.indices, self._choose(microbatch)
-        rows = np.empty((len(indices), *self.views[0].shape[1:]), np.float32)
-        for number in np.unique(view):
-            rows[view == number] = self.views[number][indices[view == number]]
-        return Batch(torch.from_numpy(rows), torch.from_numpy(self.labels[indices]), microbatch)
+        indices = microbatch.indices
+        rows = torch.from_numpy(self.views[self._choose(microbatch), indices])
+        return Batch(rows, torch.from_numpy(self.labels[indices]), microbatch)
 
     def pixels(self, microbatch: Microbatch, most: int) -> Tensor:
         """The images from which the first features of a microbatch were computed, uint8 [n, H, W,
@@ -247,17 +245,14 @@ def describe_place(sets: Sequence[AnyDataset]) -> str:
     run.
     """
     if features := [each for each in sets if isinstance(each, Features)]:
-        size = bytes_text(sum(view.nbytes for each in features for view in each.views))
+        size = bytes_text(sum(each.views.nbytes for each in features))
         origins = [
             f"{word}: {each.origin}"
             for each, word in zip(features, ("training", "evaluation"), strict=True)
         ]
-        numbers = " x ".join(map(str, features[0].views[0].shape[1:]))
-        place = (
-            "cached"
-            if all(isinstance(each.views[0], np.memmap) for each in features)
-            else "in memory"
-        )
+        numbers = " x ".join(map(str, features[0].views.shape[2:]))
+        cached = all(isinstance(each.views, np.memmap) for each in features)
+        place = "cached" if cached else "in memory"
         return f"{numbers} features of each view, {size} {place}; {'; '.join(origins)}"
     decoded = [each for each in sets if isinstance(each, DecodedImages)]
     if not decoded:
