@@ -64,7 +64,7 @@ class Split:
 
     def unreadable(self) -> dict[str, str]:
         """The errors of its unreadable images, by their paths or indices."""
-        bad = np.flatnonzero(~self.readable)
+        bad = np.flatnonzero(~self.readable).tolist()
         return {self.describe(n): self.errors[int(self.image_index[n])] for n in bad}
 
     def replace_unreadable(self) -> "Split":
