@@ -7,7 +7,7 @@
 This file is the whole run: `main` starts it, `build` creates its parts, and `train` is the loop.
 """
 
-from utils.output import guard_output, leave  # the first import: see its docstring
+from utils.output import exit_with, guard_output  # the first import: see its docstring
 
 # isort: split
 import math
@@ -34,7 +34,7 @@ from utils.ranks.session import distributed_session
 from utils.ranks.stopping import EXIT_RESUME, Stopping
 from utils.report.writing import report_training
 from utils.runs.checkpoint import CheckpointManager
-from utils.runs.loading import make_average, make_parts
+from utils.runs.loading import make_average
 from utils.runs.log import RunLog
 from utils.runs.trackers import RunTrackers, numbers_to_send
 from utils.training.building import (
@@ -81,14 +81,14 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         log_start(run)
         if config.dry_run:
             return dry_run(run, train_update)
-        stopping.training_begins()
+        stopping.defer_signals()
         with gc_frozen(), make_profiler(run) as profiler:
             result = train(run, profiler)
         if result is None:  # the run was complete; a page may be missing
             report_training(run)
         stopped = log_end(run, result, command)
     if stopped:
-        leave(EXIT_RESUME)
+        exit_with(EXIT_RESUME)
     return result
 
 
@@ -127,8 +127,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     sharding = describe_shards(model, whole, setup.config, ranks) if whole else ""
     optimizer = init_optimizer(optimizer, accelerator)  # without the wrapper, unless fp16
     average = make_average(module, setup.config.ema_decay)  # of `prepare`'s weights
-    parts = make_parts(accelerator, module, average)
-    folder, lines = checkpoints.restore(setup.config, saved, accelerator, module, optimizer, parts)
+    folder = checkpoints.restore(setup.config, saved, accelerator, module, optimizer, average)
     with ranks.agree("opening the log"):
         log = RunLog(folder, ranks.is_main, setup.state, setup.updates, task)
     return Run(
@@ -141,14 +140,12 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
         module=module,
         optimizer=optimizer,
         gradients=make_gradients(setup, model, module, accelerator),
-        parts=parts,
         average=average,
         train_batches=Batches(train_loader, spec, setup.config, device, True, task.outputs),
         evaluator=Evaluator(ranks, accelerator, module, eval_loader, eval_spec, task, setup.config),
         meter=Meter(task, device, setup.state.since_log, ranks.is_main, optimizer),
         log=log,
-        trackers=RunTrackers(accelerator, setup.config, folder, setup.state.run_id, log.say),
-        changed=[*setup.changed, *lines],
+        trackers=RunTrackers(accelerator, setup.config, folder, setup.state.run_id),
         notes=notes,
         sharding=sharding,
     )
@@ -212,7 +209,7 @@ def train_update(run: Run, batches: Iterator[Batch]) -> None:
             run.accelerator.backward(loss * gradients.loss_scale(state.position))
         run.meter.add(loss, outputs, batch)
     gradients.reduce()
-    clip_gradients(run.accelerator, run.model, config)
+    run.meter.grad_norm = clip_gradients(run.accelerator, run.model, config)
     run.optimizer.step()
     run.optimizer.zero_grad()
     if run.average:
@@ -229,7 +226,7 @@ def evaluate(run: Run) -> dict | None:
     state.owes_evaluation = True
     if run.stopping.agreed:
         return None
-    run.ranks.mark(f"after update {state.step}, evaluating")
+    run.ranks.enter(f"after update {state.step}, evaluating")
     kinds = ["raw", "ema"] if average else ["raw"]
     for weights in kinds:
         keep = run.config.report and weights == kinds[-1]

@@ -356,8 +356,8 @@ def test_a_killed_run_with_unequal_shares_that_moves_ends_with_the_same_bits():
     assert_same_run("whole", "run")
 
 
-def test_a_rank_that_another_waits_for_is_named_once_with_shares_to_try():
-    said, exchange = [], Exchange(torch.device("cpu"))
+def test_a_rank_that_another_waits_for_is_named_once_with_shares_to_try(capsys):
+    exchange = Exchange(torch.device("cpu"))
 
     def recorded(microbatches=16, waits=(0.5, 0.5), exchanges=(5.5, 0.5), seconds=8):
         """The fields of a record of two ranks. This process is the second one."""
@@ -369,7 +369,6 @@ def test_a_rank_that_another_waits_for_is_named_once_with_shares_to_try():
             meter=SimpleNamespace(wait=waits[1]),
             ranks=SimpleNamespace(gather=lambda own: [(exchanges[0], waits[0]), own]),
             plan=Plan(64, 64, microbatches, 0),
-            log=SimpleNamespace(say=said.append),
         )
         return watch_ranks(run, seconds)
 
@@ -377,18 +376,19 @@ def test_a_rank_that_another_waits_for_is_named_once_with_shares_to_try():
     for _ in range(9):
         assert recorded() == {"computing": [2.0, 7.0], "waiting": [5.0, 0.0]}
     # after 30 seconds
-    assert said == ["rank 0 waits for rank 1 for 71% of the computing time; try --shares 12,4"]
+    line = "rank 0 waits for rank 1 for 71% of the computing time; try --shares 12,4\n"
+    assert capsys.readouterr().out == line
     exchange.computed = [0.0, 0.0]
     recorded(microbatches=2, seconds=50)
-    assert len(said) == 1  # 44 and 49 seconds: nearly equal
+    assert not capsys.readouterr().out  # 44 and 49 seconds: nearly equal
     exchange.computed = [0.0, 0.0]
     recorded(microbatches=2, waits=(0.5, 30), exchanges=(30.5, 1), seconds=60)
-    assert len(said) == 1  # the second rank waits for data, which other shares would not change
+    assert (
+        not capsys.readouterr().out
+    )  # the second rank waits for data, which other shares would not change
     exchange.computed = [0.0, 0.0]
     recorded(microbatches=2, exchanges=(30.5, 0.5), seconds=40)
-    assert said[1:] == [
-        "rank 0 waits for rank 1 for 77% of the computing time; use more --microbatches"
-    ]
+    assert "77% of the computing time; use more --microbatches\n" in capsys.readouterr().out
     assert balance([12, 4], [3.0, 3.0]) == [12, 4] and balance([1, 1], [1.0, 9.0]) == [1, 1]
 
 

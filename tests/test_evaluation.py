@@ -426,10 +426,10 @@ def test_photographs_are_evaluated_with_the_share_that_the_run_or_the_flag_says(
     saved, other = (
         read_checkpoint(find_checkpoint(Path("runs", name))) for name in ("usual", "half")
     )
-    changed = replace(saved.settings, eval_crop=0.5)  # as in a resumed run with another flag
+    changed = replace(saved.config, eval_crop=0.5)  # as in a resumed run with another flag
     images = load_data(changed).train
     assert resolve_input(changed, saved, images)[-1] == other.spec != saved.spec
-    assert resolve_input(saved.settings, saved, images)[-1] is saved.spec
+    assert resolve_input(saved.config, saved, images)[-1] is saved.spec
 
 
 def test_flags_of_eval_py_without_effect_are_reported():

@@ -1,4 +1,4 @@
-"""Select the samples that a run trains and evaluates on, and plan the order of training."""
+"""Select the samples that a run trains and evaluates on."""
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -7,9 +7,8 @@ import numpy as np
 
 from utils.config.bounds import require
 from utils.config.settings import TrainConfig
-from utils.console import Terminal, join_names, nfc
+from utils.console import join_names, nfc, progress, say
 from utils.data.check import check_images
-from utils.data.order import Plan
 from utils.data.samples import (
     ListedSplit,
     SampleList,
@@ -31,25 +30,21 @@ from utils.data.splits import (
 )
 from utils.errors import UserError
 
-SILENT = Terminal(False)
 
-
-def load_data(
-    config: TrainConfig, samples: SampleList | None = None, terminal: Terminal = SILENT
-) -> Data:
+def load_data(config: TrainConfig, samples: SampleList | None = None) -> Data:
     """Open the data set and choose its two splits. Raises ValueError or OSError if that fails.
 
     A resumed run passes the `samples` of its checkpoint, to continue with the same ones. All images
-    are checked, and progress and messages are printed to `terminal`.
+    are checked, with a progress bar and messages.
     """
-    source = _open_checked(config, samples, terminal)
+    source = _open_checked(config, samples)
     if samples is None:
-        pairs = _choose_splits(source, config, terminal)
+        pairs = _choose_splits(source, config)
         samples = list_samples(config, source.class_names, *pairs)
         splits = [split for split, _ in pairs]
     else:
         skip = config.bad_images == "skip"
-        splits, changes = _find_again(source, config, samples, samples.parts, terminal, skip)
+        splits, changes = _find_again(source, config, samples, samples.parts, skip)
         fix = (
             "a resumed run needs the same images and labels: restore them, or start a new run "
             "(--bad_images skip replaces changed files)"
@@ -57,9 +52,9 @@ def load_data(
         require(not changes, "; ".join(dict.fromkeys(changes)), fix)
     checked = *source.opened.values(), *splits
     bad = {name: reason for split in checked for name, reason in split.unreadable().items()}
-    train = _drop_unreadable(splits[0], config, terminal, keep_order=True)
-    evaluation = _drop_unreadable(splits[1], config, terminal)
-    _report_trained_on(samples, evaluation, terminal)
+    train = _drop_unreadable(splits[0], config, keep_order=True)
+    evaluation = _drop_unreadable(splits[1], config)
+    _report_trained_on(samples, evaluation)
     train = random_subset(train, config.max_train_samples, config.seed)
     evaluation = random_subset(evaluation, config.max_eval_samples, config.seed)
     for split in (train, evaluation):
@@ -76,7 +71,6 @@ def load_split(
     class_names: list[str] | Callable[[list[str]], list[str]],
     samples: SampleList | None = None,
     own_data: bool = False,
-    terminal: Terminal = SILENT,
 ) -> tuple[Split, list[str]]:
     """One split to evaluate, with labels that are indices into `class_names`, and these names.
 
@@ -87,42 +81,40 @@ def load_split(
     only split. Any other name selects the split of that name. A data set that has all images of the
     list counts as the run's own, even if it has been moved.
     """
-    source = _open_checked(config, samples, terminal)
+    source = _open_checked(config, samples)
     of_run = name in (None, "train")
     if samples and of_run and (own_data or _holds_all(source, samples)):
         config = replace(config, **samples.choices)
         part = samples.train if name else samples.evaluation
-        (split,), changes = _find_again(source, config, samples, [part], terminal)
+        (split,), changes = _find_again(source, config, samples, [part])
         is_lost = part.names is None and samples.train.source == samples.evaluation.source
         problem = f"{'; '.join(changes)}; the held-out samples cannot be found again"
         fix = f"evaluate all samples with --data {config.data} --split {part.source}"
         require(not (changes and is_lost), problem, fix)
         for text in changes:
-            terminal.print(text)
+            say(text)
         shown = split.name
     else:
         asked = name or _eval_name(source, "", None)
         default = "train" if len(source.openers) > 1 else next(iter(source.openers))
         split = source.split(_existing(source, asked or default, "--split"))
         if samples is not None:
-            _report_trained_on(samples, split, terminal)
+            _report_trained_on(samples, split)
         shown = split.name if asked or len(source.openers) > 1 else "all images"
-    split = random_subset(
-        _drop_unreadable(split, config, terminal), config.max_eval_samples, config.seed
-    )
+    split = random_subset(_drop_unreadable(split, config), config.max_eval_samples, config.seed)
     check_kind(split, config)
     if callable(class_names):
         class_names = class_names(source.class_names)
-        terminal.print(f"classes of the outputs, in order: {join_names(class_names, 6)}")
+        say(f"classes of the outputs, in order: {join_names(class_names, 6)}")
     return replace(renumber(split, source.class_names, class_names), name=shown), class_names
 
 
-def _open_checked(config: TrainConfig, samples: SampleList | None, terminal: Terminal) -> Source:
+def _open_checked(config: TrainConfig, samples: SampleList | None) -> Source:
     """The source that --data names. The images of a split are checked when the split is opened.
 
     The classes are those of the samples, in its order, if they only differ in order or Unicode form.
     """
-    source, progress = open_source(config), terminal.progress("checking images")
+    source = open_source(config)
     # all must be known before samples are counted
     full = config.check_images == "full" or config.bad_images == "skip"
     found = wanted = source.class_names
@@ -133,31 +125,29 @@ def _open_checked(config: TrainConfig, samples: SampleList | None, terminal: Ter
         replace(renumber(split, found, wanted), bits=config.image_bits),
         full,
         config.cache_dir,
-        progress,
+        progress("checking images"),
     )
     return source
 
 
 def _choose_splits(
-    source: Source, config: TrainConfig, terminal: Terminal
+    source: Source, config: TrainConfig
 ) -> tuple[tuple[Split, Split], tuple[Split, Split]]:
     """The samples to train on and to evaluate on, each with the whole split that they were taken
     from.
     """
     train_name = _train_name(source, config.train_split)
     whole = source.split(train_name)
-    train = _drop_unreadable(whole, config, terminal)
+    train = _drop_unreadable(whole, config)
     eval_name = None if config.eval_fraction else _eval_name(source, train_name, config.eval_split)
     if eval_name is None:
         train, evaluation = hold_out(train, config.eval_fraction or 0.1, config.seed)
         return (train, whole), (evaluation, whole)
     eval_whole = source.split(eval_name)
-    return (train, whole), (_drop_unreadable(eval_whole, config, terminal), eval_whole)
+    return (train, whole), (_drop_unreadable(eval_whole, config), eval_whole)
 
 
-def _drop_unreadable(
-    split: Split, config: TrainConfig, terminal: Terminal, keep_order: bool = False
-) -> Split:
+def _drop_unreadable(split: Split, config: TrainConfig, keep_order: bool = False) -> Split:
     """The split without unreadable images, or with others in their places to `keep_order`.
 
     With --bad_images error, raises UserError, which names them.
@@ -172,7 +162,7 @@ def _drop_unreadable(
     problem = f"no image of split {split.name!r} can be used ({len(split)} checked)"
     require(bool(split.readable.any()), problem, "give another --data")
     action = "other images of their classes replace them" if keep_order else "will be left out"
-    terminal.print(f"{count} cannot be used and {action}: {join_names(bad, 8)}")
+    say(f"{count} cannot be used and {action}: {join_names(bad, 8)}")
     if keep_order:
         return split.replace_unreadable()
     return split.select(np.flatnonzero(split.readable))
@@ -183,14 +173,13 @@ def _find_again(
     config: TrainConfig,
     samples: SampleList,
     parts: Collection[ListedSplit],
-    terminal: Terminal,
     skip_changed: bool = False,
 ) -> tuple[list[Split], list[str]]:
     """These parts of a run's samples, and lines about what has changed since it listed them."""
     wholes = [source.split(_existing(source, part.source, "the run used split")) for part in parts]
     changes = _class_changes(samples.class_names, source.class_names)
     if samples.train.names is None:
-        chosen = zip(samples.parts, _choose_splits(source, config, terminal), strict=True)
+        chosen = zip(samples.parts, _choose_splits(source, config), strict=True)
         for part, whole in zip(parts, wholes, strict=True):
             changes += table_changes(part, whole)
         return [split for part, (split, _) in chosen if part in parts], changes
@@ -201,7 +190,7 @@ def _find_again(
         changes += lines
         if new:
             problem = f"split {whole.name!r} has new files since training, which are left out"
-            terminal.print(f"{problem}: {join_names(new, 3)}")
+            say(f"{problem}: {join_names(new, 3)}")
     return splits, changes
 
 
@@ -218,13 +207,13 @@ def _holds_all(source: Source, samples: SampleList) -> bool:
     return all(p.source in source.openers and is_same(p, source.split(p.source)) for p in parts)
 
 
-def _report_trained_on(samples: SampleList, split: Split, terminal: Terminal) -> None:
+def _report_trained_on(samples: SampleList, split: Split) -> None:
     """Report how many of the images to evaluate on are training images of the run."""
     if samples.train.ends is None or split.checksums is None:
         return
     if known := np.isin(split.checksums[split.image_index], samples.train.ends).sum():
         of = f"{known} of the {len(split)} images of split {split.name!r}"
-        terminal.print(f"the run trained on {of}")
+        say(f"the run trained on {of}")
 
 
 def _train_name(source: Source, wanted: str | None) -> str:
@@ -287,33 +276,3 @@ def check_kind(split: Split, config: TrainConfig) -> None:
     require(not several or task in ("auto", "multilabel"), problem, fix)
     problem = f"no image of split {split.name!r} has a label"
     require(not several or bool(split.labels.any()), problem, "fix the labels")
-
-
-def make_plan(config: TrainConfig, train: Split, global_batch_size: int, microbatches: int) -> Plan:
-    """The order of the run's training samples.
-
-    Raises ValueError if it does not fit the batch or the labels.
-    """
-    problem = f"--repeats {config.repeats} does not divide the global batch of {global_batch_size}"
-    fix = f"set --global_batch_size to a multiple of {config.repeats}"
-    require(global_batch_size % config.repeats == 0, problem, fix)
-    fits = not config.mixes or global_batch_size // 2 >= microbatches
-    problem = f"a global batch of {global_batch_size} has fewer pairs than its {microbatches} microbatches"
-    fix = f"--mixup and --cutmix need a --global_batch_size of at least {2 * microbatches}, or fewer microbatches"
-    require(fits, problem, fix)
-    weights = None
-    if config.sampler == "balanced":
-        fits = train.labels.ndim == 1
-        require(fits, "--sampler balanced needs one class per image", "leave it out")
-        weights = 1 / np.bincount(train.labels)[train.labels]
-    return Plan(
-        samples=len(train),
-        global_batch_size=global_batch_size,
-        microbatches=microbatches,
-        seed=config.seed,
-        drop_last=config.drop_last,
-        repeats=config.repeats,
-        in_pairs=config.mixes,
-        shares=config.shares,
-        weights=weights,
-    )

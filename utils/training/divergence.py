@@ -6,7 +6,7 @@ This happens before a checkpoint is saved. A training loss that is far too high 
 import math
 import shlex
 
-from utils.console import join_names
+from utils.console import join_names, say
 from utils.errors import UserError
 from utils.launch.command import script_command
 from utils.models.checking import bad_tensors, sum_bits
@@ -30,7 +30,8 @@ def report_bad_loss(run: Run, rank: int, step: int, microbatch: int) -> None:
     start = sum(sizes[:microbatch])
     samples = find_samples(run, step)[start : start + sizes[microbatch]]
     run.log.write("bad_loss", step=step + 1, rank=rank, samples=samples)
-    command = [*script_command("replay.py"), "--run", str(run.folder), "--update", str(step + 1)]
+    command = script_command("replay.py", run.config.plugin)
+    command += ["--run", str(run.folder), "--update", str(step + 1)]
     command += ["--microbatch", str(microbatch), *(["--cpu"] if run.config.cpu else [])]
     shown = join_names(samples, _SHOWN)
     problem = f"the training loss is NaN or infinite at update {step + 1} on rank {rank}"
@@ -72,7 +73,7 @@ def _report(run: Run, problem: str) -> None:
     fix = f"lower --lr (for example to {run.config.lr / 10:.2g}), {_ALSO}"
     if not run.state.learned:
         fix = f"{fix}; if the loss has hardly changed, raise --lr"
-    run.log.say(f"update {run.state.step}: {problem}; {fix}")
+    say(f"update {run.state.step}: {problem}; {fix}")
 
 
 def check_weights(run: Run) -> None:
@@ -106,9 +107,7 @@ def compare_ranks(run: Run) -> None:
         if len(kinds) > 1:
             if not run.state.rounding_said:
                 between = f"{'; '.join(kinds)}; checkpoints have those of rank 0"
-                run.log.say(
-                    f"the ranks' weights differ; their processors may round differently: {between}"
-                )
+                say(f"the ranks' weights differ; their processors may round differently: {between}")
             run.state.rounding_said = True
             return
         where = f"after update {run.state.step}, {name} of rank {join_names(odd)} differs from that of rank"

@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -16,9 +16,10 @@ from accelerate.data_loader import prepare_data_loader
 from torch import nn
 
 from utils.config.bounds import require
+from utils.config.plugin import PLUGIN
 from utils.config.recipe import AugmentationSettings
 from utils.data.augment import make_augmentation
-from utils.data.cache import VERSION, is_cached, keep_array, open_array
+from utils.data.cache import VERSION, cached, open_cached
 from utils.data.datasets import Features, ImageDataset
 from utils.data.order import evaluation_blocks
 from utils.data.spec import InputSpec
@@ -59,7 +60,8 @@ def features_of(
         ]
         views = [[epoch, *augmentation] for epoch in range(config.feature_views)]
     else:
-        train_set = train_set.with_augmentation(make_augmentation(config, spec, False))
+        train_set = copy(train_set)
+        train_set.augmentation = make_augmentation(config, spec, False)
     train_features = cache.load(train_set, data.train, spec, views)
     return train_features, cache.load(eval_set, data.evaluation, spec.for_evaluation(), [[]])
 
@@ -93,22 +95,19 @@ class FeatureCache:
         block_size = evaluation_blocks(len(images), self.setup.config.eval_batch_size).block_size
         how = [*self._key, block_size]
         for epoch, key in enumerate(keys):
-            name, found = fingerprint_of(how, split.cache_key, spec, key), False
+            name = fingerprint_of(how, split.cache_key, spec, key)
             path = folder / f"v{VERSION}-{name}.npy"
-            with self.ranks.local_main_first("checking cached features"), suppress(OSError):
-                found = is_cached(path, "computing the features again", (len(images),))
-            if self.ranks.any_rank(not found):
+            view = open_cached(path, (len(images),), "<f4")
+            if self.ranks.any_rank(view is None):
                 array, computed = self._compute(images, spec, epoch), computed + 1
                 with self.ranks.local_main_first("writing features"):
-                    views.append(keep_array(path, array))
-            else:
-                with self.ranks.agree():
-                    views.append(open_array(path))
+                    view = cached(path, array.shape, "<f4", [array])
+            views.append(view)
         seconds = time.perf_counter() - start
-        view = f"{len(keys)} random view{'s' * (len(keys) > 1)}" if keys[0] else "centre"
+        kind = f"{len(keys)} random view{'s' * (len(keys) > 1)}" if keys[0] else "centre"
         number = f"{computed} of them " * (computed < len(keys))
         origin = f"{number}computed in {seconds:.1f} s" if computed else f"found in {folder}"
-        return Features(views, images, f"{view}, {origin}")
+        return Features(views, images, f"{kind}, {origin}")
 
     @cached_property
     def _key(self) -> Any:
@@ -137,7 +136,14 @@ class FeatureCache:
             sorted(config.model_args.items()),
             hash_tensors(frozen),
         )
-        return [*model, self.accelerator.mixed_precision, config.channels_last, *place, *versions]
+        return [
+            *model,
+            *PLUGIN.values(),
+            self.accelerator.mixed_precision,
+            config.channels_last,
+            *place,
+            *versions,
+        ]
 
     def _compute(self, images: ImageDataset, spec: InputSpec, epoch: int) -> np.ndarray:
         """The features of all images, float32 [N, ...], on every rank; collective."""

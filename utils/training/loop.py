@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from utils.console import say
 from utils.data.datasets import Batch
 from utils.errors import one_line
 from utils.runs.metadata import make_files
@@ -35,14 +36,14 @@ def batches_of_update(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     state, ranks = run.state, run.ranks
     run.meter.updates += 1
     for step in range(run.gradients.steps):
-        ranks.mark(f"update {state.step + 1}, reading a batch")
+        ranks.enter(f"update {state.step + 1}, reading a batch")
         start = time.perf_counter()
         batch = next(batches)
         run.meter.wait += time.perf_counter() - start
         assert batch.update == state.step, f"a batch of update {batch.update}, not {state.step}"
         if state.step == step == 0:
             write_first_batch(run, batch)
-        ranks.mark_waiting(f"update {state.step + 1}, computing and adding up gradients")
+        ranks.enter_collective(f"update {state.step + 1}, computing and adding up gradients")
         if batch.number >= 0:  # otherwise another rank has one microbatch more
             yield batch
 
@@ -54,7 +55,7 @@ def synchronise(run: Run, interval: SyncInterval) -> float:
     waits for it. Returns the seconds since the last save.
     """
     state, batches = run.state, run.train_batches
-    run.ranks.mark_waiting(f"after update {state.step}, adding up losses")
+    run.ranks.enter_collective(f"after update {state.step}, adding up losses")
     failed = batches.error is not None or run.log.error is not None or run.checkpoints.has_failed
     reduced = run.meter.reduce(run.accelerator, failed, bool(run.stopping.request))
     if reduced.failed:
@@ -87,12 +88,14 @@ def training_record(run: Run) -> dict[str, Any]:
     state, totals, processes = run.state, run.state.since_log, run.accelerator.num_processes
     seconds, count = state.seconds - state.logged_seconds, totals["count"]
     summary = run.task.summary({name: totals[name] for name in run.task.training}, count)
-    of_gpu: dict[str, float] = {}
+    more: dict[str, float] = {}
     if run.accelerator.device.type == "cuda":
-        of_gpu["gpu_memory"] = torch.cuda.max_memory_allocated(run.accelerator.device)
+        more["gpu_memory"] = torch.cuda.max_memory_allocated(run.accelerator.device)
         torch.cuda.reset_peak_memory_stats(run.accelerator.device)
     if run.accelerator.scaler:
-        of_gpu["skipped"] = totals["skipped"] / processes
+        more["skipped"] = totals["skipped"] / processes
+    if (norm := run.meter.grad_norm) is not None:
+        more["grad_norm"] = norm.item()  # of the last update; collective with FSDP2
     of_ranks = watch_ranks(run, seconds) if run.config.microbatches else {}
     watch_loss(run, summary["loss"], count)
     state.logged_seconds, state.since_log = state.seconds, {}
@@ -105,7 +108,7 @@ def training_record(run: Run) -> dict[str, Any]:
         "images_per_second": count / seconds,
         "data_wait": totals["wait"] / processes / seconds,
         "seconds": state.seconds,
-        **of_gpu,
+        **more,
         **of_ranks,
     }
 
@@ -164,9 +167,7 @@ def watch_ranks(run: Run, seconds: float) -> dict[str, list[float]]:
             else "use more --microbatches"
         )
         slow, fast = total.index(max(total)), total.index(min(total))
-        run.log.say(
-            f"rank {fast} waits for rank {slow} for {part:.0%} of the computing time; {advice}"
-        )
+        say(f"rank {fast} waits for rank {slow} for {part:.0%} of the computing time; {advice}")
     return {"computing": computing, "waiting": [own - min(each)[0] for own, _ in each]}
 
 
@@ -195,7 +196,7 @@ def make_profiler(run: Run) -> AbstractContextManager[torch.profiler.profile | N
         return nullcontext()
     first = run.state.step + WAIT + WARM_UP + 1
     if first > run.updates:
-        run.log.say(f"--profile: the run ends before update {first}, where the trace begins")
+        say(f"--profile: the run ends before update {first}, where the trace begins")
         return nullcontext()
     schedule = torch.profiler.schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=1)
     return torch.profiler.profile(schedule=schedule, on_trace_ready=partial(write_trace, run))
@@ -209,8 +210,8 @@ def write_trace(run: Run, profiler: torch.profiler.profile) -> None:
         profiler.export_chrome_trace(str(unfinished))
         os.replace(unfinished, path)
     except (OSError, RuntimeError) as error:  # the run continues without a trace
-        run.log.say(f"--profile: {path} cannot be written ({one_line(error)[:120]})")
+        say(f"--profile: {path} cannot be written ({one_line(error)[:120]})")
         return
     by_time = f"self_{run.ranks.device.type}_time_total"
     slowest = profiler.key_averages().table(by_time, _ROWS, max_name_column_width=40)
-    run.log.say(f"{slowest}trace: {path} (open it at https://ui.perfetto.dev)")
+    say(f"{slowest}trace: {path} (open it at https://ui.perfetto.dev)")

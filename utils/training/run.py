@@ -4,7 +4,7 @@ import json
 import math
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from accelerate import Accelerator
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from utils.config.defaults import advice, hint_for_few, list_changes
 from utils.config.recipe import AugmentationSettings, LossSettings, OptimizerSettings
 from utils.config.settings import TrainConfig
-from utils.console import printable, table
+from utils.console import printable, say, table
 from utils.data.batches import Batches
 from utils.data.datasets import Features, describe_place
 from utils.data.sources import has_columns
@@ -27,7 +27,6 @@ from utils.models.zoo import OWN_MODELS
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
 from utils.runs.checkpoint import CheckpointManager
-from utils.runs.loading import Part
 from utils.runs.log import RunLog
 from utils.runs.metadata import config_to_save, versions
 from utils.runs.trackers import RunTrackers
@@ -60,14 +59,12 @@ class Run:
     module: nn.Module  # without the wrapper, for evaluation
     optimizer: Optimizer
     gradients: Gradients
-    parts: Mapping[str, Part]  # what checkpoints hold besides model and optimizer
-    average: WeightAverage | None  # one of these, with --ema_decay
+    average: WeightAverage | None  # of the weights, with --ema_decay
     train_batches: Batches
     evaluator: Evaluator
     meter: Meter
     log: RunLog
     trackers: RunTrackers
-    changed: Sequence[str]  # lines about a checkpoint, and what has changed since it was saved
     notes: Sequence[str]  # lines for the start table
     sharding: str  # with FSDP, the bytes before and after it
 
@@ -116,7 +113,6 @@ def log_start(run: Run) -> None:
     numbers |= {"device": ranks.device.type, "input": run.spec.describe_pixels()}
     source = run.setup.source
     numbers |= {"init_weights": source.weights} if source else {}
-    numbers |= {"max_seconds": config.max_seconds} if config.max_seconds else {}
     numbers |= {"versions": versions()}
     with ranks.agree("starting the trackers"):
         if ranks.is_main:
@@ -136,7 +132,7 @@ def log_start(run: Run) -> None:
     if not run.setup.resumed_from and config.model not in OWN_MODELS:
         lines += hint_for_few(config, run.plan.samples)
     title = "Lockstep  dry run" if config.dry_run else f"Lockstep  {folder}"
-    run.log.say("\n".join([*run.changed, table(title, rows), *lines]))
+    say("\n".join([*run.setup.changed, table(title, rows), *lines]))
     with ranks.agree():
         if ranks.is_main:
             write_file(folder / "config.yaml", config_to_save(config))
@@ -219,7 +215,7 @@ def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
             run.log.write("end", step=state.step, reason=run.ended, seconds=state.seconds)
         trained = result or state.best_step or run.setup.resumed_from is None
         checkpoint = folder if trained else run.setup.resumed_from
-        words = [*script_command("eval.py"), "--ckpt", str(checkpoint)]
+        words = [*script_command("eval.py", config.plugin), "--ckpt", str(checkpoint)]
         words += ["--data_dir", config.data_dir] if config.data_dir else []
         words += (
             ["--cache_dir", config.cache_dir] if config.cache_dir != TrainConfig.cache_dir else []
@@ -231,7 +227,7 @@ def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
         following = f"resume with: {resume_command(command, config.output_dir, folder.name)}"
         if run.ranks.topology.local_rank == 0:  # each machine has its own launcher
             inform_launcher(f"{title}\n{following}")
-    run.log.say(f"{table(title, result_rows(run, result, done))}\n{following}")
+    say(f"{table(title, result_rows(run, result, done))}\n{following}")
     run.trackers.close()
     run.log.close()
     return not done
