@@ -59,9 +59,9 @@ def load_data(config: TrainConfig, samples: SampleList | None = None) -> Data:
     evaluation = random_subset(evaluation, config.max_eval_samples, config.seed)
     for split in (train, evaluation):
         check_kind(split, config)
-    if len(source.class_names) < 2:
-        problem = f"--data {config.data} has one class, {join_names(source.class_names)}"
-        raise UserError("; ".join([problem, *train.notes]), "give at least two classes")
+    problem = f"--data {config.data} has one class, {join_names(source.class_names)}"
+    problem = "; ".join([problem, *train.notes])
+    require(len(source.class_names) > 1, problem, "give at least two classes")
     return Data(train, evaluation, source.class_names, samples, bad)
 
 
