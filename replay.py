@@ -28,6 +28,7 @@ from torch import Tensor, nn
 import train
 from utils.config.bounds import require
 from utils.config.cli import parse_args, read_config
+from utils.config.plugin import check_plugin
 from utils.config.scripts import ReplayConfig
 from utils.config.settings import TrainConfig
 from utils.console import table
@@ -115,10 +116,13 @@ def make_settings(flags: ReplayConfig, records: list[dict], scratch: str) -> Tra
         path for path in checkpoints_of(folder / "checkpoints") if step_of(path) < flags.update
     ]
     checkpoint = next((str(path) for path in reversed(before) if damage_of(path) is None), None)
+    if checkpoint is None:
+        check_plugin(folder, start["versions"])
     return replace(
         config,
         **given_settings(flags),
         cpu=flags.cpu,
+        plugin=flags.plugin,
         traceback=flags.traceback,
         output_dir=scratch,
         run_name="replay",

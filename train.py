@@ -7,7 +7,7 @@
 This file is the whole run: `main` starts it, `build` creates its parts, and `train` is the loop.
 """
 
-from utils.output import guard_output, leave  # the first import: see its docstring
+from utils.output import exit_with, guard_output  # the first import: see its docstring
 
 # isort: split
 import math
@@ -41,7 +41,7 @@ from utils.training.building import (
     adapt_model,
     check_settings,
     fill_settings,
-    find_data,
+    load_splits,
     make_datasets,
     resolve,
 )
@@ -78,14 +78,14 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         log_start(run)
         if config.dry_run:
             return dry_run(run, train_update)
-        stopping.training_begins()
+        stopping.defer_signals()
         with gc_frozen(), make_profiler(run) as profiler:
             result = train(run, profiler)
         if result is None:  # the run was complete; a page may be missing
             report_training(run)
         stopped = log_end(run, result, command)
     if stopped:
-        leave(EXIT_RESUME)
+        exit_with(EXIT_RESUME)
     return result
 
 
@@ -98,7 +98,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     saved = checkpoints.newest()  # None if the run is new
     config, source = fill_settings(config, given, saved, checkpoints.begun, ranks)
     accelerator: Accelerator = make_accelerator(ranks, config)
-    data = find_data(config, saved, ranks)
+    data = load_splits(config, saved, ranks)
     with ranks.agree("resolving the settings"):  # the only place where they follow from the data
         setup = resolve(config, saved, checkpoints.folder, data, source, accelerator, ranks)
     config, images = setup.config, make_datasets(setup)
@@ -187,7 +187,7 @@ def train_update(run: Run, batches: Iterator[Batch]) -> None:
             run.accelerator.backward(loss * gradients.loss_scale(state.position))
         run.meter.add(loss, outputs, batch)
     gradients.reduce()
-    clip_gradients(run.accelerator, run.model, config)
+    run.meter.grad_norm = clip_gradients(run.accelerator, run.model, config)
     run.optimizer.step()
     run.optimizer.zero_grad()
     if run.average:
@@ -204,7 +204,7 @@ def evaluate(run: Run) -> dict | None:
     state.owes_evaluation = True
     if run.stopping.agreed:
         return None
-    run.ranks.mark(f"after update {state.step}, evaluating")
+    run.ranks.enter(f"after update {state.step}, evaluating")
     kinds = ["raw", "ema"] if average else ["raw"]
     for weights in kinds:
         keep = run.config.report and weights == kinds[-1]

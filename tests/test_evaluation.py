@@ -278,7 +278,7 @@ def test_eval_takes_the_best_checkpoint_of_a_run_or_the_one_that_is_named():
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("moment", ["config.yaml", "model.safetensors", "find_split"])
+@pytest.mark.parametrize("moment", ["config.yaml", "model.safetensors", "load_eval_split"])
 def test_an_evaluation_beside_a_run_that_deletes_its_checkpoint_takes_the_next_one(
     processes, moment
 ):
@@ -301,7 +301,7 @@ def test_an_evaluation_beside_a_run_that_deletes_its_checkpoint_takes_the_next_o
     assert [outcome.code for outcome in outcomes] == [0] * processes, outcomes[0].err
     assert not (folder / "step-00000002").exists()
     # once all of it is read, the checkpoint is not needed any more
-    expected = 2 if moment == "find_split" else 4
+    expected = 2 if moment == "load_eval_split" else 4
     assert [outcome.value["step"] for outcome in outcomes] == [expected] * processes
     accuracy = {record["step"]: record["accuracy"] for record in records("run", "eval")}
     assert outcomes[0].value["accuracy"] == accuracy[expected]
@@ -317,7 +317,7 @@ def test_a_checkpoint_that_is_named_and_deleted_meanwhile_is_an_error():
 
 def _evaluate_and_delete(moment, ckpt):
     """Evaluate; at this moment `best` is moved to step 4, and step 2 is deleted."""
-    folder, find_split = Path("runs/run/checkpoints"), eval.find_split
+    folder, load_eval_split = Path("runs/run/checkpoints"), eval.load_eval_split
 
     def delete():
         (folder / "best").write_text("step-00000004\n")
@@ -329,10 +329,10 @@ def _evaluate_and_delete(moment, ckpt):
 
     def before_data(*arguments):
         delete()
-        return find_split(*arguments)
+        return load_eval_split(*arguments)
 
     sys.addaudithook(before_opening)
-    eval.find_split = before_data if moment == "find_split" else find_split
+    eval.load_eval_split = before_data if moment == "load_eval_split" else load_eval_split
     return eval.main(["--ckpt", *([ckpt] if isinstance(ckpt, str) else ckpt)])
 
 
@@ -426,10 +426,10 @@ def test_photographs_are_evaluated_with_the_share_that_the_run_or_the_flag_says(
     saved, other = (
         read_checkpoint(find_checkpoint(Path("runs", name))) for name in ("usual", "half")
     )
-    changed = replace(saved.settings, eval_crop=0.5)  # as in a resumed run with another flag
+    changed = replace(saved.config, eval_crop=0.5)  # as in a resumed run with another flag
     images = load_data(changed).train
     assert resolve_input(changed, saved, images)[-1] == other.spec != saved.spec
-    assert resolve_input(saved.settings, saved, images)[-1] is saved.spec
+    assert resolve_input(saved.config, saved, images)[-1] is saved.spec
 
 
 def test_flags_of_eval_py_without_effect_are_reported():

@@ -35,7 +35,7 @@ import utils.models.zoo
 from utils.config.settings import TrainConfig
 from utils.data import batches as uploads
 from utils.data import workers
-from utils.data.mixing import Mix
+from utils.data.batches import Mix
 from utils.data.spec import InputSpec
 from utils.errors import UserError, is_lost_rank
 from utils.launch import command as commands

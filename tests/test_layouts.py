@@ -409,8 +409,8 @@ def test_class_names_that_are_not_utf8_or_hold_a_newline_are_trained_saved_and_r
     os.rename("folder/cat/000.png", b"folder/cat/b\xff\n.png")
     flags = ["--data", "folder", *SHORT]
     train_run(2, "run", *flags)
-    labels = next(Path("runs/run/checkpoints").glob("step-*/labels.json")).read_bytes()
-    assert json.loads(labels) == ["caf\udce9", "cat", "new\nline"]
+    state = next(Path("runs/run/checkpoints").glob("step-*/state.json")).read_bytes()
+    assert json.loads(state)["class_names"] == ["caf\udce9", "cat", "new\nline"]
     (found,) = run_ranks(1, eval.main, ["--ckpt", "runs/run"])
     assert found.code == 0 and "caf<U+DCE9> " in found.out and "new line " in found.out
     found.out.encode()
@@ -494,7 +494,7 @@ def test_integer_labels_with_large_gaps_are_names_of_classes():
     assert data.class_names == [str(value) for value in values]
     for split in (data.train, data.evaluation):
         assert [values[label] for label in split.labels] == [
-            values[9 - row % 10] for row in split.rows
+            values[9 - row % 10] for row in split.image_index
         ]
         assert (
             "only the labels that occur are classes: 0, 1000, 2000, ... (10 in all)"

@@ -331,7 +331,7 @@ def test_each_error_in_the_gallery_is_an_image_of_the_split_that_the_weights_get
     for error in analysis["errors"]:
         uri = error["image"].removeprefix("data:image/png;base64,")
         image = np.asarray(Image.open(io.BytesIO(base64.b64decode(uri))))[..., 0]
-        assert np.array_equal(image, split.images[int(split.rows[error["index"]])])
+        assert np.array_equal(image, split.images[int(split.image_index[error["index"]])])
         assert error["true"] == str(split.labels[error["index"]]) != error["text"].split()[0]
 
 

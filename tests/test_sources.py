@@ -62,8 +62,8 @@ def test_digits_are_the_scans_scaled_to_255_with_a_tenth_held_out():
     assert len(data.train) + len(data.evaluation) == 1797 and abs(len(data.evaluation) - 180) <= 1
     for split in (data.train, data.evaluation):
         pixels = decode_all(split, 8, 8, 1, "cache", None)[..., 0]
-        assert np.abs(pixels - scans.images[split.rows] * 255 / 16).max() <= 0.5
-        assert (split.labels == scans.target[split.rows]).all()
+        assert np.abs(pixels - scans.images[split.image_index] * 255 / 16).max() <= 0.5
+        assert (split.labels == scans.target[split.image_index]).all()
     assert data.class_names == [str(i) for i in range(10)] and peek(data.train) == (
         1,
         (8, 8),
@@ -224,7 +224,9 @@ def test_an_image_folder_without_splits_is_held_out_from():
     )
     assert data.class_names == ["cat", "dog"]
     for split in (data.train, data.evaluation):
-        assert same_images(split, [np.asarray(PillowImage.open(paths[row])) for row in split.rows])
+        assert same_images(
+            split, [np.asarray(PillowImage.open(paths[row])) for row in split.image_index]
+        )
         assert [Path(split.describe(i)).parent.name for i in range(len(split))] == [
             data.class_names[label] for label in split.labels
         ]
@@ -371,7 +373,7 @@ def test_labels_of_every_kind_become_numbers_and_names(feature, values, names):
     )
     assert data.class_names == names and data.train.labels.dtype == np.int64
     for split in (data.train, data.evaluation):
-        assert split.labels.tolist() == [expected[row % 3] for row in split.rows]
+        assert split.labels.tolist() == [expected[row % 3] for row in split.image_index]
 
 
 def test_columns_are_found_by_type_or_by_name():
@@ -384,7 +386,7 @@ def test_columns_are_found_by_type_or_by_name():
     table(labels_of(count), NAMED, other=second).save_to_disk("two images")
     refused("two images", "each of image, other may be the image column", "--image_column")
     data = load("two images", image_column="other")
-    assert same_images(data.train, pictures(count, seed=5)[data.train.rows])
+    assert same_images(data.train, pictures(count, seed=5)[data.train.image_index])
 
 
 def test_columns_that_do_not_fit_are_refused():
@@ -543,20 +545,22 @@ def labelled(counts):
 def test_a_hold_out_is_disjoint_complete_and_of_every_class_its_share(fraction):
     split = labelled([500, 100, 37, 10, 6, 1])
     rest, held = hold_out(split, fraction, seed=3)
-    assert sorted([*rest.rows, *held.rows]) == list(range(654))
-    assert not set(rest.rows) & set(held.rows)
+    assert sorted([*rest.image_index, *held.image_index]) == list(range(654))
+    assert not set(rest.image_index) & set(held.image_index)
     assert abs(len(held) - fraction * 654) <= 2
     for label, count in enumerate([500, 100, 37, 10, 6]):
         assert abs((held.labels == label).sum() - fraction * count) <= 1
     assert (rest.labels == 5).sum() == 1  # what there is one of can only be learned
     for part in (rest, held):
-        assert (part.labels == split.labels[part.rows]).all() and (np.diff(part.rows) > 0).all()
+        assert (part.labels == split.labels[part.image_index]).all() and (
+            np.diff(part.image_index) > 0
+        ).all()
 
 
 def test_a_hold_out_is_the_same_for_a_seed_and_another_for_another():
     split = labelled([100, 100])
-    held = [hold_out(split, 0.2, seed)[1].rows for seed in range(200)]
-    assert (hold_out(split, 0.2, 0)[1].rows == held[0]).all()
+    held = [hold_out(split, 0.2, seed)[1].image_index for seed in range(200)]
+    assert (hold_out(split, 0.2, 0)[1].image_index == held[0]).all()
     often = np.bincount(np.concatenate(held), minlength=200)
     assert often.min() > 15 and often.max() < 70  # every sample's turn comes, about 40 times
 
@@ -578,12 +582,12 @@ def test_a_hold_out_of_nothing_or_everything_is_refused(counts, fraction):
 def test_subsets_are_random_and_of_both_splits():
     data, whole = load("digits", max_train_samples=100, max_eval_samples=50), load("digits")
     assert (len(data.train), len(data.evaluation)) == (100, 50)
-    assert set(data.train.rows) <= set(whole.train.rows) and set(data.evaluation.rows) <= set(
-        whole.evaluation.rows
-    )
-    assert data.train.rows.max() > 1400 and len(set(data.train.labels)) == 10
-    assert (data.train.rows == load("digits", max_train_samples=100).train.rows).all()
-    assert set(data.train.rows) != set(random_subset(whole.train, 100, seed=1).rows)
+    assert set(data.train.image_index) <= set(whole.train.image_index) and set(
+        data.evaluation.image_index
+    ) <= set(whole.evaluation.image_index)
+    assert data.train.image_index.max() > 1400 and len(set(data.train.labels)) == 10
+    assert (data.train.image_index == load("digits", max_train_samples=100).train.image_index).all()
+    assert set(data.train.image_index) != set(random_subset(whole.train, 100, seed=1).image_index)
     assert len(random_subset(whole.train, 10**6, seed=1)) == len(whole.train)
 
 
@@ -603,15 +607,15 @@ def test_eval_gets_the_split_that_was_evaluated_or_trained_on_or_any_other():
     config = TrainConfig(data="tables", eval_fraction=0.2, max_eval_samples=4)
     data = load_data(config)
     held, trained = load_split(config, None, ANIMALS)[0], load_split(config, "train", ANIMALS)[0]
-    assert (held.rows == data.evaluation.rows).all() and len(held) == 4
-    assert len(trained) == 4 and set(trained.rows) <= set(data.train.rows)
+    assert (held.image_index == data.evaluation.image_index).all() and len(held) == 4
+    assert len(trained) == 4 and set(trained.image_index) <= set(data.train.image_index)
 
 
 def test_eval_counts_classes_as_the_checkpoint_does():
     table(labels_of(30), NAMED).save_to_disk("tables")
     config = TrainConfig(data="tables", eval_fraction=0.5)
     split, _ = load_split(config, "train", ["emu", "ant", "cat", "dog"])
-    assert split.labels.tolist() == [[2, 3, 0][row % 3] for row in split.rows]
+    assert split.labels.tolist() == [[2, 3, 0][row % 3] for row in split.image_index]
     with pytest.raises(ValueError, match="does not have the class 'dog', only cat, emu"):
         load_split(config, "train", ["cat", "emu"])
     only_cats = split.select(np.flatnonzero(split.labels == 2))

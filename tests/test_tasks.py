@@ -141,7 +141,7 @@ def _check_independently(record):
     """Compare an evaluation with plain PyTorch on the run's last weights."""
     split = load_data(TrainConfig(data="digits")).evaluation
     pixels = torch.from_numpy(
-        np.stack([np.asarray(split.images[row]) for row in split.rows])
+        np.stack([np.asarray(split.images[row]) for row in split.image_index])
     ).flatten(1)
     w, labels = weights("run2"), torch.from_numpy(split.labels)
     hidden = F.relu(F.linear((pixels / 255 - 0.5) / 0.5, w["hidden.weight"], w["hidden.bias"]))

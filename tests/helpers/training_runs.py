@@ -127,9 +127,6 @@ class Average:
         for name, tensor in state_dict.items():
             self.tensors[name].copy_(tensor)
 
-    def restart(self) -> str:
-        return "keeps its initial state"
-
 
 def with_average() -> None:
     """From now on, runs have the part `average`, which changes with each update."""

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from utils.config.recipe import BACKBONE
-from utils.config.settings import KEPT, TrainConfig
+from utils.config.settings import CHOSEN, TrainConfig
 from utils.errors import UserError
 
 LARGEST_BATCH = 128
@@ -270,6 +270,6 @@ def list_changes(config: TrainConfig, group: type) -> list[str]:
     values = [
         (setting.name, getattr(config, setting.name))
         for setting in fields(group)
-        if setting.name not in KEPT
+        if setting.name not in CHOSEN
     ]
     return [f"{name} {value}" for name, value in values if value != getattr(usual, name)]

@@ -4,6 +4,8 @@ the device, photographs, and features of images.
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from utils.config.settings import TrainConfig
-from utils.data.augment import Augmentation
+from utils.data.augment import Augmentation, Center
 from utils.data.decode import decode
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
@@ -55,50 +57,44 @@ class Batch(NamedTuple):
         return Batch(self.images[:0].clone(), self.labels[:0].clone(), microbatch, error)
 
 
+@dataclass(eq=False)
 class DecodedImages(Dataset):
     """Images decoded beforehand, uint8 [N, H, W, C]; a batch is one indexed copy.
 
-    The batch is augmented on the device, or `in_loader` if the augmentation has operations for
+    The batch is augmented on the device, or `in_loader` if the augmentation has transforms of
     single images.
     """
 
-    def __init__(
-        self, pixels: np.ndarray, labels: np.ndarray, augmentation: Augmentation | None = None
-    ):
-        self.pixels, self.labels = pixels, labels
-        self.augmentation = augmentation or Augmentation(0, {})
-        self.in_loader = not self.augmentation.batched
+    pixels: np.ndarray
+    labels: np.ndarray
+    augmentation: Augmentation = field(default_factory=Augmentation)
 
     def __len__(self) -> int:
         return len(self.labels)
 
     @property
+    def in_loader(self) -> bool:
+        return not self.augmentation.batched
+
+    @property
     def image_bytes(self) -> int:
         return self.pixels[:1].nbytes
-
-    def with_augmentation(self, augmentation: Augmentation) -> "DecodedImages":
-        """The same images with another augmentation."""
-        return DecodedImages(self.pixels, self.labels, augmentation)
 
     def __getitems__(self, microbatch: Microbatch) -> Batch:
         images = torch.from_numpy(self.pixels[microbatch.indices])
         if self.in_loader:
-            images = self.augmentation.change(images, self.augmentation.draw(microbatch))
+            images = self.augmentation.apply(images, self.augmentation.draw(microbatch))
         return Batch(images, torch.from_numpy(self.labels[microbatch.indices]), microbatch)
 
 
 class EncodedImages(Dataset):
-    """Photographs, decoded and augmented for each batch."""
+    """Photographs, decoded and augmented for each batch; by default, their centre."""
 
     in_loader = True
 
-    def __init__(self, split: Split, spec: InputSpec, augmentation: Augmentation):
-        self.split, self.spec, self.augmentation, self.labels = (
-            split,
-            spec,
-            augmentation,
-            split.labels,
-        )
+    def __init__(self, split: Split, spec: InputSpec, augmentation: Augmentation | None = None):
+        self.split, self.spec, self.labels = split, spec, split.labels
+        self.augmentation = augmentation or Augmentation(0, [Center(spec)])
 
     def __len__(self) -> int:
         return len(self.split)
@@ -107,30 +103,23 @@ class EncodedImages(Dataset):
     def image_bytes(self) -> int:
         return self.spec.height * self.spec.width * self.spec.channels
 
-    def with_augmentation(self, augmentation: Augmentation) -> "EncodedImages":
-        """The same images with another augmentation."""
-        return EncodedImages(self.split, self.spec, augmentation)
-
     def __getitems__(self, microbatch: Microbatch) -> Batch:
         spec, indices = self.spec, microbatch.indices.tolist()
-        images = torch.empty(
-            len(indices), spec.height, spec.width, spec.channels, dtype=torch.uint8
-        )
+        images = torch.empty(len(indices), *spec.size, spec.channels, dtype=torch.uint8)
         batch = Batch(images, torch.from_numpy(self.labels[microbatch.indices]), microbatch)
-        random = self.augmentation.draw(microbatch)
+        random, crop = self.augmentation.draw(microbatch), self.augmentation.transforms[0]
         try:
             encoded = self.split.read_ahead(indices)
-            for place, position in enumerate(indices):
-                shrink, crop = self.augmentation.crop(random, place)
-                images[place] = crop(
-                    decode(self.split, position, spec.channels, encoded[place], shrink)
-                )
+            for place, (position, raw) in enumerate(zip(indices, encoded, strict=True)):
+                shrink = partial(crop.shrink, random[0][place])
+                pixels = decode(self.split, position, spec.channels, raw, shrink)
+                images[place] = crop.image(pixels, random[0][place])
         # returned: a worker's exception would include its traceback
         except (ValueError, OSError) as error:
             return batch.failed(
                 error if isinstance(error, UserError) else UserError(one_line(error))
             )
-        return batch._replace(images=self.augmentation.change(images, random, 1))
+        return batch._replace(images=self.augmentation.apply(images, random, 1))
 
 
 _SHARE = 1 / 4  # of a GPU's free memory that --data_on_device auto uses at most
@@ -216,11 +205,9 @@ class Features(Dataset):
 
     def _image(self, microbatch: Microbatch) -> Tensor:
         images, augmentation = self.images.__getitems__(microbatch).images, self.images.augmentation
-        return (
-            images
-            if self.images.in_loader
-            else augmentation.batch(images, augmentation.prepare(microbatch))
-        )
+        if self.images.in_loader:
+            return images
+        return augmentation.apply(images, augmentation.draw(microbatch))
 
     def _choose(self, microbatch: Microbatch) -> np.ndarray:
         """The view of each sample, int64 [n]."""
@@ -264,9 +251,7 @@ def describe_place(sets: Sequence[AnyDataset]) -> str:
             for each, word in zip(features, ("training", "evaluation"), strict=True)
         ]
         numbers = " x ".join(map(str, features[0].views.shape[2:]))
-        cached = all(isinstance(each.views, np.memmap) for each in features)
-        place = "cached" if cached else "in memory"
-        return f"{numbers} features of each view, {size} {place}; {'; '.join(origins)}"
+        return f"{numbers} features of each view, {size} cached; {'; '.join(origins)}"
     decoded = [each for each in sets if isinstance(each, DecodedImages)]
     if not decoded:
         return "photographs, decoded for each batch"

@@ -2,11 +2,10 @@
 read.
 
 A part of a run besides model and optimizer is a safetensors file NAME.safetensors in its
-checkpoints. To add one, add an object with the methods of `Part` to `make_parts`.
+checkpoints. To add one, add an object with the methods of `Stateful` to `make_parts`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
@@ -25,31 +24,26 @@ from utils.models.checking import bad_tensors
 from utils.models.matching import shape_of
 from utils.models.sharded import copy_into, distinct_state, is_sharded, local, tied_names, whole
 from utils.models.weight_average import WeightAverage
-from utils.models.weight_files import load_pickled, load_safetensors, read_weights
+from utils.models.weight_files import load_pickled, load_safetensors
 from utils.runs.manifest import MANIFEST, MODEL, OPTIMIZER, files_of
 
 LOSS_SCALE = "loss_scale"
 EMA = "ema"
 
 
-class Part(Protocol):
+class Stateful(Protocol):
     """What checkpoints hold besides model and optimizer.
 
     The state is a flat dict, with the same names, shapes and dtypes during the whole run.
 
     `state_dict` must not communicate, because it may be called on the main process only; its
-    tensors may be sharded. All ranks call `load_state_dict`, with the same state, or `restart`.
+    tensors may be sharded. All ranks call `load_state_dict`, with the same state, after the weights
+    are loaded. A part that the checkpoint lacks stays as it was created, with the loaded weights.
     """
 
     def state_dict(self) -> dict[str, Tensor]: ...
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> object: ...
-
-    def restart(self) -> str:
-        """Called after the weights are loaded if the checkpoint lacks this part; returns what it
-        does instead.
-        """
-        ...
 
 
 class LossScale:
@@ -68,13 +62,10 @@ class LossScale:
         }
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        kinds = {name: type(value) for name, value in self.scaler.state_dict().items()}
+        own = self.scaler.state_dict().items()
         self.scaler.load_state_dict(
-            {name: kind(state_dict[name].item()) for name, kind in kinds.items()}
+            {name: type(value)(state_dict[name].item()) for name, value in own}
         )
-
-    def restart(self) -> str:
-        return "keeps its initial state"
 
 
 def make_average(module: nn.Module, decay: float | None) -> WeightAverage | None:
@@ -84,9 +75,9 @@ def make_average(module: nn.Module, decay: float | None) -> WeightAverage | None
 
 def make_parts(
     accelerator: Accelerator, module: nn.Module, average: WeightAverage | None
-) -> dict[str, Part]:
+) -> dict[str, Stateful]:
     """The parts of a run, by their names. `module` is for parts that you add."""
-    parts: dict[str, Part] = (
+    parts: dict[str, Stateful] = (
         {LOSS_SCALE: LossScale(accelerator.scaler)} if accelerator.scaler else {}
     )
     return parts | ({EMA: average} if average else {})
@@ -96,7 +87,7 @@ def write_parts(
     accelerator: Accelerator,
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
-    parts: Mapping[str, Part],
+    parts: Mapping[str, Stateful],
 ) -> None:
     """Let `Accelerator.save_state` write the parts of a run, too, and each tied weight of `module`
     once.
@@ -130,7 +121,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def bytes_to_save(
-    module: nn.Module, optimizer: torch.optim.Optimizer, parts: Mapping[str, Part]
+    module: nn.Module, optimizer: torch.optim.Optimizer, parts: Mapping[str, Stateful]
 ) -> int:
     """The bytes that a save needs on the disk. With FSDP2 this includes the weights twice."""
     weights = [distinct_state(module)] * (1 + is_sharded(module))
@@ -140,7 +131,7 @@ def bytes_to_save(
         *(part.state_dict() for part in parts.values()),
     ]
     tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def check_savable(optimizer: torch.optim.Optimizer) -> None:
@@ -195,42 +186,20 @@ def load_weights(checkpoint: Path, tensors: Mapping[str, Tensor], model: nn.Modu
     model.load_state_dict(complete)
 
 
-def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> list[str]:
+def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
     """Load the checkpoint's optimizer state into `optimizer`. Nothing in the file is executed.
 
-    Takes one step with zero gradients, which creates the state, restores the weights, and copies
-    the saved state. Parameters are matched by name, so their groups may differ. Settings such as
-    the weight decay stay as in this run. Returns a line about parameters without a state. Raises
-    ValueError if the state does not fit, or if it lacks a parameter whose state this optimizer
-    creates before the first gradient.
+    Parameters are matched by name, so their groups may differ. Settings such as the weight decay
+    stay as in this run. Raises ValueError if the state does not fit, or if it lacks a parameter
+    whose state this optimizer creates before the first gradient.
     """
     # Not `Accelerator.load_state`: it unpickles random states, matches the state by position, and
     # replaces the settings of the groups. With FSDP2 it also needs a state for each parameter.
-    path, optimizer = checkpoint / OPTIMIZER, _unwrapped(optimizer)
+    path = checkpoint / OPTIMIZER
     problem = f"{checkpoint / MANIFEST}: does not name {OPTIMIZER}"
     require(OPTIMIZER in files_of(checkpoint), problem, "use another checkpoint")
     try:
-        names, states = read_optimizer(checkpoint)
-        here = _by_name(optimizer.param_groups)
-        if unknown := sorted((here.keys() ^ names) | (states.keys() - here.keys())):
-            raise ValueError(f"only one of both has {unknown[0]}")
-        early, missing = {*optimizer.state}, list[str]()
-        _step_with_zeros(optimizer, list(here.values()))
-        for name, parameter in here.items():
-            values, own = states.get(name), optimizer.state.pop(parameter, {})
-            if values is None and not (states and parameter in early):
-                missing += [name] * bool(own)
-                continue
-            values = values or {}
-            if difference := _difference(values, own):
-                raise ValueError(f"{difference} in this optimizer")
-            for key, value in values.items():
-                if isinstance(value, Tensor):
-                    copy_into(own[key], value)
-                    values[key] = own[key]
-                elif not _is_plain(value):
-                    raise ValueError(f"{key} is a {type(value).__name__}")
-            optimizer.state[parameter] = values
+        _copy_state(*read_optimizer(checkpoint), _unwrapped(optimizer))
     except UnpicklingError as error:
         problem = (
             f"{path}: is refused, because it contains objects whose loading would execute code"
@@ -242,8 +211,27 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> list[s
         raise UserError(
             problem, "use the same --optimizer, with the same arguments, and the same --model"
         ) from error
-    text = f"without a state of the optimizer in the checkpoint, as before the first gradient: {join_names(missing)}"
-    return [text] * bool(missing)
+
+
+def _copy_state(
+    names: list[str], states: dict[str, dict[str, Any]], optimizer: torch.optim.Optimizer
+) -> None:
+    """Copy the saved `states` of these parameters. A step with zero gradients creates their places."""
+    here, early = _by_name(optimizer.param_groups), {*optimizer.state}
+    if unknown := sorted((here.keys() ^ names) | (states.keys() - here.keys())):
+        raise ValueError(f"only one of both has {unknown[0]}")
+    _step_with_zeros(optimizer, list(here.values()))
+    for name, parameter in here.items():
+        own, values = optimizer.state.pop(parameter, {}), states.get(name, {})
+        if name not in states and not (states and parameter in early):
+            continue  # it has had no gradient
+        if difference := _difference(values, own):
+            raise ValueError(f"{difference} in this optimizer")
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                copy_into(own[key], value)
+                values[key] = own[key]
+        optimizer.state[parameter] = values
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -277,24 +265,20 @@ def _step_with_zeros(optimizer: torch.optim.Optimizer, parameters: list[nn.Param
         parameter.grad = None
 
 
-def load_parts(checkpoint: Path, parts: Mapping[str, Part]) -> list[str]:
+def load_parts(checkpoint: Path, parts: Mapping[str, Stateful]) -> list[str]:
     """Load the checkpoint's parts. Returns lines to print about parts that only the checkpoint or
     only the run has.
 
     Raises ValueError if the tensors of a part do not fit.
     """
     saved = {Path(name).stem for name in files_of(checkpoint) if name.endswith(".safetensors")}
-    saved.remove(Path(MODEL).stem)
-    unknown = sorted(saved - parts.keys())
-    lines = (
-        [f"parts of the checkpoint that this run does not have: {join_names(unknown)}"]
-        if unknown
-        else []
-    )
+    unknown = sorted(saved - {Path(MODEL).stem, *parts})
+    lines = [f"parts of the checkpoint that this run does not have: {join_names(unknown)}"]
+    lines = lines if unknown else []
     for name, part in parts.items():
         path = checkpoint / f"{name}.safetensors"
         if name not in saved:
-            lines.append(f"{path.name} is not in the checkpoint: {name} {part.restart()}")
+            lines.append(f"{path.name} is not in the checkpoint: {name} starts anew")
             continue
         try:
             tensors = load_safetensors(path)
@@ -307,36 +291,6 @@ def load_parts(checkpoint: Path, parts: Mapping[str, Part]) -> list[str]:
             problem = f"{path}: does not fit this run's {name} ({one_line(error)[:160]})"
             raise UserError(problem, "use the same settings, or another checkpoint") from error
     return lines
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The weights of an evaluation, from a verified checkpoint.
-
-    They are read at once, because a training run may delete the checkpoint. `part` is "model" or
-    "ema". If `is_choice`, the checkpoint has both.
-    """
-
-    checkpoint: Path
-    part: str
-    is_choice: bool
-    tensors: Mapping[str, Tensor]
-
-    def describe(self) -> dict[str, str]:
-        """What the record of the evaluation says about them."""
-        return {"weights": "ema" if self.part == EMA else "raw"} if self.is_choice else {}
-
-
-def choose_weights(checkpoint: Path, kind: str | None) -> Weights:
-    """Read the weights that --weights names, by default the average if the checkpoint has one."""
-    has_average = f"{EMA}.safetensors" in files_of(checkpoint)
-    if kind == "ema" and not has_average:
-        raise UserError(
-            f"{checkpoint}: has no average of the weights",
-            "use --weights raw, or train with --ema_decay",
-        )
-    part = EMA if has_average and kind != "raw" else "model"
-    return Weights(checkpoint, part, has_average, read_weights(checkpoint / f"{part}.safetensors"))
 
 
 def _shapes(values: Mapping[str, Any]) -> dict[str, str]:

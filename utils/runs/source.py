@@ -2,8 +2,9 @@
 the Hub.
 """
 
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,23 +16,26 @@ from torch import Tensor
 from utils.config.bounds import require
 from utils.config.scripts import EvalConfig
 from utils.config.settings import TrainConfig
-from utils.console import Terminal, join_names
+from utils.console import join_names, say
 from utils.errors import UserError, one_line
 from utils.files import expand, read_json
 from utils.models.checking import hash_tensors
 from utils.models.matching import Match, count_outputs, fit_names
-from utils.models.published import input_of, names_of_outputs, published_input, published_outputs
+from utils.models.published import (
+    input_of,
+    names_of_outputs,
+    published_input,
+    published_model,
+    published_outputs,
+    version_of,
+)
 from utils.models.weight_files import read_any
 from utils.models.zoo import build_model, check_model, input_spec
 from utils.ranks.ranks import Ranks
-from utils.runs.inference import find_saved, given_settings
-from utils.runs.loading import Weights
+from utils.runs.inference import Inference, find_saved, given_settings
 from utils.runs.manifest import MANIFEST, is_checkpoint_name
-from utils.runs.metadata import SavedRun, SavedState
-from utils.runs.state import TrainState
+from utils.runs.metadata import Checkpoint
 
-# class names, or a function of those of the data
-Names = list[str] | Callable[[list[str]], list[str]]
 WEIGHTS = "model.safetensors"
 _HUB = "hf://"
 _OF_MODEL = ("model", "model_args", "stem")
@@ -62,8 +66,8 @@ class InitialWeights:
         return f"{self.name}: {self.match.line() if self.match else ''}{taken}"
 
 
-def find_source(
-    config: TrainConfig, saved: SavedRun | None, ranks: Ranks
+def load_initial_weights(
+    config: TrainConfig, saved: Checkpoint | None, ranks: Ranks
 ) -> tuple[TrainConfig, InitialWeights | None]:
     """What --init_from names, and the settings with those that follow from it; collective.
 
@@ -71,11 +75,9 @@ def find_source(
     were.
     """
     if saved is not None:
-        kept = saved.settings.init_from
+        kept = saved.config.init_from
         if config.init_from and absolute_source(config.init_from) != kept:
-            Terminal(ranks.is_main).print(
-                "--init_from has no effect: a resumed run has the weights of its checkpoint"
-            )
+            say("--init_from has no effect: a resumed run has the weights of its checkpoint")
         return replace(config, init_from=kept), None
     if config.init_from is None:
         return config, None
@@ -94,7 +96,7 @@ def read_source(flag: str, where: str, model: str | None, ranks: Ranks) -> Initi
     """The weights in the file, folder or repository `where`, the value of `flag`, for this `model`;
     collective.
     """
-    found = ranks.from_main(partial(_find, flag, where), patient=True)
+    found = ranks.from_main(partial(_find, flag, where), no_timeout=True)
     with ranks.local_main_first(f"reading the weights of {flag}"):
         return _read(flag, found, model)
 
@@ -155,23 +157,15 @@ def _download(flag: str, where: str) -> Path:
     return Path(path)
 
 
-def _of_run(saved: SavedRun) -> InitialWeights:
-    """The weights of a checkpoint, which have been read, with its settings."""
-    assert saved.weights is not None
-    values = {name: vars(saved.settings)[name] for name in ("model", "model_args", "stem")}
-    values |= {
-        name: vars(saved.spec)[name]
-        for name in ("channels", "mean", "std", "interpolation", "squash")
-    }
-    values |= {"image_size": list(saved.spec.size), "eval_crop": saved.settings.eval_crop}
-    if saved.settings.pretrained:
-        values |= {
-            "stem": "standard",
-            "eval_crop": values["eval_crop"] or published_input(values["model"])["eval_crop"],
-        }
-    return InitialWeights(
-        os.path.abspath(saved.path), saved.weights.tensors, saved.class_names, values
-    )
+def _of_run(saved: Inference) -> InitialWeights:
+    """The weights of a run, with those of its settings that a run can take."""
+    config, spec = saved.config, saved.spec
+    values = vars(spec) | {name: vars(config)[name] for name in (*_OF_MODEL, "eval_crop")}
+    values["image_size"] = list(spec.size)
+    if config.pretrained:
+        values["stem"] = "standard"
+        values["eval_crop"] = config.eval_crop or published_input(config.model)["eval_crop"]
+    return InitialWeights(os.path.abspath(saved.path), saved.tensors(), saved.class_names, values)
 
 
 def _read(flag: str, found: str, model: str | None) -> InitialWeights:
@@ -229,33 +223,34 @@ def absolute_source(where: str | None) -> str | None:
     return where if where is None or where.startswith(_HUB) else str(expand(where).absolute())
 
 
-def find_run(flags: EvalConfig, ranks: Ranks) -> tuple[SavedRun, Names]:
-    """The verified checkpoint of --ckpt, or the values that a checkpoint of --model would have;
-    collective.
-
-    Also returns the class names, in the form that `load_split` takes.
-    """
+def find_inference(flags: EvalConfig, ranks: Ranks) -> Inference:
+    """The weights of --ckpt, or those of --model in a file or of its library; collective."""
     if flags.ckpt:
-        saved = find_saved(flags.ckpt, flags.weights, ranks)
-        return saved, saved.class_names
-    assert flags.model
+        return find_saved(flags.ckpt, flags.weights, ranks)
+    model = f"{flags.model}"
     config = TrainConfig(
-        model=flags.model, pretrained=flags.pretrained, task="classification", report=False
+        model=model, pretrained=flags.pretrained, task="classification", report=False
     )
     config = replace(config, **given_settings(flags))
     with ranks.agree():
         check_model(config)
         if flags.pretrained:
-            values = SavedState(state=TrainState(), input=input_spec(config, 3, None))
-            outputs = published_outputs(config.model)
-            return SavedRun(Path(config.model), config, values, [], None), partial(
-                names_of_outputs, outputs, True
+            names = partial(names_of_outputs, published_outputs(model), True)
+            origin = {"model": model, "pretrained": version_of(config)}
+            spec = input_spec(config, 3, None)
+            return Inference(
+                Path(model),
+                config,
+                spec,
+                names,
+                lambda: published_model(config).state_dict(),
+                origin,
             )
-    return run_of_file(config, f"{flags.weights}", ranks)
+    return _of_file(config, f"{flags.weights}", ranks)
 
 
-def run_of_file(config: TrainConfig, file: str, ranks: Ranks) -> tuple[SavedRun, Names]:
-    """Like `find_run`, for weights in a file; collective."""
+def _of_file(config: TrainConfig, file: str, ranks: Ranks) -> Inference:
+    """The weights of --model in a file or repository; collective."""
     where = f"--weights {file}"
     source = read_source("--weights", file, config.model, ranks)
     ranks.check_same(source.weights, f"different weights in {where}")
@@ -263,19 +258,14 @@ def run_of_file(config: TrainConfig, file: str, ranks: Ranks) -> tuple[SavedRun,
         config = fill_input(config, source.settings)
         spec = input_spec(config, 3, None)
         # for the names of its tensors
-        model = build_model(config, spec, 1, weight_bytes=float("inf"))
-        tensors, left_out = fit_names(
-            source.tensors, model, where, config.model, config.init_match == "order"
-        )
+        model = build_model(config, spec, 1, weight_bytes=math.inf)
+        in_order = config.init_match == "order"
+        tensors, left_out = fit_names(source.tensors, model, where, config.model, in_order)
         outputs = count_outputs(tensors, model)
-        require(
-            outputs > 0,
-            f"{where}: has no head for {config.model}",
-            "set --model to the model of these weights",
-        )
+        fix = "set --model to the model of these weights"
+        require(outputs > 0, f"{where}: has no head for {config.model}", fix)
     if left_out:
-        Terminal(ranks.is_main).print(f"{where}: not used: {join_names(left_out, 6)}")
-    weights = Weights(Path(source.name), "model", False, tensors)
-    values = SavedState(state=TrainState(), input=spec)
-    saved = SavedRun(weights.checkpoint, config, values, [], None, weights)
-    return saved, source.class_names or partial(names_of_outputs, outputs, False)
+        say(f"{where}: not used: {join_names(left_out, 6)}")
+    names = source.class_names or partial(names_of_outputs, outputs, False)
+    origin = {"model": config.model, "weights": file}
+    return Inference(Path(source.name), config, spec, names, lambda: tensors, origin)

@@ -13,17 +13,16 @@ from utils.config.bounds import require
 from utils.config.defaults import choose_images, choose_sizes, resolve_batch
 from utils.config.recipe import BACKBONE
 from utils.config.settings import OF_INPUT, TrainConfig
-from utils.console import Terminal, join_names
-from utils.data.auto_augment import AUTO_AUGMENTS
+from utils.console import join_names, progress
 from utils.data.cache import make_dataset
 from utils.data.datasets import ImageDataset
 from utils.data.decode import peek
-from utils.data.order import Plan
-from utils.data.sampling import make_plan
+from utils.data.order import Plan, make_plan
 from utils.data.selection import load_data
 from utils.data.sources import SOURCES, absolute_data, check_source
 from utils.data.spec import SMALL, InputSpec, sides
 from utils.data.splits import Data, Split
+from utils.data.transforms import AUTO_AUGMENTS
 from utils.errors import UserError
 from utils.models.checking import bad_tensors, check_batch_norm, has_batch_norm, hash_tensors
 from utils.models.features import find_last_part
@@ -38,9 +37,9 @@ from utils.ranks.ranks import Ranks
 from utils.runs.checkpoint import check_run_folder
 from utils.runs.loading import load_weights
 from utils.runs.manifest import MODEL
-from utils.runs.metadata import Begun, SavedRun
+from utils.runs.metadata import Checkpoint
 from utils.runs.resume import choose_batch, keep_settings, restore_state, resume_lines
-from utils.runs.source import InitialWeights, absolute_source, find_source
+from utils.runs.source import InitialWeights, absolute_source, load_initial_weights
 from utils.runs.state import TrainState
 from utils.runs.trackers import TRACKERS
 from utils.tasks.losses import LOSSES
@@ -59,11 +58,11 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
     """Raise ValueError or OSError for settings that do not work on this machine; not collective."""
     check_precision(config, ranks)
     check_sharding(config, ranks)
-    check_model(config)
-    check_source(config)
     check_run_folder(config)
     check_elastic(config)
     if config.resume is None:
+        check_model(config)  # the plug-in that a checkpoint needs is checked first
+        check_source(config)
         needed = not config.data_dir or config.data.startswith("torchvision/")
         problem = "--data_dir is for --data torchvision/NAME only"
         require(needed, problem, "name a folder of your own with --data")
@@ -73,31 +72,34 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
 def fill_settings(
     config: TrainConfig,
     given: Set[str] | None,
-    saved: SavedRun | None,
-    begun: Begun | None,
+    saved: Checkpoint | None,
+    begun: TrainConfig | None,
     ranks: Ranks,
 ) -> tuple[TrainConfig, InitialWeights | None]:
     """The settings of this start, and for a new run the weights of --init_from, if given;
     collective.
 
-    Settings that are not `given` are those of the run if it has `begun`, or of the checkpoint, or
+    Settings that are not `given` are those with which the run has `begun`, or of the checkpoint, or
     follow from the weights. With None, all are given. Raises ValueError or OSError, before the data
     is loaded, if they or the batch sizes do not work.
     """
     with ranks.agree():
-        if (before := begun or saved) and given is not None:
-            config = keep_settings(config, given, before)
+        before = begun or (saved and saved.config)
+        if before and given is not None:
+            config = keep_settings(config, given, before, begun is not None)
             check_settings(config, ranks)
+        check_model(config)
+        check_source(config)
         for names in TABLES:
             names.check(config)
         choose_batch(config, saved, ranks.topology.world_size)
-    return find_source(config, saved, ranks)
+    return load_initial_weights(config, saved, ranks)
 
 
-def find_data(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> Data:
+def load_splits(config: TrainConfig, saved: Checkpoint | None, ranks: Ranks) -> Data:
     """Load and check the data; collective. A resumed run keeps its original samples."""
     with ranks.local_main_first("loading the data"):
-        data = load_data(config, saved.record if saved else None, Terminal(ranks.is_main))
+        data = load_data(config, saved.samples if saved else None)
     ranks.check_same(data.fingerprint, f"different images in --data {config.data}")
     return data
 
@@ -126,7 +128,7 @@ class Setup:
 
 def resolve(
     config: TrainConfig,
-    saved: SavedRun | None,
+    saved: Checkpoint | None,
     folder: Path | None,
     data: Data,
     source: InitialWeights | None,
@@ -143,11 +145,13 @@ def resolve(
     config, sizes = (config, []) if saved else choose_sizes(config, len(train), processes)
     _, grad_accum, batch = choose_batch(config, saved, processes)
     check_elastic_sizes(config, batch)
-    plan = make_plan(config, train, batch, config.microbatches or grad_accum * processes)
+    microbatches = config.microbatches or grad_accum * processes
+    plan = make_plan(config, train.labels, batch, microbatches)
     updates = total_updates(config, plan)
     state = restore_state(saved, folder, config, plan, data)
     config, images, spec = resolve_input(config, saved, train)
-    config, task = make_task(config, data.class_names, train.labels)
+    with accelerator.device:  # the weights of classes are there
+        config, task = make_task(config, data.class_names, train.labels)
     final = replace(
         config,
         global_batch_size=batch,
@@ -175,14 +179,14 @@ def resolve(
 
 
 def resolve_input(
-    config: TrainConfig, saved: SavedRun | None, train: Split
+    config: TrainConfig, saved: Checkpoint | None, train: Split
 ) -> tuple[TrainConfig, list[str], InputSpec]:
     """The settings with those chosen from the images, lines about these, and the model's input.
 
     The input is the checkpoint's if the settings that it depends on are unchanged. It is not
     derived again, because some of the images may no longer exist.
     """
-    if saved and all(vars(saved.settings)[name] == vars(config)[name] for name in OF_INPUT):
+    if saved and all(vars(saved.config)[name] == vars(config)[name] for name in OF_INPUT):
         return config, [], saved.spec
     channels, size, largest, ratio = peek(train)
     small = size is not None and max(size) <= SMALL
@@ -206,14 +210,14 @@ def make_datasets(setup: Setup) -> tuple[ImageDataset, ImageDataset]:
     The first rank of a machine decodes small images.
     """
     config, data, spec, ranks = setup.config, setup.data, setup.spec, setup.ranks
-    bar = Terminal(ranks.is_main).progress("decoding")
+    bar = progress("decoding")
     with ranks.local_main_first("decoding images"):
         train_set = make_dataset(data.train, spec, config, True, bar)
         return train_set, make_dataset(data.evaluation, spec.for_evaluation(), config, False, bar)
 
 
 def adapt_model(
-    model: nn.Module, setup: Setup, saved: SavedRun | None
+    model: nn.Module, setup: Setup, saved: Checkpoint | None
 ) -> tuple[nn.Module, nn.Module | None]:
     """Load the weights of the checkpoint or of --init_from into the bare model, and change its
     layers; collective.
@@ -301,5 +305,6 @@ def load_source(
     if not {key for key, _ in module.named_parameters()} & set(match.kept):
         theirs, own = join_names(tensors, 3), join_names(module.state_dict(), 3)
         problem = f"{where}: none of its tensors ({theirs}) fits {config.model}, which has {own}"
-        raise UserError(problem, "set --model to the model of these weights, or use others")
+        fix = "set --model to the model of these weights, use others, or try --init_match order"
+        raise UserError(problem, fix)
     return match

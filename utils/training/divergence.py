@@ -7,7 +7,7 @@ import math
 import shlex
 from itertools import accumulate
 
-from utils.console import join_names
+from utils.console import join_names, say
 from utils.errors import UserError
 from utils.launch.command import script_command
 from utils.models.checking import bad_tensors, sum_bits
@@ -28,7 +28,8 @@ def report_bad_loss(run: Run, bad: tuple[int, int], rank: int) -> None:
     ends = list(accumulate(run.plan.microbatch_sizes(run.plan.at(step)[1]), initial=0))
     samples = find_samples(run, step)[slice(*ends[microbatch : microbatch + 2])]
     run.log.write("bad_loss", step=step + 1, rank=rank, samples=samples)
-    command = [*script_command("replay.py"), "--run", str(run.folder), "--update", str(step + 1)]
+    command = script_command("replay.py", run.config.plugin)
+    command += ["--run", str(run.folder), "--update", str(step + 1)]
     command += ["--microbatch", str(microbatch), *(["--cpu"] if run.config.cpu else [])]
     where = f"at update {step + 1} on rank {rank}, samples {join_names(samples, _SHOWN)}"
     fix = f"lower --lr, {_FIX}; to see it: {shlex.join(command)}"
@@ -39,7 +40,7 @@ def find_samples(run: Run, step: int) -> list[int]:
     """The samples of update `step`, counted from 0, as rows of the data set, in the run's order."""
     epoch, position = run.plan.at(step)
     drawn = run.plan.draws(epoch)[0][position : position + run.plan.update_size(position)]
-    return run.data.train.rows[drawn].tolist()
+    return run.data.train.image_index[drawn].tolist()
 
 
 def watch_loss(run: Run, kind: str, loss: float) -> None:
@@ -54,7 +55,7 @@ def watch_loss(run: Run, kind: str, loss: float) -> None:
         return
     state.exploded = True
     fix = f"lower --lr (for example to {run.config.lr / 10:.2g}), {_FIX}"
-    run.log.say(f"update {state.step}: the {kind} loss is {loss:.4g}{known}; {fix}")
+    say(f"update {state.step}: the {kind} loss is {loss:.4g}{known}; {fix}")
 
 
 def check_weights(run: Run) -> None:
@@ -97,6 +98,6 @@ def compare_ranks(run: Run) -> None:
         if not state.rounding_said:
             between = f"{'; '.join(kinds)}; checkpoints have those of rank 0"
             problem = "the ranks' weights differ; their processors may round differently"
-            run.log.say(f"{problem}: {between}")
+            say(f"{problem}: {between}")
         state.rounding_said = True
         return

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from utils.config.settings import TrainConfig
+from utils.console import say
 from utils.data.datasets import Batch
 from utils.data.order import evaluation_blocks
 from utils.files import expand
@@ -47,7 +48,7 @@ def dry_run(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> dict:
     try:
         seconds, memory = _measured(run, lambda: _first_update(run, update))
         eval_seconds, eval_memory = _measured(run, lambda: _first_block(run.evaluator))
-        run.log.say(
+        say(
             f"dry run: an update of {size} images took {seconds:.1f} s (largest {where}: "
             f"{bytes_text(memory)}), an evaluation batch of {block} images {eval_seconds:.1f} s "
             f"({bytes_text(eval_memory)}); nothing was saved"

@@ -19,12 +19,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from utils.config.settings import TrainConfig
-from utils.console import Terminal
+from utils.console import progress
 from utils.data.batches import Batches
 from utils.data.datasets import AnyDataset
 from utils.data.order import evaluation_blocks
 from utils.data.spec import InputSpec
-from utils.data.workers import make_loader
+from utils.data.workers import make_loaders
 from utils.errors import UserError
 from utils.launch.exits import fix_for_memory
 from utils.models.sharded import forget_whole_weights, is_sharded
@@ -135,11 +135,7 @@ class Evaluator:
         nothing = torch.zeros(0, *(shape or [self.task.outputs]), device=device)  # for its types
         no_rows = step(nothing, torch.tensor(labels[:0], device=device))
         found = [(torch.zeros(0, dtype=torch.int64, device=device), *no_rows)]
-        bar, interval, block = (
-            Terminal(self.ranks.is_main).progress("evaluating"),
-            SyncInterval(),
-            0,
-        )
+        bar, interval, block = progress("evaluating"), SyncInterval(), 0
         self.model.eval()
         with same_kernels(), fix_for_memory("lower --eval_batch_size"):
             for block, batch in enumerate(islice(bar(self.batches), most), 1):
@@ -180,12 +176,12 @@ class Evaluator:
     def _any_wants_to_stop(
         self, stopping: Stopping | None, interval: SyncInterval, block: int
     ) -> bool:
-        self.ranks.mark_waiting(f"block {block} of the evaluation")
+        self.ranks.enter_collective(f"block {block} of the evaluation")
         wants_to_stop = bool(self.batches.error or (stopping and stopping.request))
         own = torch.tensor([wants_to_stop, time.perf_counter() - interval.time]).double()
         values = self.accelerator.reduce(own.to(self.accelerator.device), "mean")
         stops, seconds = values.tolist()
-        self.ranks.mark("evaluating")
+        self.ranks.enter("evaluating")
         interval.synced(block, seconds)
         return stops > 0
 
@@ -195,7 +191,7 @@ def make_eval_loader(
 ) -> DataLoader:
     """The loader of the evaluation blocks of all ranks, for `Accelerator.prepare`."""
     blocks = evaluation_blocks(len(dataset), config.eval_batch_size, epoch)
-    return make_loader(dataset, blocks, config, ranks.threads, ranks.device)
+    return make_loaders([(dataset, blocks)], config, ranks.threads, ranks.device)[0]
 
 
 def fill_up(found: list[tuple[Tensor, ...]], most: int) -> list[Tensor]:

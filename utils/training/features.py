@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from typing import Any
@@ -14,9 +14,10 @@ from accelerate.data_loader import prepare_data_loader
 from torch import nn
 
 from utils.config.bounds import require
+from utils.config.plugin import PLUGIN
 from utils.config.recipe import AugmentationSettings
 from utils.data.augment import make_augmentation
-from utils.data.cache import VERSION, is_cached, keep_array, open_array
+from utils.data.cache import VERSION, cached, open_cached
 from utils.data.datasets import Features, ImageDataset
 from utils.data.order import evaluation_blocks
 from utils.data.spec import InputSpec
@@ -50,7 +51,8 @@ def features_of(
         names = [field.name for field in fields(AugmentationSettings)]
         augmented = [config.seed, *(vars(config)[name] for name in names)]
     else:
-        train_set = train_set.with_augmentation(make_augmentation(config, spec, False))
+        train_set = copy(train_set)
+        train_set.augmentation = make_augmentation(config, spec, False)
     sets = (
         cache.load(train_set, data.train, spec, config.feature_views or 1, augmented),
         cache.load(eval_set, data.evaluation, spec.for_evaluation(), 1, []),
@@ -75,21 +77,17 @@ class FeatureCache:
     ) -> Features:
         """The features of a split, which are computed if they are not cached; collective."""
         config, ranks, start = self.setup.config, self.setup.ranks, time.perf_counter()
-        folder, found = expand(config.cache_dir) / "features", False
+        folder = expand(config.cache_dir) / "features"
         block_size = evaluation_blocks(len(images), config.eval_batch_size).block_size
         key = [*self._key, block_size, spec, views, *augmented]
         path = folder / f"v{VERSION}-{fingerprint_of(split.cache_key, key)}.npy"
-        with ranks.local_main_first("checking cached features"), suppress(OSError):
-            found = is_cached(path, "computing the features again", (views, len(images)))
-        if ranks.any_rank(not found):
-            array = self._compute(images, spec, views)
+        array, origin = open_cached(path, (views, len(images)), "<f4"), f"found in {folder}"
+        if ranks.any_rank(array is None):
+            found = self._compute(images, spec, views)
             with ranks.local_main_first("writing features"):
-                array = keep_array(path, array)
+                array = cached(path, found.shape, "<f4", [found])
             origin = f"computed in {time.perf_counter() - start:.1f} s"
-        else:
-            with ranks.agree():
-                array = open_array(path)
-            origin = f"found in {folder}"
+        assert array is not None
         view = "centre"
         if augmented:
             view = "one random view" if views == 1 else f"{views} random views"
@@ -110,7 +108,14 @@ class FeatureCache:
         how = config.channels_last, config.tf32, config.deterministic
         place = self.setup.accelerator.mixed_precision, self.setup.ranks.rounding
         modules = [sys.modules.get(name) for name in ("torchvision", "timm")]
-        return [*model, arguments, *how, *place, *(getattr(m, "__version__", "") for m in modules)]
+        return [
+            *model,
+            arguments,
+            *PLUGIN.values(),
+            *how,
+            *place,
+            *(getattr(m, "__version__", "") for m in modules),
+        ]
 
     def _compute(self, images: ImageDataset, spec: InputSpec, views: int) -> np.ndarray:
         """The features of all images, float32 [views, N, ...], on every rank; collective."""

@@ -166,9 +166,11 @@ def _add_change(before: Tensor, mean: Tensor) -> Tensor:
     return (before.long() + mean.round().long()).to(before.dtype)
 
 
-def clip_gradients(accelerator: Accelerator, model: nn.Module, config: TrainConfig) -> None:
+def clip_gradients(
+    accelerator: Accelerator, model: nn.Module, config: TrainConfig
+) -> Tensor | None:
     """Apply --clip_value, then --clip_norm, to the summed gradients of an update; all ranks have
-    the same ones.
+    the same ones. Returns their norm before --clip_norm, if that is set.
     """
     if config.clip_value or config.clip_norm:
         # Accelerate's own functions would call it twice, which fp16 refuses
@@ -176,7 +178,8 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, config: TrainConf
     if config.clip_value:
         nn.utils.clip_grad_value_(model.parameters(), config.clip_value)
     if config.clip_norm:
-        nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
+        return nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
+    return None
 
 
 def make_gradients(setup: Setup, model: nn.Module, batches: Batches) -> Gradients:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate.utils import ProfileKwargs
 
+from utils.console import say
 from utils.data.datasets import Batch
 from utils.errors import one_line
 from utils.runs.metadata import make_files
@@ -28,14 +29,14 @@ def batches_of_update(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     state, ranks = run.state, run.ranks
     run.meter.updates += 1
     for step in range(run.gradients.steps):
-        ranks.mark(f"update {state.step + 1}, reading a batch")
+        ranks.enter(f"update {state.step + 1}, reading a batch")
         start = time.perf_counter()
         batch = next(batches)
         run.meter.totals["wait"] += time.perf_counter() - start
         assert batch.update == state.step, f"a batch of update {batch.update}, not {state.step}"
         if state.step == step == 0:
             write_first_batch(run, batch)
-        ranks.mark_waiting(f"update {state.step + 1}, computing and adding up gradients")
+        ranks.enter_collective(f"update {state.step + 1}, computing and adding up gradients")
         if batch.number >= 0:  # otherwise another rank has one microbatch more
             yield batch
 
@@ -47,7 +48,7 @@ def synchronise(run: Run, interval: SyncInterval) -> None:
     waits for it.
     """
     state, batches, meter = run.state, run.train_batches, run.meter
-    run.ranks.mark_waiting(f"after update {state.step}, adding up losses")
+    run.ranks.enter_collective(f"after update {state.step}, adding up losses")
     failed = batches.error is not None or run.log.error is not None or run.checkpoints.has_failed
     reduced = meter.reduce(run.accelerator, failed, bool(run.stopping.request))
     if reduced.failed:
@@ -88,6 +89,10 @@ def training_record(run: Run) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats(accelerator.device)
     if accelerator.scaler:
         record["skipped"] = totals["skipped"] / accelerator.num_processes
+    if run.meter.grad_norm is not None:
+        record["grad_norm"] = (
+            run.meter.grad_norm.item()
+        )  # of the last update; collective with FSDP2
     if run.config.microbatches:
         record |= times_of_ranks(run, seconds)
     state.logged_seconds, state.since_log = state.seconds, {}
@@ -145,7 +150,7 @@ def make_profiler(run: Run) -> AbstractContextManager[torch.profiler.profile | N
         return nullcontext()
     first = run.state.step + WAIT + WARM_UP + 1
     if first > run.updates:
-        run.log.say(f"--profile: the run ends before update {first}, where the trace begins")
+        say(f"--profile: the run ends before update {first}, where the trace begins")
         return nullcontext()
     schedule = {"wait": WAIT, "warmup": WARM_UP, "active": ACTIVE, "repeat": 1}
     writing = partial(write_trace, run)
@@ -160,8 +165,8 @@ def write_trace(run: Run, profiler: torch.profiler.profile) -> None:
         profiler.export_chrome_trace(str(unfinished))
         os.replace(unfinished, path)
     except (OSError, RuntimeError) as error:  # the run continues without a trace
-        run.log.say(f"--profile: {path} cannot be written ({one_line(error)[:120]})")
+        say(f"--profile: {path} cannot be written ({one_line(error)[:120]})")
         return
     by_time = f"self_{run.ranks.device.type}_time_total"
     slowest = profiler.key_averages().table(by_time, _ROWS, max_name_column_width=40)
-    run.log.say(f"{slowest}trace: {path} (open it at https://ui.perfetto.dev)")
+    say(f"{slowest}trace: {path} (open it at https://ui.perfetto.dev)")

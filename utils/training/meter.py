@@ -87,6 +87,7 @@ class Meter:
         self.scaled = scaled is not None
         if scaled is not None:
             scaled.register_step_pre_hook(self._count_step)
+        self.grad_norm: Tensor | None = None  # of the last update, on the device
         # since the last synchronisation
         self.batches: list[tuple[tuple[int, int], Sequence[Tensor]]] = []
         self.started = time.perf_counter()

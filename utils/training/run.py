@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from utils.config.defaults import advice, hint_for_few, list_changes
 from utils.config.recipe import AugmentationSettings, LossSettings, OptimizerSettings
 from utils.config.settings import TrainConfig
-from utils.console import printable, table
+from utils.console import printable, say, table
 from utils.data.batches import Batches
 from utils.data.datasets import Features, describe_place
 from utils.data.sources import has_columns
@@ -75,7 +75,7 @@ class Run:
         self.data, self.plan, self.updates = setup.data, setup.plan, setup.updates
         with ranks.agree("opening the log"):
             self.log = RunLog(folder, ranks.is_main, state, self.updates, task)
-        self.trackers = RunTrackers(accelerator, config, folder, state.run_id, self.log.say)
+        self.trackers = RunTrackers(accelerator, config, folder, state.run_id)
         device, eval_spec = accelerator.device, spec.for_evaluation()
         self.train_batches = Batches(loaders[0], spec, config, device, True, task.outputs)
         self.evaluator = Evaluator(ranks, accelerator, module, loaders[1], eval_spec, task, config)
@@ -132,7 +132,7 @@ def log_start(run: Run) -> None:
     if not run.setup.resumed_from and config.model not in OWN_MODELS:
         lines += hint_for_few(config, run.plan.samples)
     title = "Lockstep  dry run" if config.dry_run else f"Lockstep  {folder}"
-    run.log.say("\n".join([*run.setup.changed, table(title, rows), *lines]))
+    say("\n".join([*run.setup.changed, table(title, rows), *lines]))
     with ranks.agree():
         if ranks.is_main:
             write_file(folder / "config.yaml", config_to_save(config))
@@ -194,7 +194,7 @@ def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
             run.log.write("end", step=state.step, reason=run.ended, seconds=state.seconds)
         trained = result or state.best_step or run.setup.resumed_from is None
         words = [
-            *script_command("eval.py"),
+            *script_command("eval.py", config.plugin),
             "--ckpt",
             folder if trained else run.setup.resumed_from,
         ]
@@ -208,7 +208,7 @@ def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
         following = f"resume with: {resume_command(command, config.output_dir, folder.name)}"
         if run.ranks.topology.local_rank == 0:  # each machine has its own launcher
             inform_launcher(f"{title}\n{following}")
-    run.log.say(f"{table(title, result_rows(run, result, done))}\n{following}")
+    say(f"{table(title, result_rows(run, result, done))}\n{following}")
     run.trackers.close()
     run.log.close()
     return not done

@@ -2,7 +2,6 @@
 topology.
 """
 
-import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -94,16 +93,6 @@ def always_answering(data: Data) -> tuple[str, float] | None:
         return None
     most = int(np.bincount(labels).argmax())
     return data.class_names[most], float((data.evaluation.labels == most).mean())
-
-
-def interval_of_share(share: float, count: int) -> tuple[float, float]:
-    """The 95 % Wilson score interval of a proportion of `count` samples (Wilson, 1927).
-
-    Unlike a bootstrap interval, it is wider than zero if the share is 0 or 1.
-    """
-    weight = 1.96**2 / count
-    centre, half = share + weight / 2, math.sqrt(weight * (share * (1 - share) + weight / 4))
-    return (centre - half) / (1 + weight), (centre + half) / (1 + weight)
 
 
 def _range(split: Split, names: list[str]) -> str:
