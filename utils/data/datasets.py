@@ -251,9 +251,7 @@ def describe_place(sets: Sequence[AnyDataset]) -> str:
             for each, word in zip(features, ("training", "evaluation"), strict=True)
         ]
         numbers = " x ".join(map(str, features[0].views.shape[2:]))
-        cached = all(isinstance(each.views, np.memmap) for each in features)
-        place = "cached" if cached else "in memory"
-        return f"{numbers} features of each view, {size} {place}; {'; '.join(origins)}"
+        return f"{numbers} features of each view, {size} cached; {'; '.join(origins)}"
     decoded = [each for each in sets if isinstance(each, DecodedImages)]
     if not decoded:
         return "photographs, decoded for each batch"

@@ -3,7 +3,6 @@
 import math
 import sys
 import time
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
@@ -78,21 +77,17 @@ class FeatureCache:
     ) -> Features:
         """The features of a split, which are computed if they are not cached; collective."""
         config, ranks, start = self.setup.config, self.setup.ranks, time.perf_counter()
-        folder, found = expand(config.cache_dir) / "features", False
+        folder = expand(config.cache_dir) / "features"
         block_size = evaluation_blocks(len(images), config.eval_batch_size).block_size
         key = [*self._key, block_size, spec, views, *augmented]
         path = folder / f"v{VERSION}-{fingerprint_of(split.cache_key, key)}.npy"
-        with ranks.local_main_first("checking cached features"), suppress(OSError):
-            found = open_cached(path, (views, len(images)), "<f4") is not None
-        if ranks.any_rank(not found):
-            array = self._compute(images, spec, views)
+        array, origin = open_cached(path, (views, len(images)), "<f4"), f"found in {folder}"
+        if ranks.any_rank(array is None):
+            found = self._compute(images, spec, views)
             with ranks.local_main_first("writing features"):
-                array = cached(path, array.shape, "<f4", [array])
+                array = cached(path, found.shape, "<f4", [found])
             origin = f"computed in {time.perf_counter() - start:.1f} s"
-        else:
-            with ranks.agree():
-                array = np.lib.format.open_memmap(path, mode="r")
-            origin = f"found in {folder}"
+        assert array is not None
         view = "centre"
         if augmented:
             view = "one random view" if views == 1 else f"{views} random views"
