@@ -121,9 +121,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     )  # fmt: skip
     optimizer = init_optimizer(optimizer, accelerator)  # without the wrapper, unless fp16
     average = make_average(module, config.ema_decay)  # of `prepare`'s weights
-    parts = make_parts(accelerator, module, average)
-    folder, lines = checkpoints.restore(config, saved, accelerator, module, optimizer, parts)
-    setup.changed.extend(lines)
+    folder = checkpoints.restore(config, saved, accelerator, module, optimizer, average)
     loaders = train_loader, eval_loader
     return Run(setup, stopping, checkpoints, folder, model, module, optimizer, average, loaders)
 

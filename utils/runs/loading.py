@@ -21,48 +21,8 @@ from utils.models.checking import bad_tensors
 from utils.models.matching import shape_of
 from utils.models.sharded import copy_into, distinct_state, is_sharded, local, tied_names, whole
 from utils.models.weight_average import WeightAverage
-from utils.models.weight_files import load_pickled, load_safetensors
-from utils.runs.manifest import MANIFEST, MODEL, OPTIMIZER, files_of
-
-LOSS_SCALE = "loss_scale"
-EMA = "ema"
-
-
-class Stateful(Protocol):
-    """What checkpoints hold besides model and optimizer.
-
-    The state is a flat dict, with the same names, shapes and dtypes during the whole run.
-
-    `state_dict` must not communicate, because it may be called on the main process only; its
-    tensors may be sharded. All ranks call `load_state_dict`, with the same state, after the weights
-    are loaded. A part that the checkpoint lacks stays as it was created, with the loaded weights.
-    """
-
-    def state_dict(self) -> dict[str, Tensor]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Tensor]) -> object: ...
-
-
-class LossScale:
-    """The loss scale of fp16 as float64 scalars.
-
-    A new one would overflow at first, and updates would be skipped.
-    """
-
-    def __init__(self, scaler: torch.amp.GradScaler):
-        self.scaler = scaler
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {
-            name: torch.tensor(value, dtype=torch.float64)
-            for name, value in self.scaler.state_dict().items()
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        own = self.scaler.state_dict().items()
-        self.scaler.load_state_dict(
-            {name: type(value)(state_dict[name].item()) for name, value in own}
-        )
+from utils.models.weight_files import load_pickled, read_weights
+from utils.runs.manifest import AVERAGE, MANIFEST, OPTIMIZER, SCALER, files_of
 
 
 def make_average(module: nn.Module, decay: float | None) -> WeightAverage | None:
