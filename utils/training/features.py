@@ -96,7 +96,7 @@ class FeatureCache:
         for epoch, key in enumerate(keys):
             name = fingerprint_of(how, split.cache_key, spec, key)
             path = folder / f"v{VERSION}-{name}.npy"
-            view = open_cached(path, (len(images),), "<f4")
+            view: Any = open_cached(path, (len(images),), "<f4")
             if self.ranks.any_rank(view is None):
                 array, computed = self._compute(images, spec, epoch), computed + 1
                 with self.ranks.local_main_first("writing features"):
