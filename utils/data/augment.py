@@ -6,7 +6,7 @@ batches.py.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +105,7 @@ class ShiftAndFlip(Transform):
         if self.flip:
             # Flipped images come after the others, with all pixels in reverse order, so rows are
             # read from last to first.
-            is_flipped = random[:, -1] < 0.5
+            is_flipped: Any = random[:, -1] < 0.5
             flipped = image if xp is torch else image[is_flipped]
             # its place among the flipped images
             copy = image if xp is torch else is_flipped.cumsum() - 1
@@ -150,26 +150,19 @@ def _crop(config: TrainConfig, spec: InputSpec) -> Transform | None:
     return Crop(spec, min_scale) if min_scale < 1 else _center(config, spec)
 
 
-def _shift_and_flip(config: TrainConfig, spec: InputSpec) -> Transform | None:
-    padding, flip = config.crop_padding, config.flip  # None before it is chosen from the data
-    return ShiftAndFlip(padding, flip) if padding or flip else None
-
-
-# In the order in which they are applied. Each function returns the transform, or None if the
-# settings do not use it.
-AUGMENTATIONS = {
+# In the order in which they are applied. Each function returns the transform, or something false if
+# the settings do not use it.
+AUGMENTATIONS: dict[str, Callable[[TrainConfig, InputSpec], Any]] = {
     "crop": _crop,
-    "shift and flip": _shift_and_flip,
-    "auto augment": lambda config, spec: (
-        AUTO_AUGMENTS.call(config, spec) if config.auto_augment else None
+    "shift and flip": lambda config, spec: (
+        (config.crop_padding or config.flip) and ShiftAndFlip(config.crop_padding, config.flip)
     ),
-    "color jitter": lambda config, spec: (
-        ColorJitter(config.color_jitter) if config.color_jitter else None
-    ),
+    "auto augment": lambda config, spec: config.auto_augment and AUTO_AUGMENTS.call(config, spec),
+    "color jitter": lambda config, spec: config.color_jitter and ColorJitter(config.color_jitter),
     "random erasing": lambda config, spec: (
-        RandomErasing(spec, p) if (p := config.random_erasing) else None
+        config.random_erasing and RandomErasing(spec, config.random_erasing)
     ),
-    "cutout": lambda config, spec: Cutout(spec, config.cutout) if config.cutout else None,
+    "cutout": lambda config, spec: config.cutout and Cutout(spec, config.cutout),
 }
 
 
@@ -205,6 +198,5 @@ def make_augmentation(config: TrainConfig, spec: InputSpec, training: bool) -> A
 
     Photographs not cropped at random are first cropped to their centre.
     """
-    makers: Iterable[Callable] = AUGMENTATIONS.values() if training else [_center]
-    made = [make(config, spec) for make in makers]
+    made = [make(config, spec) for make in (AUGMENTATIONS.values() if training else [_center])]
     return Augmentation(config.seed, [transform for transform in made if transform])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from utils.config.bounds import require
 from utils.config.settings import TrainConfig
 from utils.data.augment import Augmentation, Center
 from utils.data.decode import decode
@@ -80,6 +81,11 @@ class DecodedImages(Dataset):
     def image_bytes(self) -> int:
         return self.pixels[:1].nbytes
 
+    @property
+    def place(self) -> str:
+        where = "augmented by loader processes" if self.in_loader else "in host memory"
+        return f"decoded, {bytes_text(self.pixels.nbytes)} {where}"
+
     def __getitems__(self, microbatch: Microbatch) -> Batch:
         images = torch.from_numpy(self.pixels[microbatch.indices])
         if self.in_loader:
@@ -91,6 +97,7 @@ class EncodedImages(Dataset):
     """Photographs, decoded and augmented for each batch; by default, their centre."""
 
     in_loader = True
+    place = "decoded for each batch"
 
     def __init__(self, split: Split, spec: InputSpec, augmentation: Augmentation | None = None):
         self.split, self.spec, self.labels = split, spec, split.labels
@@ -115,10 +122,10 @@ class EncodedImages(Dataset):
                 pixels = decode(self.split, position, spec.channels, raw, shrink)
                 images[place] = crop.image(pixels, random[0][place])
         # returned: a worker's exception would include its traceback
+        except UserError as error:
+            return batch.failed(error)
         except (ValueError, OSError) as error:
-            return batch.failed(
-                error if isinstance(error, UserError) else UserError(one_line(error))
-            )
+            return batch.failed(UserError(one_line(error)))
         return batch._replace(images=self.augmentation.apply(images, random, 1))
 
 
@@ -141,6 +148,10 @@ class ResidentImages(DecodedImages):
             warnings.filterwarnings("ignore", message=".*not writable")
             self.images = torch.from_numpy(decoded.pixels).to(device).contiguous()
         self.targets = torch.tensor(decoded.labels, device=device)
+
+    @property
+    def place(self) -> str:
+        return f"decoded, {bytes_text(self.images.nbytes)} on {self.images.device}"
 
     def __getitems__(self, microbatch: Microbatch) -> Batch:
         return Batch(torch.empty(0), torch.empty(0), microbatch)
@@ -178,6 +189,8 @@ class Features(Dataset):
     """
 
     in_loader = False
+    augmentation = Augmentation()
+    image_bytes = 0  # not sent between processes
 
     def __init__(self, views: np.ndarray, images: ImageDataset, origin: str):
         self.views, self.images, self.labels, self.origin = views, images, images.labels, origin
@@ -186,8 +199,15 @@ class Features(Dataset):
         return len(self.labels)
 
     @property
+<<<<<<< HEAD
     def image_bytes(self) -> int:
         return self.views[0, :1].nbytes
+=======
+    def place(self) -> str:
+        numbers = " x ".join(map(str, self.views[0].shape[1:]))
+        size = bytes_text(sum(view.nbytes for view in self.views))
+        return f"{self.origin}, {numbers} features of each view, {size} cached"
+>>>>>>> a861eb4c2bfad765a59e9c1c0a661fcfb3c047f5
 
     def __getitems__(self, microbatch: Microbatch) -> Batch:
         indices = microbatch.indices
@@ -212,9 +232,8 @@ class Features(Dataset):
     def _choose(self, microbatch: Microbatch) -> np.ndarray:
         """The view of each sample, int64 [n]."""
         occurrences = 0 if microbatch.occurrences is None else microbatch.occurrences
-        return (microbatch.epoch + occurrences + np.zeros_like(microbatch.indices)) % len(
-            self.views
-        )
+        turns = microbatch.epoch + occurrences + np.zeros_like(microbatch.indices)
+        return turns % len(self.views)
 
 
 AnyDataset = ImageDataset | Features
@@ -228,19 +247,18 @@ def keep_on_device(
     Images that loader processes augment stay in host memory.
     """
     decoded = [each for each in sets if isinstance(each, DecodedImages) and not each.in_loader]
-    size, cuda = sum(each.pixels.nbytes for each in decoded), device.type == "cuda"
-    if not decoded or config.data_on_device == "no":
+    size, how = sum(each.pixels.nbytes for each in decoded), config.data_on_device
+    # on a CPU they are already there
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else size
+    if how == "no" or (how == "auto" and size > _SHARE * free):
         return list(sets)
-    free = torch.cuda.mem_get_info(device)[0] if cuda else size  # on a CPU they are already there
-    if config.data_on_device == "auto" and size > _SHARE * free:
-        return list(sets)
-    if size > free:
-        problem = f"--data_on_device yes: {bytes_text(size)} of images, but {device} has {bytes_text(free)} free"
-        raise UserError(problem, "use auto or no")
+    problem = f"{bytes_text(size)} of images, but {device} has {bytes_text(free)} free"
+    require(size <= free, f"--data_on_device yes: {problem}", "use auto or no")
     return [ResidentImages(each, device) if each in decoded else each for each in sets]
 
 
 def describe_place(sets: Sequence[AnyDataset]) -> str:
+<<<<<<< HEAD
     """Where the images or features of a run are, and their size, for the table at the start of the
     run.
     """
@@ -265,6 +283,13 @@ def describe_place(sets: Sequence[AnyDataset]) -> str:
     )
     size = bytes_text(sum(each.pixels.nbytes for each in decoded))
     return f"decoded, {size} {' and '.join(sorted(places))}{by_loader}{others}"
+=======
+    """Where the images or features of training and evaluation are, for the table at the start."""
+    places = [each.place for each in sets]
+    if len(set(places)) == 1:
+        return places[0]
+    return f"training: {places[0]}; evaluation: {places[1]}"
+>>>>>>> a861eb4c2bfad765a59e9c1c0a661fcfb3c047f5
 
 
 def _joined(group: list[Microbatch]) -> Microbatch:

@@ -114,7 +114,7 @@ class Transform:
         """The changed image [H, W, C], not in place, from its numbers, float32 [len(streams)]."""
         raise NotImplementedError
 
-    def batch(self, images: Tensor, random: Array) -> Tensor:
+    def batch(self, images: Tensor, random: Any) -> Tensor:
         """The changed images [n, H, W, C], possibly in place, from their numbers [n, len(streams)].
 
         On the host, these are an array. On a GPU, this must not wait for it.

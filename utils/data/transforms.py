@@ -169,10 +169,8 @@ def _sharpness(x: Tensor, factor: float) -> Tensor:
     floats = x.float()
     inner = floats[:, 1:-1, 1:-1]
     # Sums of integers are exact, and the quotients are never halfway between two integers.
-    columns = floats[:, :-2] + floats[:, 1:-1]
-    columns += floats[:, 2:]
-    blurred = columns[:, :, :-2] + columns[:, :, 1:-1]
-    blurred += columns[:, :, 2:]
+    columns = floats[:, :-2] + floats[:, 1:-1] + floats[:, 2:]
+    blurred = columns[..., :-2] + columns[..., 1:-1] + columns[..., 2:]
     blurred.add_(inner, alpha=4).div_(13).round_()
     inner.add_(blurred.sub_(inner), alpha=1 - factor)
     return floats.clamp_(0, 255).to(torch.uint8)
