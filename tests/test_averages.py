@@ -184,32 +184,15 @@ def test_an_average_that_starts_late_starts_from_the_weights(in_folder):
     (outcome,) = run_ranks(
         1, train.main, ["--run_name", "late", *EMA, "--resume", "auto", "--max_steps", "10"]
     )
-    assert "ema.safetensors is not in the checkpoint: ema starts from the weights" in outcome.out
+    assert "ema_decay was None in the checkpoint, now " in outcome.out
     last = weights("late")
     for name, tensor in weights("late", file=FILE).items():
         if tensor.is_floating_point():
             torch.testing.assert_close(
                 tensor, DECAY * before[name] + (1 - DECAY) * last[name], rtol=1e-5, atol=1e-7
             )
-    (outcome,) = run_ranks(
-        1,
-        train.main,
-        [
-            "--run_name",
-            "late",
-            *FLAGS,
-            "--ema_decay",
-            "null",
-            "--resume",
-            "auto",
-            "--max_steps",
-            "11",
-        ],
-    )
-    assert (
-        outcome.code == 0
-        and "parts of the checkpoint that this run does not have: ema" in outcome.out
-    )
+    train_run(1, "late", *FLAGS, "--ema_decay", "null", "--resume", "auto", "--max_steps", "11")
+    assert not Path("runs/late/checkpoints/step-00000011", FILE).exists()
 
 
 def test_what_a_run_does_not_have_is_refused_in_one_line(in_folder):
