@@ -27,7 +27,6 @@ from utils.data.datasets import EncodedImages
 from utils.data.splits import Split, fingerprint_of
 from utils.errors import UserError
 from utils.files import check_output_file, expand, write_file
-from utils.models.zoo import check_model
 from utils.ranks.accelerator import check_precision, make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
@@ -73,7 +72,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         with ranks.agree():
             config = replace(found.config, **given_settings(flags))
             check_precision(config, ranks)
-            check_model(config)
             config, task = make_task(config, found.class_names, None)
             task.check_predictions()
         found = with_settings(found, config)

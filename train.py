@@ -33,7 +33,7 @@ from utils.ranks.session import distributed_session
 from utils.ranks.stopping import EXIT_RESUME, Stopping
 from utils.report.writing import report_training
 from utils.runs.checkpoint import CheckpointManager
-from utils.runs.loading import make_average, make_parts
+from utils.runs.loading import make_average
 from utils.runs.trackers import numbers_to_send
 from utils.training.building import (
     TABLES,
@@ -121,9 +121,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     )  # fmt: skip
     optimizer = init_optimizer(optimizer, accelerator)  # without the wrapper, unless fp16
     average = make_average(module, config.ema_decay)  # of `prepare`'s weights
-    parts = make_parts(accelerator, module, average)
-    folder, lines = checkpoints.restore(config, saved, accelerator, module, optimizer, parts)
-    setup.changed.extend(lines)
+    folder = checkpoints.restore(config, saved, accelerator, module, optimizer, average)
     loaders = train_loader, eval_loader
     return Run(setup, stopping, checkpoints, folder, model, module, optimizer, average, loaders)
 

@@ -601,7 +601,7 @@ def test_a_replay_changes_nothing_in_the_run_even_if_it_is_killed():
         "microbatch-0-of-update-1.png"
     ]
     for more, line in (
-        (["9"], "--update 9: the last one of the run is 5"),
+        (["9"], "--update 9: the last one is 5"),
         (["1", "--microbatch", "1"], "is 0"),
     ):
         (outcome,) = run_ranks(1, replay.main, [*flags, *more])

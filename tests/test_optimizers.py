@@ -359,7 +359,7 @@ def _save_and_load_numbers(folder):
     )
     for _ in range(3):
         optimizer.step()
-    load_optimizer(make_saver(layer, optimizer, {})(folder, 3), other)
+    load_optimizer(make_saver(layer, optimizer)(folder, 3), other)
     other.step()
     optimizer.step()
     states = [list(each.state.values()) for each in (optimizer, other)]

@@ -142,11 +142,8 @@ def _find_splits(
         ((name, only),) = children.items()
         folders, names, lines = _find_splits(only, config)
         if len(folders) > 1 or any(len(class_names_in(folder)) > 1 for folder in folders.values()):
-            return (
-                folders,
-                names,
-                (f"{path}: using {name}, the only folder in it with images", *lines),
-            )
+            line = f"{path}: using {name}, the only folder in it with images"
+            return folders, names, (line, *lines)
     return {"train": path}, {}, ()
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, compress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -54,31 +55,30 @@ class ListedSplit:
         names, labels = split.images.names, split.labels.tolist()
         if split.labels.ndim == 2:
             labels = [np.flatnonzero(row).tolist() for row in split.labels]
-        lists = (
-            [names[row] for row in split.image_index.tolist()],
-            split.checksums[split.image_index].tolist(),
-            labels,
-        )
         return cls(
-            split.name, whole.name, len(split), split.label_fingerprint, split.content, *lists
+            split.name,
+            whole.name,
+            len(split),
+            split.label_fingerprint,
+            split.content,
+            names=[names[row] for row in split.image_index.tolist()],
+            ends=split.checksums[split.image_index].tolist(),
+            classes=labels,
         )
 
     def check(self, classes: int) -> None:
         """Raise ValueError if a field is invalid."""
-        fits = _is_list([self.name, self.source, self.labels, self.content], str) and _is_list(
-            [self.count], int
-        )
-        if fits and self.names is not None:
-            ends, labels = self.ends or [], self.classes or []
-            flat = list(chain(*labels)) if _is_list(labels, list) else labels
-            fits = _is_list(self.names, str) and _is_list(ends, int) and _is_list(flat, int)
-            fits = fits and len(self.names) == len(ends) == len(labels) == self.count
-            fits = fits and all(0 <= label < classes for label in flat)
-        if not fits:
+        texts = [self.name, self.source, self.labels, self.content]
+        names, ends, labels = self.names or [], self.ends or [], self.classes or []
+        flat: list = list(chain(*labels)) if _is_list(labels, list) else labels
+        is_text, is_int = _is_list([*texts, *names], str), _is_list([self.count, *ends, *flat], int)
+        sizes = {len(names), len(ends), len(labels), self.count if names else 0}
+        fits = is_text and is_int and len(sizes) == 1
+        if not fits or not all(0 <= label < classes for label in flat):
             raise ValueError("malformed")
 
 
-def _is_list(values: list, kind: type) -> bool:
+def _is_list(values: Any, kind: type) -> bool:
     return isinstance(values, list) and all(type(value) is kind for value in values)
 
 
@@ -108,9 +108,7 @@ class SampleList:
 
         Equal lists give equal bytes.
         """
-        parts = {"train": vars(self.train), "evaluation": vars(self.evaluation)}
-        values = {**parts, "class_names": self.class_names, "choices": self.choices}
-        text = json.dumps(values, separators=(",", ":"))
+        text = json.dumps(vars(self), default=vars, separators=(",", ":"))
         return gzip.compress(text.encode(), 1, mtime=0)
 
 

@@ -1,4 +1,4 @@
-"""Select the samples that a run trains and evaluates on, and plan the order of training."""
+"""Select the samples that a run trains and evaluates on."""
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -59,9 +59,9 @@ def load_data(config: TrainConfig, samples: SampleList | None = None) -> Data:
     evaluation = random_subset(evaluation, config.max_eval_samples, config.seed)
     for split in (train, evaluation):
         check_kind(split, config)
-    if len(source.class_names) < 2:
-        problem = f"--data {config.data} has one class, {join_names(source.class_names)}"
-        raise UserError("; ".join([problem, *train.notes]), "give at least two classes")
+    problem = f"--data {config.data} has one class, {join_names(source.class_names)}"
+    problem = "; ".join([problem, *train.notes])
+    require(len(source.class_names) > 1, problem, "give at least two classes")
     return Data(train, evaluation, source.class_names, samples, bad)
 
 
@@ -267,12 +267,12 @@ def check_kind(split: Split, config: TrainConfig) -> None:
     """Raise ValueError if the labels of a split do not suit --task, or if none of its images has
     one.
     """
-    if split.labels.ndim == 1:
-        if config.task == "multilabel":
-            problem = f"--task multilabel: each image of --data {config.data} has one label"
-            raise UserError(problem, "use lists of labels, or train with --task classification")
-    elif config.task not in ("auto", "multilabel"):
-        problem = f"--task {config.task}: an image of --data {config.data} may have several labels"
-        raise UserError(problem, "use other data, or train with --task multilabel")
-    elif not split.labels.any():
-        raise UserError(f"no image of split {split.name!r} has a label", "fix the labels")
+    several, task = split.labels.ndim == 2, config.task
+    problem = f"--task multilabel: each image of --data {config.data} has one label"
+    fix = "use lists of labels, or train with --task classification"
+    require(several or task != "multilabel", problem, fix)
+    problem = f"--task {task}: an image of --data {config.data} may have several labels"
+    fix = "use other data, or train with --task multilabel"
+    require(not several or task in ("auto", "multilabel"), problem, fix)
+    problem = f"no image of split {split.name!r} has a label"
+    require(not several or bool(split.labels.any()), problem, "fix the labels")

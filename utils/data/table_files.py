@@ -11,23 +11,17 @@ from utils.console import join_names
 from utils.data.splits import EVAL_NAMES, fingerprint_of, stamp_of
 from utils.errors import UserError, one_line
 
-# A folder with one of these holds tables.
-TABLE_FILES = ("*.parquet", "*.arrow", "dataset_dict.json", "state.json")
+_SAVED = ("dataset_dict.json", "state.json")  # save_to_disk writes one of these into a folder
 
 
 def has_tables(folder: Path) -> bool:
     """Whether a folder directly contains tables."""
-    return any(_visible(folder, name) for name in TABLE_FILES)
+    return any(_visible(folder, name) for name in ("*.parquet", "*.arrow", *_SAVED))
 
 
 def _visible(folder: Path, pattern: str) -> list[Path]:
     """The files that match the pattern, without hidden ones such as ._train.parquet of macOS."""
     return sorted(file for file in folder.glob(pattern) if not file.name.startswith("."))
-
-
-def _is_saved(path: Path) -> bool:
-    """Whether save_to_disk wrote this folder."""
-    return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
 
 
 def read_table_files(path: Path):
@@ -54,7 +48,7 @@ def _read(path: Path):
     # Otherwise it would report the read to the Hub, and wait if there is no network.
     config.HF_UPDATE_DOWNLOAD_COUNTS = False
     hide_bars_without_terminal()
-    if _is_saved(path):
+    if any((path / name).exists() for name in _SAVED):
         return load_from_disk(str(path))
     files, data_files = [path], {"train": [str(path)]}
     if not path.is_file():

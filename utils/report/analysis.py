@@ -81,11 +81,11 @@ def calibration(confidence: np.ndarray, correct: np.ndarray) -> dict[str, Any]:
     same shape. The error is the mean over predictions of |accuracy - mean confidence| in their bin
     (Guo et al., 2017). NaN is left out.
     """
-    counts, *sums = (
+    counts, sums, hits = (
         np.histogram(confidence, BINS, (0, 1), weights=weights)[0]
-        for weights in (None, confidence, correct)
+        for weights in (None, confidence.astype(np.float64), correct.astype(np.float64))
     )
-    mean, accuracy = sums / np.maximum(counts, 1)
+    mean, accuracy = np.stack([sums, hits]) / np.maximum(counts, 1)
     bins = zip(mean.tolist(), accuracy.tolist(), counts.tolist(), strict=True)
     return {
         "error": float((np.abs(mean - accuracy) * counts).sum() / max(1, counts.sum())),

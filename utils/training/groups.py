@@ -14,14 +14,8 @@ Groups = list[dict[str, Any]]
 
 # The last parts of the names of embeddings, tokens and scales. Not all models list them in
 # `no_weight_decay`.
-_UNDECAYED = (
-    "class_token",
-    "cls_token",
-    "pos_embed",
-    "pos_embedding",
-    "relative_position_bias_table",
-    "layer_scale",
-)
+_UNDECAYED = {"class_token", "cls_token", "pos_embed", "pos_embedding", "layer_scale"}
+_UNDECAYED |= {"relative_position_bias_table"}
 
 
 def parameter_groups(config: TrainConfig, model: nn.Module) -> Groups:

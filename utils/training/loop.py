@@ -89,10 +89,8 @@ def training_record(run: Run) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats(accelerator.device)
     if accelerator.scaler:
         record["skipped"] = totals["skipped"] / accelerator.num_processes
-    if run.meter.grad_norm is not None:
-        record["grad_norm"] = (
-            run.meter.grad_norm.item()
-        )  # of the last update; collective with FSDP2
+    if (norm := run.meter.grad_norm) is not None:
+        record["grad_norm"] = norm.item()  # of the last update; collective with FSDP2
     if run.config.microbatches:
         record |= times_of_ranks(run, seconds)
     state.logged_seconds, state.since_log = state.seconds, {}
