@@ -61,11 +61,14 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
     check_run_folder(config)
     check_elastic(config)
     if config.resume is None:
-        check_model(config)  # the plug-in that a checkpoint needs is checked first
-        check_source(config)
         needed = not config.data_dir or config.data.startswith("torchvision/")
         problem = "--data_dir is for --data torchvision/NAME only"
         require(needed, problem, "name a folder of your own with --data")
+<<<<<<< HEAD
+=======
+        check_model(config)  # of a resumed run later: it may need a plug-in
+        check_source(config)
+>>>>>>> e17596929335824416a4f60aabbe2feb7e6160d9
         resolve_batch(config, ranks.topology.world_size)
 
 
@@ -145,8 +148,12 @@ def resolve(
     config, sizes = (config, []) if saved else choose_sizes(config, len(train), processes)
     _, grad_accum, batch = choose_batch(config, saved, processes)
     check_elastic_sizes(config, batch)
+<<<<<<< HEAD
     microbatches = config.microbatches or grad_accum * processes
     plan = make_plan(config, train.labels, batch, microbatches)
+=======
+    plan = make_plan(config, train.labels, batch, config.microbatches or grad_accum * processes)
+>>>>>>> e17596929335824416a4f60aabbe2feb7e6160d9
     updates = total_updates(config, plan)
     state = restore_state(saved, folder, config, plan, data)
     config, images, spec = resolve_input(config, saved, train)
