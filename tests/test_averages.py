@@ -177,25 +177,8 @@ def test_an_average_that_starts_late_starts_from_the_weights(in_folder):
             torch.testing.assert_close(
                 tensor, DECAY * before[name] + (1 - DECAY) * last[name], rtol=1e-5, atol=1e-7
             )
-<<<<<<< HEAD
     train_run(1, "late", *FLAGS, "--ema_decay", "null", "--resume", "auto", "--max_steps", "11")
     assert not Path("runs/late/checkpoints/step-00000011", FILE).exists()
-=======
-    (outcome,) = run_ranks(
-        1,
-        train.main,
-        [
-            "--run_name",
-            "late",
-            *FLAGS,
-            *words("--ema_decay null --resume auto --max_steps 11"),
-        ],
-    )
-    assert (
-        outcome.code == 0
-        and "parts of the checkpoint that this run does not have: ema" in outcome.out
-    )
->>>>>>> e17596929335824416a4f60aabbe2feb7e6160d9
 
 
 def test_what_a_run_does_not_have_is_refused_in_one_line(in_folder):

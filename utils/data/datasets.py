@@ -199,15 +199,10 @@ class Features(Dataset):
         return len(self.labels)
 
     @property
-<<<<<<< HEAD
-    def image_bytes(self) -> int:
-        return self.views[0, :1].nbytes
-=======
     def place(self) -> str:
-        numbers = " x ".join(map(str, self.views[0].shape[1:]))
-        size = bytes_text(sum(view.nbytes for view in self.views))
+        numbers = " x ".join(map(str, self.views.shape[2:]))
+        size = bytes_text(self.views.nbytes)
         return f"{self.origin}, {numbers} features of each view, {size} cached"
->>>>>>> a861eb4c2bfad765a59e9c1c0a661fcfb3c047f5
 
     def __getitems__(self, microbatch: Microbatch) -> Batch:
         indices = microbatch.indices
@@ -258,38 +253,11 @@ def keep_on_device(
 
 
 def describe_place(sets: Sequence[AnyDataset]) -> str:
-<<<<<<< HEAD
-    """Where the images or features of a run are, and their size, for the table at the start of the
-    run.
-    """
-    if features := [each for each in sets if isinstance(each, Features)]:
-        size = bytes_text(sum(each.views.nbytes for each in features))
-        origins = [
-            f"{word}: {each.origin}"
-            for each, word in zip(features, ("training", "evaluation"), strict=True)
-        ]
-        numbers = " x ".join(map(str, features[0].views.shape[2:]))
-        return f"{numbers} features of each view, {size} cached; {'; '.join(origins)}"
-    decoded = [each for each in sets if isinstance(each, DecodedImages)]
-    if not decoded:
-        return "photographs, decoded for each batch"
-    places = {
-        f"on {each.images.device}" if isinstance(each, ResidentImages) else "in host memory"
-        for each in decoded
-    }
-    by_loader = ", augmented by loader processes" * any(each.in_loader for each in decoded)
-    others = "; the larger images of the other split are decoded for each batch" * (
-        len(decoded) < len(sets)
-    )
-    size = bytes_text(sum(each.pixels.nbytes for each in decoded))
-    return f"decoded, {size} {' and '.join(sorted(places))}{by_loader}{others}"
-=======
     """Where the images or features of training and evaluation are, for the table at the start."""
     places = [each.place for each in sets]
     if len(set(places)) == 1:
         return places[0]
     return f"training: {places[0]}; evaluation: {places[1]}"
->>>>>>> a861eb4c2bfad765a59e9c1c0a661fcfb3c047f5
 
 
 def _joined(group: list[Microbatch]) -> Microbatch:

@@ -64,11 +64,6 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
         needed = not config.data_dir or config.data.startswith("torchvision/")
         problem = "--data_dir is for --data torchvision/NAME only"
         require(needed, problem, "name a folder of your own with --data")
-<<<<<<< HEAD
-=======
-        check_model(config)  # of a resumed run later: it may need a plug-in
-        check_source(config)
->>>>>>> e17596929335824416a4f60aabbe2feb7e6160d9
         resolve_batch(config, ranks.topology.world_size)
 
 
@@ -148,12 +143,8 @@ def resolve(
     config, sizes = (config, []) if saved else choose_sizes(config, len(train), processes)
     _, grad_accum, batch = choose_batch(config, saved, processes)
     check_elastic_sizes(config, batch)
-<<<<<<< HEAD
     microbatches = config.microbatches or grad_accum * processes
     plan = make_plan(config, train.labels, batch, microbatches)
-=======
-    plan = make_plan(config, train.labels, batch, config.microbatches or grad_accum * processes)
->>>>>>> e17596929335824416a4f60aabbe2feb7e6160d9
     updates = total_updates(config, plan)
     state = restore_state(saved, folder, config, plan, data)
     config, images, spec = resolve_input(config, saved, train)

@@ -75,7 +75,6 @@ class FeatureCache:
     def load(
         self, images: ImageDataset, split: Split, spec: InputSpec, views: int, augmented: list
     ) -> Features:
-<<<<<<< HEAD
         """The features of a split, which are computed if they are not cached; collective."""
         config, ranks, start = self.setup.config, self.setup.ranks, time.perf_counter()
         folder = expand(config.cache_dir) / "features"
@@ -93,34 +92,6 @@ class FeatureCache:
         if augmented:
             view = "one random view" if views == 1 else f"{views} random views"
         return Features(array, images, f"{view}, {origin}")
-=======
-        """The features of a split, one view for each of the `keys`.
-
-        Views that are not cached are computed.
-        """
-        start, computed, views, folder = (
-            time.perf_counter(),
-            0,
-            [],
-            expand(self.setup.config.cache_dir) / "features",
-        )
-        block_size = evaluation_blocks(len(images), self.setup.config.eval_batch_size).block_size
-        how = [*self._key, block_size]
-        for epoch, key in enumerate(keys):
-            name = fingerprint_of(how, split.cache_key, spec, key)
-            path = folder / f"v{VERSION}-{name}.npy"
-            view: Any = open_cached(path, (len(images),), "<f4")
-            if self.ranks.any_rank(view is None):
-                array, computed = self._compute(images, spec, epoch), computed + 1
-                with self.ranks.local_main_first("writing features"):
-                    view = cached(path, array.shape, "<f4", [array])
-            views.append(view)
-        seconds = time.perf_counter() - start
-        kind = f"{len(keys)} random view{'s' * (len(keys) > 1)}" if keys[0] else "centre"
-        number = f"{computed} of them " * (computed < len(keys))
-        origin = f"{number}computed in {seconds:.1f} s" if computed else f"found in {folder}"
-        return Features(views, images, f"{kind}, {origin}")
->>>>>>> a861eb4c2bfad765a59e9c1c0a661fcfb3c047f5
 
     @cached_property
     def _key(self) -> list[Any]:
