@@ -95,7 +95,9 @@ def test_a_table_in_the_place_of_another_of_the_same_size_and_time_is_decoded_an
     for expected in (pixels, np.roll(pixels, 20, 0)):
         split, status = load_data(config).train, file.stat()
         found = np.asarray(decode_all(split, 8, 8, 3, "cache", iter))
-        assert (found == expected[split.rows]).all() and (split.labels == labels[split.rows]).all()
+        assert (found == expected[split.image_index]).all() and (
+            split.labels == labels[split.image_index]
+        ).all()
         os.replace(other, file)
         os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
         assert (
@@ -114,7 +116,7 @@ def test_a_changed_image_to_which_a_table_refers_is_decoded_anew():
             TrainConfig(data="table.parquet", image_column="image", cache_dir="cache")
         ).train
         assert (
-            decode_all(split, 8, 8, 3, "cache", iter) == pictures(30, seed=seed)[split.rows]
+            decode_all(split, 8, 8, 3, "cache", iter) == pictures(30, seed=seed)[split.image_index]
         ).all()
 
 
@@ -129,7 +131,7 @@ def test_a_subset_and_both_parts_of_a_hold_out_get_their_own_rows():
         whole = split_of(images)
         parts += [whole, *(whole.select(np.array(rows)) for rows in ([30, 2, 44], [2, 30, 44]))]
     for part in parts:
-        assert (decode_all(part, 8, 8, 3, "cache", iter) == expected[part.rows]).all()
+        assert (decode_all(part, 8, 8, 3, "cache", iter) == expected[part.image_index]).all()
     assert (
         decode_all(split_of(expected[..., 0]), 8, 8, 1, "cache", None)[..., 0] == expected[..., 0]
     ).all()

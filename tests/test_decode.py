@@ -455,7 +455,7 @@ def test_grey_images_of_16_bits_that_use_12_are_scaled_by_a_setting_and_cached_a
         path.write_bytes(encoded(pixels, "PNG"))
     for bits in (16, 12, 16):
         train = load_data(TrainConfig(data="photos", cache_dir="cache", image_bits=bits)).train
-        own = deep[[int(Path(path).stem) for path in train.images.paths]][train.rows]
+        own = deep[[int(Path(path).stem) for path in train.images.paths]][train.image_index]
         assert (decode_all(train, 8, 8, 1, "cache", iter)[..., 0] == own >> bits - 8).all()
     lines = resolve_input(TrainConfig(data="photos"), None, train)[1]
     assert (

@@ -376,7 +376,7 @@ def test_ddp_does_not_measure_updates_which_would_wait_for_the_gpu():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = DistributedDataParallel(nn.Linear(1, 1))
-        wrapping.prepare_buckets(model, model.module, torch.zeros(0, 1))
+        wrapping.prepare_buckets(model, torch.zeros(0, 1))
         for _ in range(110):
             model(torch.ones(1, 1)).sum().backward()
         assert model._get_ddp_logging_data()["iteration"] <= 10

@@ -104,7 +104,7 @@ def test_a_run_of_small_images_can_be_evaluated_on_photographs_and_resumed():
     (result,) = returned(1, eval.main, ["--ckpt", "runs/run/checkpoints/step-00000002"])
     assert result["loss"] == pytest.approx(records("run", "eval")[-1]["loss"], rel=1e-6)
     changed = resolve_input(
-        replace(saved.settings, eval_size=64), saved, load_data(saved.settings).train
+        replace(saved.config, eval_size=64), saved, load_data(saved.config).train
     )[-1]
     assert (changed.size, changed.for_evaluation().size) == ((32, 32), (64, 64))
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from utils.config.settings import TrainConfig
 from utils.data.augment import Augmentation
-from utils.data.datasets import Batch, ResidentImages
+from utils.data.datasets import Batch, Features, ResidentImages
 from utils.data.draws import Draws
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
@@ -150,7 +150,10 @@ class Batches:
         # One value for each channel of a whole row of pixels, so that inner loops are long.
         self.scale, self.shift = scale.repeat(spec.width), shift.repeat(spec.width)
         self.channels = spec.channels
-        self.no_images = torch.empty(0, spec.channels, spec.height, spec.width, device=device)
+        shape: tuple[int, ...] = (spec.channels, spec.height, spec.width)
+        if isinstance(self.dataset, Features):
+            shape = self.dataset.views.shape[2:]
+        self.no_images = torch.empty(0, *shape, device=device)  # an empty input of the model
 
     def check(self) -> None:
         """Raise the error of a sample that could not be read, whose batch was left empty."""

@@ -3,8 +3,6 @@ ranks of a machine share.
 """
 
 import math
-import os
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +19,7 @@ from utils.data.spec import InputSpec
 from utils.data.splits import Split
 from utils.data.workers import choose_workers, move_to_shared_memory, worker_processes
 from utils.errors import UserError, one_line
-from utils.files import expand, naming_file
+from utils.files import expand, whole_file
 from utils.memory import usable_cores
 from utils.waiting import wait_for_items
 
@@ -59,20 +57,11 @@ def cached(
 
 def _write(path: Path, shape: tuple[int, ...], dtype: str, chunks: Iterable[np.ndarray]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")
-    try:
-        with naming_file(path), partial.open("xb") as file:
-            header = {"descr": dtype, "fortran_order": False, "shape": shape}
-            np.lib.format.write_array_header_1_0(file, header)
-            for chunk in chunks:
-                # not to a memory map, because a full disk would raise SIGBUS
-                file.write(chunk.data)
-            file.flush()
-            # before the file gets its name, so that a file of this name is whole
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        header = {"descr": dtype, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(file, header)
+        for chunk in chunks:
+            file.write(chunk.data)  # not to a memory map, because a full disk would raise SIGBUS
 
 
 # Images and bytes of a chunk; /dev/shm, sometimes only 64 MB, holds several.
@@ -110,8 +99,8 @@ def decode_all(
         planes = split.images[:, None] if split.images.ndim == 3 else split.images
         images = planes.transpose(0, 2, 3, 1)
         if images.shape[1:] == shape:
-            is_whole = np.array_equal(split.rows, np.arange(len(images)))
-            return images if is_whole else images[split.rows]
+            is_whole = np.array_equal(split.image_index, np.arange(len(images)))
+            return images if is_whole else images[split.image_index]
     name = f"v{VERSION}-{split.cache_key}-{'x'.join(map(str, shape))}.npy"
     path = expand(cache_dir) / "decoded" / name
     return cached(path, (len(split), *shape), "|u1", _decoded(split, shape, progress))

@@ -181,7 +181,7 @@ ImageDataset = DecodedImages | EncodedImages
 
 
 class Features(Dataset):
-    """The outputs of frozen layers for the images of a split, float32 [N, ...] for each of K views.
+    """The outputs of frozen layers for K views of the images of a split, float32 [K, N, ...].
 
     A sample has view (epoch + occurrence) modulo K; its occurrence in the epoch counts from 0.
     `images` is the data set from which the features were computed. `origin` describes the views,
@@ -192,7 +192,7 @@ class Features(Dataset):
     augmentation = Augmentation()
     image_bytes = 0  # not sent between processes
 
-    def __init__(self, views: Sequence[np.ndarray], images: ImageDataset, origin: str):
+    def __init__(self, views: np.ndarray, images: ImageDataset, origin: str):
         self.views, self.images, self.labels, self.origin = views, images, images.labels, origin
 
     def __len__(self) -> int:
@@ -200,16 +200,14 @@ class Features(Dataset):
 
     @property
     def place(self) -> str:
-        numbers = " x ".join(map(str, self.views[0].shape[1:]))
-        size = bytes_text(sum(view.nbytes for view in self.views))
+        numbers = " x ".join(map(str, self.views.shape[2:]))
+        size = bytes_text(self.views.nbytes)
         return f"{self.origin}, {numbers} features of each view, {size} cached"
 
     def __getitems__(self, microbatch: Microbatch) -> Batch:
-        indices, view = microbatch.indices, self._choose(microbatch)
-        rows = np.empty((len(indices), *self.views[0].shape[1:]), np.float32)
-        for number in np.unique(view):
-            rows[view == number] = self.views[number][indices[view == number]]
-        return Batch(torch.from_numpy(rows), torch.from_numpy(self.labels[indices]), microbatch)
+        indices = microbatch.indices
+        rows = torch.from_numpy(self.views[self._choose(microbatch), indices])
+        return Batch(rows, torch.from_numpy(self.labels[indices]), microbatch)
 
     def pixels(self, microbatch: Microbatch, most: int) -> Tensor:
         """The images from which the first features of a microbatch were computed, uint8 [n, H, W,

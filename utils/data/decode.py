@@ -45,7 +45,7 @@ def decode(
     decoded at 1/2, 1/4 or 1/8 of its sides, which is faster.
     """
     try:
-        raw = split.images[int(split.rows[position])] if raw is None else raw
+        raw = split.images[int(split.image_index[position])] if raw is None else raw
         return _pixels(raw, channels, shrink, split.bits)
     except Exception as error:  # decoders raise any type of error for damaged bytes
         if isinstance(error, OSError) and error.errno:  # Pillow's own errors have no errno
@@ -57,7 +57,7 @@ def decode(
 def why_unreadable(split: Split, position: int) -> str | None:
     """The error in decoding the image of sample `position`; None if it can be decoded."""
     try:
-        _pixels(split.images[int(split.rows[position])], 3, None)
+        _pixels(split.images[int(split.image_index[position])], 3, None)
     except Exception as error:
         return _reason(error)
     return None

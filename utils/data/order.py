@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from utils.config.bounds import require
 from utils.config.settings import TrainConfig
-from utils.errors import UserError
 
 
 def fold_in(*parts: int | str) -> int:
@@ -170,19 +170,16 @@ def make_plan(
 
     Raises ValueError if it does not fit the batch or the labels.
     """
-    if global_batch_size % config.repeats:
-        problem = (
-            f"--repeats {config.repeats} does not divide the global batch of {global_batch_size}"
-        )
-        raise UserError(problem, f"set --global_batch_size to a multiple of {config.repeats}")
-    if config.mixes and global_batch_size // 2 < microbatches:
-        problem = f"a global batch of {global_batch_size} has fewer pairs than its {microbatches} microbatches"
-        fix = f"--mixup and --cutmix need a --global_batch_size of at least {2 * microbatches}, or fewer microbatches"
-        raise UserError(problem, fix)
+    problem = f"--repeats {config.repeats} does not divide the global batch of {global_batch_size}"
+    fix = f"set --global_batch_size to a multiple of {config.repeats}"
+    require(global_batch_size % config.repeats == 0, problem, fix)
+    fits = not config.mixes or global_batch_size // 2 >= microbatches
+    batch = f"a global batch of {global_batch_size} has fewer pairs than its {microbatches} microbatches"
+    fix = f"--mixup and --cutmix need a --global_batch_size of at least {2 * microbatches}"
+    require(fits, batch, f"{fix}, or fewer microbatches")
     weights = None
     if config.sampler == "balanced":
-        if labels.ndim != 1:
-            raise UserError("--sampler balanced needs one class per image", "leave it out")
+        require(labels.ndim == 1, "--sampler balanced needs one class per image", "leave it out")
         weights = 1 / np.bincount(labels)[labels]
     return Plan(
         samples=len(labels),

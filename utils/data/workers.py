@@ -19,10 +19,11 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from utils.config.settings import TrainConfig
+from utils.console import say
 from utils.data.datasets import AnyDataset, Batch, ResidentImages
 from utils.data.order import MicrobatchSampler
 from utils.errors import UserError, one_line
-from utils.launch.environment import local_rank_and_size, print_for_machine
+from utils.launch.environment import local_rank_and_size
 from utils.memory import SHM, SHM_FIX, bytes_text, free_shm, usable_physical_cores
 
 AHEAD = 4  # batches that each worker prepares in advance
@@ -162,7 +163,7 @@ def make_loaders(
         problem = (
             f"{SHM}: {bytes_text(int(free_shm()))} free, too little for --num_workers {wanted}"
         )
-        print_for_machine(f"{problem}; using {most} instead, which is slower; {SHM_FIX}")
+        say(f"{problem}; using {most} instead, which is slower; {SHM_FIX}", on_each_machine=True)
     loaders = []
     for dataset, sampler in parts:
         workers = most if dataset.in_loader else 0
