@@ -20,6 +20,7 @@ from helpers.training_runs import (
     slow_train,
     train_run,
     weights,
+    words,
     working_in,
 )
 from helpers.waiting import until
@@ -120,18 +121,9 @@ def test_the_head_of_timm_is_the_one_that_it_names_and_of_others_the_last_linear
 # -- where weights come from
 # -----------------------------------------------------------------------------------------
 
-TINY = [
-    "--model",
-    "timm/test_resnet",
-    "--threads",
-    "1",
-    "--global_batch_size",
-    "16",
-    "--lr_schedule",
-    "constant",
-]
+TINY = words("--model timm/test_resnet --threads 1 --global_batch_size 16 --lr_schedule constant")
 # the weights stay as they are
-STILL = [*TINY, "--lr", "1e-30", "--weight_decay", "0", "--max_steps", "1"]
+STILL = [*TINY, *words("--lr 1e-30 --weight_decay 0 --max_steps 1")]
 TUNED = [*STILL[2:], "--data", "second"]
 
 
@@ -150,18 +142,7 @@ def made(tmp_path_factory):
         for seed, (data, classes) in enumerate((("first", "abc"), ("second", "bcz"))):
             image_folder(f"{data}/train", dict.fromkeys(classes, 16), seed=2 * seed)
             image_folder(f"{data}/val", dict.fromkeys(classes, 4), seed=2 * seed + 1)
-        flags = [
-            "--data",
-            "first",
-            "--mean",
-            "0.4",
-            "--std",
-            "0.3",
-            "--lr",
-            "0.01",
-            "--eval_every",
-            "1",
-        ]
+        flags = words("--data first --mean 0.4 --std 0.3 --lr 0.01 --eval_every 1")
         train_run(1, "source", *TINY, *flags, "--max_steps", "4", "--image_size", "40")
     return folder
 
@@ -211,14 +192,7 @@ def test_rows_of_new_classes_start_at_zero_the_head_learns_faster_and_batch_stat
     assert weights("still")["fc.weight"].abs().amax(1).gt(1e-20).tolist() == [True, True, False]
     flags = [
         *TINY[2:],
-        "--data",
-        "second",
-        "--max_steps",
-        "1",
-        "--run_name",
-        "gentle",
-        "--init_from",
-        "runs/source",
+        *words("--data second --max_steps 1 --run_name gentle --init_from runs/source"),
     ]
     (outcome,) = run_ranks(1, train.main, flags)
     assert outcome.code == 0, outcome.err
@@ -243,14 +217,7 @@ def test_batch_statistics_that_were_not_given_cannot_be_kept(folder):
     )
     flags = [
         *TINY[:2],
-        "--data",
-        "second",
-        "--init_from",
-        "part.safetensors",
-        "--mean",
-        "0.4",
-        "--max_steps",
-        "1",
+        *words("--data second --init_from part.safetensors --mean 0.4 --max_steps 1"),
     ]
     line = refused(train.main, *flags)
     assert "--keep_batch_stats: the given weights have no layer1.0.bn1.running_mean" in line
@@ -296,7 +263,7 @@ def test_a_replay_from_initial_weights_that_have_changed_is_refused(folder):
     train_run(1, "child", *TUNED, "--init_from", "runs/parent", "--log_every", "1")
     # as if it had been killed before its first one
     shutil.rmtree(next(Path("runs/child/checkpoints").glob("step-*")))
-    returned(1, replay.main, ["--run", "runs/child", "--update", "1", "--cpu"])
+    returned(1, replay.main, words("--run runs/child --update 1 --cpu"))
     for checkpoint in Path("runs/parent/checkpoints").glob("step-*"):
         tensors = {
             name: tensor + 1 for name, tensor in load_file(checkpoint / "model.safetensors").items()
@@ -304,7 +271,7 @@ def test_a_replay_from_initial_weights_that_have_changed_is_refused(folder):
         save_file(tensors, checkpoint / "model.safetensors")
         (checkpoint / "manifest.json").unlink()
         write_manifest(checkpoint)
-    line = refused(replay.main, "--run", "runs/child", "--update", "1", "--cpu")
+    line = refused(replay.main, *words("--run runs/child --update 1 --cpu"))
     assert "the weights have changed since the run began; restore them" in line
 
 
@@ -365,7 +332,7 @@ class Harmful:
 
 
 def test_sources_that_do_not_fit_are_one_line(folder):
-    flags = ["--data", "first", "--threads", "1", "--init_from"]
+    flags = words("--data first --threads 1 --init_from")
     Path("pickled.pth").write_bytes(pickle.dumps({"fc.weight": Harmful()}, 2))
     Path("odd").mkdir()
     save_file({"fc.weight": torch.ones(1)}, "odd/model.safetensors")
@@ -485,51 +452,11 @@ def test_frozen_layers_compute_as_in_evaluation():
     ]
 
 
-ALL_ON = [
-    "--data",
-    "first",
-    "--microbatches",
-    "4",
-    "--optimizer",
-    "muon",
-    "--lr",
-    "0.01",
-    "--lr_schedule",
-    "constant",
-]
-ALL_ON += [
-    "--model",
-    "timm/test_resnet",
-    "--global_batch_size",
-    "16",
-    "--threads",
-    "1",
-    "--max_steps",
-    "7",
-]
-ALL_ON += [
-    "--eval_every",
-    "2",
-    "--save_every",
-    "3",
-    "--keep",
-    "9",
-    "--log_every",
-    "1",
-    "--init_from",
-    "runs/source",
-]
-ALL_ON += ["--freeze", "conv1", "bn1", "layer1", "--drop_path", "0.5", "--grad_checkpointing"]
-ALL_ON += [
-    "--layer_decay",
-    "0.8",
-    "--ema_decay",
-    "0.7",
-    "--clip_value",
-    "0.1",
-    "--cooldown_steps",
-    "2",
-]
+ALL_ON = words("--data first --microbatches 4 --optimizer muon --lr 0.01 --lr_schedule constant")
+ALL_ON += words("--model timm/test_resnet --global_batch_size 16 --threads 1 --max_steps 7")
+ALL_ON += words("--eval_every 2 --save_every 3 --keep 9 --log_every 1 --init_from runs/source")
+ALL_ON += words("--freeze conv1 bn1 layer1 --drop_path 0.5 --grad_checkpointing")
+ALL_ON += words("--layer_decay 0.8 --ema_decay 0.7 --clip_value 0.1 --cooldown_steps 2")
 
 
 def test_a_killed_run_with_everything_on_ends_with_the_same_bits_on_other_numbers_of_processes(
@@ -555,9 +482,7 @@ def test_a_killed_run_with_everything_on_ends_with_the_same_bits_on_other_number
     }
     trained = sum(size for name, size in sizes.items() if name not in frozen)
     assert f"{sum(sizes.values()):,} parameters, {trained:,} of them trained" in outcomes[0].out
-    line = refused(
-        train.main, *ALL_ON, "--run_name", "run", "--resume", "auto", "--freeze", "conv1"
-    )
+    line = refused(train.main, *ALL_ON, *words("--run_name run --resume auto --freeze conv1"))
     assert "was trained with a --freeze of " in line
 
 
@@ -629,24 +554,11 @@ def test_checkpointed_blocks_with_random_layers_take_an_empty_batch_that_the_mod
     has none.
     """
     flags = [
-        "--data",
-        "digits",
-        "--model",
-        "timm/test_vit",
-        "--model_args",
+        *words("--data digits --model timm/test_vit --model_args"),
         "{drop_path_rate: 0.3}",
     ]
-    flags += [
-        "--image_size",
-        "32",
-        "--global_batch_size",
-        "6",
-        "--max_train_samples",
-        "13",
-        "--max_steps",
-        "4",
-    ]
-    flags += ["--max_eval_samples", "8", "--lr", "0.01", "--threads", "1", "--microbatches", "4"]
+    flags += words("--image_size 32 --global_batch_size 6 --max_train_samples 13 --max_steps 4")
+    flags += words("--max_eval_samples 8 --lr 0.01 --threads 1 --microbatches 4")
     train_run(1, "plain", *flags)
     for processes in (1, 2):
         train_run(processes, f"on-{processes}", *flags, "--grad_checkpointing")

@@ -73,6 +73,11 @@ def restore(folder: Path) -> Path:
     return Path(shutil.copytree(folder.with_name("kept"), folder))
 
 
+def words(text: str) -> list[str]:
+    """The words of a command line."""
+    return text.split()
+
+
 def train_run(processes: int, name: str, *flags: str, seconds: float = PATIENCE) -> list[dict]:
     """Train on that many ranks in runs/NAME; returns the records of its log."""
     returned(processes, train.main, ["--run_name", name, *flags], seconds=seconds)

@@ -164,7 +164,7 @@ def published_model(config: TrainConfig, **arguments: Any) -> nn.Module:
 
             return timm.create_model(config.model[5:], pretrained=True, **arguments)
         return torchvision.models.get_model(config.model, weights="DEFAULT", **arguments)
-    except (ValueError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         problem = f"--pretrained: the weights of {config.model} cannot be loaded ({one_line(error)[:200]})"
         raise UserError(problem, _fix_of_weights(config)) from error
 
