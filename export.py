@@ -65,7 +65,7 @@ def write(loaded: Loaded, name: str, out: Path) -> float:
             fix = "use another format, or check that the disk has free space"
             if isinstance(error, ImportError):
                 fix = "pip install -c constraints.txt timm onnx onnxscript onnxruntime"
-            problem = f"{loaded.saved.settings.model} cannot be exported ({one_line(error)[:160]})"
+            problem = f"{loaded.saved.config.model} cannot be exported ({one_line(error)[:160]})"
             raise UserError(f"--to {name}: {problem}", fix) from error
         (folder / "README.md").write_text(card(loaded, code, difference), encoding="utf-8")
     return difference
@@ -73,7 +73,7 @@ def write(loaded: Loaded, name: str, out: Path) -> float:
 
 def report(loaded: Loaded, name: str, out: Path, difference: float) -> str:
     """The result as a table."""
-    model, classes = loaded.saved.settings.model, len(loaded.saved.class_names)
+    model, classes = loaded.saved.config.model, len(loaded.task.class_names)
     rows = [
         ("checkpoint", loaded.saved.path),
         ("model", f"{model}, {loaded.spec.describe()}, {classes} classes"),

@@ -21,7 +21,7 @@ TOLERANCE = 1e-5  # in probability
 
 def config_of(loaded: Loaded) -> dict[str, Any]:
     """The contents of config.json: architecture, classes and preprocessing."""
-    settings, task = loaded.saved.settings, loaded.task
+    settings, task = loaded.saved.config, loaded.task
     shape = asdict(loaded.spec)
     del shape["evaluation"]  # it is this one
     return {
@@ -29,7 +29,7 @@ def config_of(loaded: Loaded) -> dict[str, Any]:
         "library": loaded.library,
         "model_args": settings.model_args,
         "num_classes": task.outputs,
-        "labels": loaded.saved.class_names,
+        "labels": task.class_names,
         "task": settings.task,
         "activation": task.activation,
         "threshold": None if task.cut is None else settings.threshold,
@@ -77,7 +77,7 @@ tags:
 # {title}
 
 An image classifier, trained with Lockstep and exported by its version {VERSION}. This is {weights}
-after update {saved.state.step}, in epoch {saved.state.epochs_begun}.
+after update {saved.origin["step"]}, in epoch {saved.origin["epoch"]}.
 
 | | |
 | --- | --- |
@@ -137,7 +137,7 @@ def _printing(loaded: Loaded) -> str:
     print(f"{probabilities[index]:.4f}  {labels[index]}")
 """
     return f"""for label, probability in zip(labels[-{loaded.task.outputs}:], probabilities):
-    mark = "  (predicted)" if probability > {loaded.saved.settings.threshold} else ""
+    mark = "  (predicted)" if probability > {loaded.saved.config.threshold} else ""
     print(f"{{probability:.4f}}  {{label}}{{mark}}")
 """
 
@@ -146,7 +146,7 @@ def preprocessing(spec: InputSpec) -> str:
     """The source of `preprocess`, which uses Pillow and NumPy. Its pixels are those of evaluation,
     up to rounding.
 
-    See `center` and `center_of_photograph` of utils/data/decode.py.
+    See `center` of utils/data/decode.py.
     """
     height, width, shorter = spec.height, spec.width, min(spec.height, spec.width)
     resized = spec.resize or shorter / spec.crop
@@ -170,16 +170,16 @@ def preprocessing(spec: InputSpec) -> str:
 
 def data_name(loaded: Loaded) -> str:
     """The name of the data set, without the folders that contain it."""
-    path = Path(loaded.saved.settings.data)
+    path = Path(loaded.saved.config.data)
     return printable(path.name if path.is_absolute() else f"{path}")
 
 
 def _facts(loaded: Loaded) -> list[tuple[str, Any]]:
-    task, names = loaded.task, loaded.saved.class_names
+    task, names = loaded.task, loaded.task.class_names
     change = getattr(loaded.model, "stem_change", "").partition(" (")[0]
     output = f"the probability of {'each' if task.outputs == len(names) else 'the second'} class ({task.activation})"
     if task.cut is not None:
-        output += f"; predicted above {loaded.saved.settings.threshold}"
+        output += f"; predicted above {loaded.saved.config.threshold}"
     stem = f", with a {change}" if change else ""
     return [
         ("Architecture", f"{loaded.name} of {loaded.library}{stem}"),
@@ -202,14 +202,12 @@ def _measured(loaded: Loaded) -> str:
 
     With --ema_decay, state.json has only those of the average.
     """
-    saved, settings = loaded.saved, loaded.saved.settings
-    last = saved.state.evaluations[-1:]
-    is_raw = settings.ema_decay is not None and not loaded.is_average
-    if is_raw or not last or last[0]["step"] != saved.state.step:
+    saved, precision = loaded.saved, loaded.saved.config.mixed_precision
+    if not saved.evaluations:
         return "The checkpoint has no evaluation of these weights."
-    (found,) = last
-    split = saved.record.evaluation.name if saved.record else settings.eval_split
-    where = f"`{data_name(loaded)}`, split `{printable(f'{split}')}`, {found['count']} images, each counted once"
-    if settings.mixed_precision in ("bf16", "fp16"):
-        where += f", in {settings.mixed_precision}"
+    assert saved.samples is not None
+    found, split = saved.evaluations[-1], printable(saved.samples.evaluation.name)
+    where = f"`{data_name(loaded)}`, split `{split}`, {found['count']} images, each counted once"
+    if precision in ("bf16", "fp16"):
+        where += f", in {precision}"
     return f"On {where}:\n\n| | |\n| --- | --- |\n{_rows(score_rows(found))}"

@@ -6,7 +6,7 @@ loads them, and add it to `FORMATS` and to ExportConfig.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from utils.data.spec import InputSpec
 from utils.models.zoo import OWN_MODELS
 from utils.ranks.ranks import Ranks
-from utils.runs.inference import load_for_inference
-from utils.runs.loading import EMA
-from utils.runs.metadata import SavedRun
+from utils.runs.inference import Inference, load_model
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
 
@@ -29,7 +27,7 @@ class Loaded:
     evaluation.
     """
 
-    saved: SavedRun
+    saved: Inference
     task: Task
     spec: InputSpec
     model: nn.Module
@@ -37,29 +35,29 @@ class Loaded:
     @property
     def is_average(self) -> bool:
         """Whether the weights are the moving average of --ema_decay."""
-        return self.saved.weights is not None and self.saved.weights.part == EMA
+        return self.saved.origin.get("weights") == "ema"
 
     @property
     def name(self) -> str:
         """The model's name in its library."""
-        return self.saved.settings.model.removeprefix("timm/")
+        return self.saved.config.model.removeprefix("timm/")
 
     @property
     def library(self) -> str:
         """Where the architecture is defined: torchvision, timm or lockstep."""
-        if self.saved.settings.model.startswith("timm/"):
+        if self.saved.config.model.startswith("timm/"):
             return "timm"
         return "lockstep" if self.name in OWN_MODELS else "torchvision"
 
 
-def load(saved: SavedRun, ranks: Ranks) -> Loaded:
+def load(saved: Inference, ranks: Ranks) -> Loaded:
     """The model of a verified checkpoint, with its chosen weights.
 
     Raises ValueError if they do not fit.
     """
-    config, task = make_task(saved.settings, saved.class_names, None)
+    config, task = make_task(saved.config, saved.class_names, None)
     task.check_predictions()
-    model = load_for_inference(saved, config, task, ranks)
+    model = load_model(replace(saved, config=config), task, ranks)
     model.requires_grad_(False).to(memory_format=torch.contiguous_format)
     return Loaded(saved, task, saved.spec.for_evaluation(), model)
 
@@ -102,7 +100,7 @@ def write_timm(loaded: Loaded, folder: Path) -> Code:
     """
     import timm
 
-    model, spec, arguments = loaded.model, loaded.spec, loaded.saved.settings.model_args
+    model, spec, arguments = loaded.model, loaded.spec, loaded.saved.config.model_args
     if loaded.library != "timm":
         shape: dict[str, Any] = {"num_classes": loaded.task.outputs, "in_chans": spec.channels}
         model = timm.create_model(loaded.name, **shape, **arguments)
@@ -119,7 +117,7 @@ def write_timm(loaded: Loaded, folder: Path) -> Code:
         "test_input_size": None,
         "test_crop_pct": None,
     }
-    more = {"label_names": loaded.saved.class_names, "pretrained_cfg": shown}
+    more = {"label_names": loaded.task.class_names, "pretrained_cfg": shown}
     timm.models.save_for_hf(model, str(folder), more, model_args=arguments, safe_serialization=True)
     activation = "softmax(1)" if loaded.task.activation == "softmax" else "sigmoid()"
     return Code(

@@ -169,14 +169,6 @@ def published_model(config: TrainConfig, **arguments: Any) -> nn.Module:
         raise UserError(problem, _fix_of_weights(config)) from error
 
 
-def load_published(config: TrainConfig, model: nn.Module) -> None:
-    """Load the published weights of --model, with their head, into a model of `build_model` with
-    1,000 outputs.
-    """
-    tensors = published_model(config).state_dict()  # some have extra heads for training
-    model.load_state_dict({name: tensors[name] for name in model.state_dict()})
-
-
 def version_of(config: TrainConfig) -> str:
     """The tag of the published weights, such as IMAGENET1K_V1."""
     cfg = timm_weights(config.model)

@@ -56,11 +56,6 @@ class WeightAverage:
         for name, average in self._state.items():
             copy_into(average, state_dict[name])
 
-    def restart(self) -> str:
-        """Start from the weights of the model."""
-        _copy(self._averages, self._weights)
-        return "starts from the weights"
-
 
 @torch.no_grad()
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
