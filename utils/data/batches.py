@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from utils.config.settings import TrainConfig
 from utils.data.augment import Augmentation
-from utils.data.datasets import Batch, ResidentImages
+from utils.data.datasets import Batch, Features, ResidentImages
 from utils.data.draws import Draws
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
