@@ -90,9 +90,7 @@ def _fix_of_weights(config: TrainConfig) -> str:
         return f"{arguments}without a network, {get}"
     url = torchvision_weights(config.model).url
     path = Path(torch.hub.get_dir()) / "checkpoints" / Path(url).name
-    if path.exists():
-        return f"{arguments}delete {path} if it is damaged"
-    return f"{arguments}without a network, save {url} as {path}"
+    return f"{arguments}without a network, or if the file is damaged, save {url} as {path}"
 
 
 CLASSES: list[str] = torchvision_weights("resnet18").meta["categories"]
