@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -231,7 +230,7 @@ def test_a_fault_turns_its_own_line_red_and_says_what_to_do(fault):
         assert [(other.code, other.out, other.err) for other in others] == [(1, "", "")]
 
 
-def test_a_taken_port_is_named_with_its_holder_before_the_processes_meet():
+def test_a_taken_port_is_named_before_the_processes_meet():
     listen = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True)"
     command = [sys.executable, "-c", f"{listen}; time.sleep(600)"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
@@ -240,7 +239,7 @@ def test_a_taken_port_is_named_with_its_holder_before_the_processes_meet():
         holder.kill()
     assert outcomes[0].code == 1 and red_lines() == {"connection"}
     found = findings()["connection"]
-    assert re.search(rf"port {port} is taken on \S+ by process {holder.pid} \(", found["value"])
+    assert f"port {port} is taken on " in found["value"]
     assert all(text in found["fix"] for text in ("another MASTER_PORT", "two have RANK=0"))
     assert "the processes are not connected" in outcomes[0].out
 

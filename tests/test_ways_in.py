@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import accelerate
 import pytest
@@ -19,7 +18,7 @@ from helpers.waiting import PATIENCE, error_lines, until
 from torch import multiprocessing
 
 import train
-from utils.launch import network, rendezvous
+from utils.launch import rendezvous
 from utils.launch.environment import Topology, first_node
 
 TRAIN = str(ROOT / "train.py")
@@ -319,22 +318,3 @@ def test_an_address_that_is_translated_leads_here_as_far_as_can_be_seen(monkeypa
         # taken: nothing can be seen
         assert rendezvous.leads_to_this_machine("127.0.0.1", holder.getsockname()[1])
     assert rendezvous.leads_to_this_machine("127.0.0.1", free_port())
-
-
-def test_without_a_default_route_the_only_network_is_the_way_out(monkeypatch):
-    known = [
-        SimpleNamespace(family=socket.AF_INET, address=address)
-        for address in ("127.0.0.1", "10.0.0.7", "10.1.0.7")
-    ]
-    monkeypatch.setattr(
-        network, "_address_towards", lambda address: (_ for _ in ()).throw(OSError("no route"))
-    )
-    monkeypatch.setattr(
-        network.psutil, "net_if_addrs", lambda: {"lo": known[:1], "eth0": known[1:2]}
-    )
-    assert network.outward_address() == "10.0.0.7"
-    monkeypatch.setattr(
-        network.psutil, "net_if_addrs", lambda: {"eth0": known[1:2], "eth1": known[2:]}
-    )
-    with pytest.raises(ValueError, match="has 2 networks and no default route; set --interface"):
-        network.outward_address()

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from utils.errors import UserError, one_line
 from utils.files import write_file
 from utils.launch.environment import Topology, restart_count
-from utils.launch.network import address_of, is_own_address, outward_address, port_owner, resolve
+from utils.launch.network import address_of, is_own_address, outward_address, resolve
 from utils.waiting import call_with_timeout
 
 _POLL = 0.05  # seconds between two reads of the store
@@ -162,7 +162,7 @@ def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> 
                 f"port {port} of {host} cannot be used ({one_line(error)[:160]})", _OTHER_PORT
             ) from error
         fix = f"{_OTHER_PORT}, or stop the process that uses it; if that is a process of this run, two have RANK=0"
-        raise UserError(f"port {port} is taken on {host}{port_owner(port)}", fix) from error
+        raise UserError(f"port {port} is taken on {host}", fix) from error
 
 
 def _serve(address: str, port: int, world_size: int) -> dist.TCPStore:

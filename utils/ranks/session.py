@@ -44,7 +44,7 @@ from utils.launch.exits import (
     with_rank,
 )
 from utils.launch.rendezvous import wait_for_keys
-from utils.output import exit_with, hard_exit, restore_interrupt
+from utils.output import exit_with, hard_exit
 from utils.ranks.ranks import Ranks
 
 
@@ -57,7 +57,6 @@ def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
     topology: Topology | None = None
     ranks: Ranks | None = None
     try:
-        restore_interrupt()
         topology = read_topology(init_method=launch.init_method)
         ranks = Ranks(topology, launch, prog)
         ranks.watch.start()
