@@ -24,7 +24,7 @@ from utils.checks.machine import check_machine
 from utils.config.cli import parse_args
 from utils.config.scripts import DoctorConfig
 from utils.errors import AgreedError, is_lost_rank, one_line
-from utils.files import expand, write_output
+from utils.files import expand, write_file
 from utils.launch.environment import Topology, is_launched
 from utils.launch.exits import delay_exit, exit_with_error, inform_launcher, reports_for_machine
 from utils.ranks.ranks import Ranks
@@ -136,7 +136,7 @@ def report(title: str, findings: Sequence[Finding], file: str | None) -> None:
         inform_launcher("\n".join([*faults, summary]))
     if file:
         try:
-            write_output(expand(file), as_json(findings))
+            write_file(expand(file), as_json(findings))
         except OSError as error:
             exit_with_error(error, "doctor.py")
 

@@ -14,35 +14,30 @@ from utils.output import guard_output  # the first import: see its docstring
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from utils.config.cli import parse_args
 from utils.config.scripts import EvalConfig
-from utils.config.settings import TrainConfig
 from utils.console import printable, progress, say
 from utils.data.cache import make_dataset
 from utils.data.selection import load_split
 from utils.data.sources import absolute_data, check_source
-from utils.data.spec import InputSpec, sides
 from utils.data.splits import Split, fingerprint_of
-from utils.files import check_output_file, expand, write_output
-from utils.models.published import resize_input, version_of
-from utils.models.zoo import check_model
-from utils.predictions.tables import check_table_file, encode, rows_of_split
+from utils.files import check_output_file, expand, write_file
 from utils.ranks.accelerator import check_precision, make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
-from utils.report.writing import Evaluated, report_evaluation
+from utils.report.tables import check_table_file, encode, rows_of_split
+from utils.report.writing import run_folder_of, warned, write_report
 from utils.runs.inference import (
+    Inference,
     given_settings,
-    load_for_inference,
+    load_model,
     place_model,
-    set_evaluation_input,
     warn_about_flags,
+    with_settings,
 )
 from utils.runs.manifest import find_checkpoint
-from utils.runs.metadata import SavedRun
-from utils.runs.source import Names, find_run
+from utils.runs.source import find_inference
 from utils.tasks.table import make_task
 from utils.tasks.task import Predictions, Task
 from utils.training.evaluation import Evaluator, check_outputs, make_eval_loader, model_rate
@@ -61,141 +56,111 @@ def main(argv: Sequence[str] | None = None) -> dict:
         if flags.predictions:
             check_table_file("--predictions", expand(flags.predictions))
         ranks.join()
-        saved, names = find_run(flags, ranks)
+        found = find_inference(flags, ranks)
         with ranks.agree():
-            config, own_data = settings_of(saved, flags)
-            check_precision(config, ranks)
-            check_model(config)
-            check_source(config)
-        # Use the checkpoint's image size, even if the run derived it from its images.
-        spec = spec_of(saved, config)
-        for line in warn_about_flags(flags, config, spec):
+            found, own_data = apply_flags(found, flags)
+            check_precision(found.config, ranks)
+            check_source(found.config)
+        for line in warn_about_flags(flags, found):
             say(line)
-        known = replace(config, image_size=[spec.height, spec.width], eval_size=None)
-        split, found_names = find_split(saved, known, flags, own_data, names, ranks)
-        saved = replace(saved, class_names=found_names)
+        split, class_names = load_eval_split(found, flags, own_data, ranks)
         with ranks.agree():
-            config, task = make_task(config, saved.class_names, None)
+            config, task = make_task(found.config, class_names, None)
             if flags.predictions:
                 task.check_predictions()
-        record, found = evaluate(
-            set_evaluation_input(saved, spec), config, flags, task, split, ranks
-        )
+        found = replace(found, config=config)
+        record, predictions = evaluate(found, flags, task, split, ranks)
         if ranks.is_main:
-            more = [
-                ("input", spec.describe_pixels()),
-                *([("views", flags.tta)] if flags.tta else []),
-                *(
-                    [("model alone", f"{record['model_images_per_second']:,.1f} images/s")]
-                    if flags.throughput
-                    else []
-                ),
-            ]
+            more = [("input", found.spec.describe_pixels())]
+            if flags.tta:
+                more.append(("views", flags.tta))
+            if flags.throughput:
+                rate = record["model_images_per_second"]
+                more.append(("model alone", f"{rate:,.1f} images/s"))
             try:
-                write_files(flags, record, found, task, split)
+                write_files(flags, record, predictions, task, split)
             finally:
-                print(task.report(record, f"Evaluation of {saved.path}", more))
+                print(task.report(record, f"Evaluation of {found.path}", more))
     return record
 
 
-def settings_of(saved: SavedRun, flags: EvalConfig) -> tuple[TrainConfig, bool]:
-    """The run's settings, overridden by the flags, and whether the data is that of the run."""
-    own_data = bool(flags.ckpt) and (
-        not flags.data or absolute_data(flags.data) == saved.settings.data
-    )
+def apply_flags(found: Inference, flags: EvalConfig) -> tuple[Inference, bool]:
+    """With the settings that the flags give; also whether the data is that of the run."""
     given = given_settings(flags)
+    own_data = bool(flags.ckpt)
+    if flags.data and absolute_data(flags.data) != found.config.data:
+        own_data = False
     if not own_data:  # other data has other splits
         given |= {"train_split": None, "eval_split": None, "eval_fraction": None}
     given |= {"metrics": True, "max_eval_samples": flags.max_eval_samples}
-    return replace(saved.settings, **given), own_data
+    return with_settings(found, replace(found.config, **given)), own_data
 
 
-def spec_of(saved: SavedRun, config: TrainConfig) -> InputSpec:
-    """The model's input in this evaluation."""
-    if config.eval_size is not None and config.eval_size != saved.settings.eval_size:
-        return resize_input(saved.spec, config, sides(config.eval_size))
-    return saved.spec.for_evaluation().cropped(config.eval_crop)
-
-
-def find_split(
-    saved: SavedRun,
-    config: TrainConfig,
-    flags: EvalConfig,
-    own_data: bool,
-    names: Names,
-    ranks: Ranks,
+def load_eval_split(
+    found: Inference, flags: EvalConfig, own_data: bool, ranks: Ranks
 ) -> tuple[Split, list[str]]:
     """The split to evaluate, and the names of its labels, the same on all ranks; collective."""
+    config = found.config
     with ranks.local_main_first("loading the data"):
-        split, found = load_split(config, flags.split, names, own_data, saved.record)
+        split, class_names = load_split(
+            config, flags.split, found.class_names, found.samples, own_data
+        )
     fingerprint = fingerprint_of(split.label_fingerprint, split.content)
     ranks.check_same(fingerprint, f"different images in --data {config.data}")
     for note in split.notes:
         say(printable(note))
-    return split, found
+    return split, class_names
 
 
 def evaluate(
-    saved: SavedRun, config: TrainConfig, flags: EvalConfig, task: Task, split: Split, ranks: Ranks
+    found: Inference, flags: EvalConfig, task: Task, split: Split, ranks: Ranks
 ) -> tuple[dict, Predictions | None]:
     """The metrics of one split, and its predictions for --predictions and the page; collective."""
-    spec = saved.spec.for_evaluation()
+    config, spec = found.config, found.spec.for_evaluation()
     with ranks.local_main_first("decoding images"):
         dataset = make_dataset(split, spec, config, False, progress("decoding"))
     accelerator = make_accelerator(ranks, config)
-    model = place_model(load_for_inference(saved, config, task, ranks), flags.tta, accelerator)
+    model = place_model(load_model(found, task, ranks), flags.tta, accelerator)
     loader = make_eval_loader(dataset, config, ranks)
     # Not the model: ranks may have different numbers of batches, which DDP does not allow.
     loader = accelerator.prepare(loader)
     evaluator = Evaluator(ranks, accelerator, model, loader, spec, task, config)
     rows = evaluator.rows(keep=config.report or flags.predictions is not None)
     result = evaluator.metrics(accelerator.gather(rows))
-    check_outputs(result["loss"], saved.path)
+    check_outputs(result["loss"], found.path)
     if flags.tta:
         result["tta"] = flags.tta
     if flags.throughput:
         result["model_images_per_second"] = model_rate(evaluator)
     record = {
         "kind": "eval",
-        **origin(saved, config, flags),
+        **found.origin,
         "data": absolute_data(config.data),
         "split": split.name,
-        "classes": len(saved.class_names),
+        "classes": len(task.class_names),
         **result,
     }
     if config.report and evaluator.predictions and ranks.is_main:
-        evaluated = Evaluated(task, split, evaluator.predictions, record, config.seed)
-        report_evaluation(saved.path, evaluated, bool(flags.report))
+        if folder := run_folder_of(found.path):
+            with warned():
+                write_report(folder, task, split, evaluator.predictions, record)
+        elif flags.report:
+            say(f"--report has no effect: {found.path} is not in a run folder")
     return record, evaluator.predictions
 
 
 def write_files(
-    flags: EvalConfig, record: dict, found: Predictions | None, task: Task, split: Split
+    flags: EvalConfig, record: dict, predictions: Predictions | None, task: Task, split: Split
 ) -> None:
     """Write the files of --json and --predictions, and print their paths."""
     if flags.json:
-        write_output(expand(flags.json), json.dumps(record, indent=1) + "\n")
+        write_file(expand(flags.json), json.dumps(record, indent=1) + "\n")
         print(f"written: {flags.json}")
     if flags.predictions:
-        assert found is not None
+        assert predictions is not None
         path = expand(flags.predictions)
-        write_output(path, encode(rows_of_split(task, split, found), path))
+        write_file(path, encode(rows_of_split(task, split, predictions), path))
         print(f"written: {flags.predictions}")
-
-
-def origin(saved: SavedRun, config: TrainConfig, flags: EvalConfig) -> dict[str, Any]:
-    """The fields of the record that identify the weights."""
-    weights = saved.weights
-    if weights is None:
-        return {"model": flags.model, "pretrained": version_of(config)}
-    if flags.model:
-        return {"model": flags.model, "weights": flags.weights}
-    place = {
-        "checkpoint": str(saved.path.absolute()),
-        "step": saved.state.step,
-        "epoch": saved.state.epochs_begun,
-    }
-    return place | weights.describe()
 
 
 if __name__ == "__main__":

@@ -22,35 +22,33 @@ from utils.config.cli import parse_args
 from utils.config.scripts import PredictConfig
 from utils.config.settings import TrainConfig
 from utils.console import printable, progress, say, table
-from utils.data.augment import Augmentation, Center
+from utils.data.check import check_images
 from utils.data.datasets import EncodedImages
 from utils.data.splits import Split, fingerprint_of
 from utils.errors import UserError
-from utils.files import check_output_file, expand, write_output
-from utils.models.zoo import check_model
-from utils.predictions.tables import (
+from utils.files import check_output_file, expand, write_file
+from utils.ranks.accelerator import check_precision, make_accelerator
+from utils.ranks.ranks import Ranks
+from utils.ranks.session import distributed_session
+from utils.report.html import gallery
+from utils.report.tables import (
     Row,
-    check_all,
     check_table_file,
     encode,
     find_images,
     make_rows,
     result_rows,
 )
-from utils.ranks.accelerator import check_precision, make_accelerator
-from utils.ranks.ranks import Ranks
-from utils.ranks.session import distributed_session
-from utils.report.html import gallery
 from utils.runs.inference import (
+    Inference,
     find_saved,
     given_settings,
-    load_for_inference,
+    load_model,
     place_model,
-    set_evaluation_input,
     warn_about_flags,
+    with_settings,
 )
 from utils.runs.manifest import find_checkpoint
-from utils.runs.metadata import SavedRun
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
 from utils.training.evaluation import Evaluator, check_outputs, make_eval_loader
@@ -70,22 +68,21 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         if flags.html:
             check_output_file("--html", expand(flags.html))
         ranks.join()
-        saved = find_saved(flags.ckpt, flags.weights, ranks)
-        config = replace(saved.settings, **given_settings(flags))
-        saved = set_evaluation_input(saved, saved.spec.for_evaluation().cropped(config.eval_crop))
+        found = find_saved(flags.ckpt, flags.weights, ranks)
         with ranks.agree():
+            config = replace(found.config, **given_settings(flags))
             check_precision(config, ranks)
-            check_model(config)
-            config, task = make_task(config, saved.class_names, None)
+            config, task = make_task(config, found.class_names, None)
             task.check_predictions()
-        split = find_split(flags, config, ranks)
-        for line in [*warn_about_flags(flags, config, saved.spec), *map(printable, split.notes)]:
+        found = with_settings(found, config)
+        split = load_images(flags, config, ranks)
+        for line in [*warn_about_flags(flags, found), *map(printable, split.notes)]:
             say(line)
         start = time.perf_counter()
-        rows = predict(flags, saved, config, task, split, ranks)
+        rows = predict(flags, found, task, split, ranks)
         with ranks.agree("writing the predictions"):
             if ranks.is_main:
-                write(flags, saved, rows, split)
+                write(flags, found, task, rows, split)
         if ranks.is_main:
             seconds = time.perf_counter() - start
             lines = [
@@ -93,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                 ("seconds", f"{seconds:.2f}, {len(rows) / seconds:.1f} images/s"),
             ]
             lines += [("written", path) for path in (flags.out, flags.html) if path]
-            print(table(f"Predictions of {saved.path}", lines))
+            print(table(f"Predictions of {found.path}", lines))
         with ranks.agree():
             if rows and all(row.error for row in rows):
                 problem = f"none of the {len(rows)} images can be read (the first: {rows[0].error})"
@@ -101,66 +98,59 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     return {"count": len(split), "rows": rows}
 
 
-def find_split(flags: PredictConfig, config: TrainConfig, ranks: Ranks) -> Split:
+def load_images(flags: PredictConfig, config: TrainConfig, ranks: Ranks) -> Split:
     """The images to predict, the same on all ranks; collective."""
     with ranks.local_main_first("checking the images"):
-        split = check_all(
-            replace(find_images(flags.paths), bits=config.image_bits),
-            config.cache_dir,
-            progress("checking images"),
-        )
-    fingerprint = fingerprint_of(split.fingerprint, split.content, *sorted(split.bad))
+        split = replace(find_images(flags.paths), bits=config.image_bits)
+        split = check_images(split, True, config.cache_dir, progress("checking images"))
+    fingerprint = fingerprint_of(split.fingerprint, split.content, *sorted(split.errors))
     ranks.check_same(fingerprint, "different images")
     return split
 
 
 def predict(
-    flags: PredictConfig,
-    saved: SavedRun,
-    config: TrainConfig,
-    task: Task,
-    split: Split,
-    ranks: Ranks,
+    flags: PredictConfig, found: Inference, task: Task, split: Split, ranks: Ranks
 ) -> list[Row]:
     """The rows of all images, in their order; empty on all ranks but rank 0; collective.
 
     A block has the same images on any number of processes, so its predictions are the same, too.
     """
-    spec = saved.spec.for_evaluation()
+    config, spec = found.config, found.spec.for_evaluation()
     readable = split.select(np.flatnonzero(split.readable))
-    dataset = EncodedImages(readable, spec, Augmentation(0, {"center": Center(spec)}))
+    dataset = EncodedImages(readable, spec)
     # A loader process decodes whole blocks, so for a single block it would save no time.
     if len(dataset) <= config.eval_batch_size:
         config = replace(config, num_workers=0)
     accelerator = make_accelerator(ranks, config)
-    model = place_model(load_for_inference(saved, config, task, ranks), flags.tta, accelerator)
+    model = place_model(load_model(found, task, ranks), flags.tta, accelerator)
     loader = make_eval_loader(dataset, config, ranks)
     # Not the model: ranks may have different numbers of batches, which DDP does not allow.
     loader = accelerator.prepare(loader)
     evaluator = Evaluator(ranks, accelerator, model, loader, spec, task, config)
     rows = evaluator.collect(lambda outputs, _: task.most_likely(outputs, flags.top))
-    _, *found = evaluator.in_order(accelerator.gather(rows))
-    top, scores = [found[0][:, :0], *found][-2:]  # some tasks have no `top`
-    check_outputs(scores, saved.path)
+    _, *kept = evaluator.in_order(accelerator.gather(rows))
+    top, scores = [kept[0][:, :0], *kept][-2:]  # some tasks have no `top`
+    check_outputs(scores, found.path)
     if not ranks.is_main:
         return []
-    good, bad = iter(make_rows(task, top, scores, flags.top)), split.bad
+    good, bad = iter(make_rows(task, top, scores, flags.top)), split.errors
     return [Row(None, [], bad[n]) if n in bad else next(good) for n in range(len(split))]
 
 
-def write(flags: PredictConfig, saved: SavedRun, rows: list[Row], split: Split) -> None:
+def write(
+    flags: PredictConfig, found: Inference, task: Task, rows: list[Row], split: Split
+) -> None:
     """Write the files of --out and --html."""
     if flags.out:
-        out, count = expand(flags.out), min(flags.top, len(saved.class_names))
-        places = map(split.describe, range(len(rows)))
+        out, count = expand(flags.out), min(flags.top, len(task.class_names))
         cells = [
-            {"path": path, **row.cells(count), "error": row.error}
-            for path, row in zip(places, rows, strict=True)
+            {"path": split.describe(number), **row.cells(count), "error": row.error}
+            for number, row in enumerate(rows)
         ]
-        write_output(out, encode(cells, out))
+        write_file(out, encode(cells, out))
     if flags.html:
-        title = f"Predictions of {saved.settings.model}, update {saved.state.step}"
-        write_output(expand(flags.html), gallery(title, rows, split))
+        title = f"Predictions of {found.config.model}, update {found.origin['step']}"
+        write_file(expand(flags.html), gallery(title, rows, split))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import train
 from utils.config.bounds import require
 from utils.config.cli import parse_args, read_config
+from utils.config.plugin import check_plugin
 from utils.config.scripts import ReplayConfig
 from utils.config.settings import TrainConfig
 from utils.console import table
@@ -90,10 +91,13 @@ def make_settings(flags: ReplayConfig, records: list[dict], scratch: str) -> Tra
         each for each in reversed(saved) if step_of(each) < flags.update and not damage_of(each)
     )
     checkpoint = next(map(str, good), None)
+    if checkpoint is None:
+        check_plugin(folder, start["versions"])
     return replace(
         config,
         **given_settings(flags),
         cpu=flags.cpu,
+        plugin=flags.plugin,
         traceback=flags.traceback,
         output_dir=scratch,
         run_name="replay",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers.make_data import image_folder
 from helpers.ranks import run_ranks
-from helpers.training_runs import MLP, records, refused, same_tensors, train_run, weights
+from helpers.training_runs import MLP, records, refused, same_tensors, train_run, weights, words
 from safetensors.torch import save_file
 
 import eval
@@ -27,28 +27,8 @@ from utils.ranks.ranks import Ranks
 from utils.runs.manifest import newest_good, write_manifest
 from utils.runs.metadata import read_checkpoint
 
-FLAGS = [
-    "--model",
-    "mlp",
-    "--global_batch_size",
-    "12",
-    "--threads",
-    "1",
-    "--lr",
-    "0.01",
-    "--run_name",
-    "run",
-]
-FLAGS += [
-    "--max_train_samples",
-    "48",
-    "--save_every",
-    "2",
-    "--max_steps",
-    "9",
-    "--eval_every",
-    "99",
-]
+FLAGS = words("--model mlp --global_batch_size 12 --threads 1 --lr 0.01 --run_name run")
+FLAGS += words("--max_train_samples 48 --save_every 2 --max_steps 9 --eval_every 99")
 
 
 def _train_with_a_bad_sample(flags, step, rank):
@@ -80,9 +60,9 @@ def test_a_nan_or_infinite_loss_names_update_rank_and_samples_and_saves_nothing(
     # the order by hand: update 6 is the second of the second epoch, cut into equal microbatches
     microbatch = np.split(permutation(48, 0, 1)[12:24], processes * accum)[(rank + 1) * accum - 1]
     # --max_train_samples took a random subset: rows are positions in the whole split
-    rows = load_data(parse_args(TrainConfig, "train.py", FLAGS)).train.rows[microbatch]
+    rows = load_data(parse_args(TrainConfig, "train.py", FLAGS)).train.image_index[microbatch]
     assert sorted(records("run", "bad_loss")[0]["samples"]) == sorted(rows.tolist())
-    assert newest_good(Path("runs/run/checkpoints"))[0].name == "step-00000004"
+    assert newest_good(Path("runs/run")).name == "step-00000004"
     assert all(tensor.isfinite().all() for tensor in weights("run").values())
 
 
@@ -97,7 +77,7 @@ def test_weights_that_an_update_ruins_are_not_saved_though_its_loss_was_fine(
         r"weights are NaN or infinite after update [56] on samples (\d+, ){8}\.\.\. \(12 in all\)"
     )
     assert re.search(line, outcomes[0].err) and outcomes[0].err.count("\n") == 1
-    assert newest_good(Path("runs/run/checkpoints"))[0].name == "step-00000004"
+    assert newest_good(Path("runs/run")).name == "step-00000004"
 
 
 def _ruin(parameters):
@@ -198,7 +178,7 @@ def test_ranks_that_train_different_weights_end_at_the_next_save_which_saves_not
         f"after update 6, {name} of rank 1 differs from that of rank 0; " in line
         and "a device may be faulty" in line
     )
-    assert newest_good(Path("runs/run/checkpoints"))[0].name == "step-00000004"
+    assert newest_good(Path("runs/run")).name == "step-00000004"
 
 
 def test_ranks_with_different_processors_may_round_differently_which_is_said_once():
@@ -208,7 +188,7 @@ def test_ranks_with_different_processors_may_round_differently_which_is_said_onc
         main.out.count("processors may round differently: processor 0; processor 1;") == 1
         and other.out == ""
     )
-    newest, _ = newest_good(Path("runs/run/checkpoints"))
+    newest = newest_good(Path("runs/run"))
     # nor by a resume
     assert newest.name == "step-00000009" and read_checkpoint(newest).state.rounding_said
 

@@ -35,7 +35,7 @@ from helpers.training_runs import (
 from helpers.waiting import SOON, has_logged, records_so_far, until
 
 import train
-from utils.runs.manifest import newest_good, step_of
+from utils.runs.manifest import checkpoints_of, damage_of, newest_good, step_of
 from utils.runs.writing import clean_up, delete_after, prune, update_pointers
 
 # of the disk, as audited
@@ -153,7 +153,7 @@ def kill_and_resume(processes: int, whom: str, saving: bool, chance: random.Rand
     reached = max(
         r["step"] for r in records_so_far(Path("runs/run/log.jsonl")) if r["kind"] == "train"
     )
-    complete, _ = newest_good(Path("runs/run/checkpoints"))
+    complete = newest_good(Path("runs/run"))
     after = start_ranks(processes, train_with_average, [*FLAGS, "--resume", "auto"]).finish()
     assert [outcome.code for outcome in after] == [0] * processes, after[0].err
     start = records("run", "start")[-1]["step"]
@@ -337,8 +337,8 @@ def _end_before_each_operation() -> int:
                 os._exit(0)
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             clean_up(folder)
-            newest, damages = newest_good(folder)
-            assert int(newest.name[5:]) in good and damages == [], (number, newest, damages)
+            newest = checkpoints_of(folder)[-1]
+            assert int(newest.name[5:]) in good and not damage_of(newest), (number, newest)
             assert not any(path.name.startswith(".") for path in folder.iterdir()), number
             assert all(
                 (folder / (folder / name).read_text().strip()).is_dir()

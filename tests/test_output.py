@@ -22,7 +22,7 @@ import eval
 import train
 from utils.output import guard_output
 from utils.runs.manifest import find_checkpoint, verify
-from utils.runs.metadata import read_classes
+from utils.runs.metadata import read_checkpoint
 
 FLAGS = [
     "--model",
@@ -72,7 +72,7 @@ def test_characters_that_the_output_lacks_are_replaced():
     assert outcome.code == 0, outcome.err
     assert "Lockstep  runs/r\\xfcn 1\n" in out and "\nDone\n" in out
     assert shlex.split(out.splitlines()[-1])[-2:] == ["--ckpt", "runs/r\\xfcn 1"]
-    assert read_classes(find_checkpoint(Path("runs/rün 1"))) == CLASSES
+    assert read_checkpoint(find_checkpoint(Path("runs/rün 1"))).class_names == CLASSES
 
 
 @pytest.mark.full
@@ -86,7 +86,7 @@ def test_a_run_in_the_c_locale_writes_files_that_any_locale_reads():
     done = shell(command, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", PYTHONIOENCODING="")
     assert done.returncode == 0, done.stderr.decode()
     assert b"Lockstep  runs/run\n" in done.stdout and done.stdout.isascii()
-    assert read_classes(find_checkpoint(Path("runs/run"))) == CLASSES
+    assert read_checkpoint(find_checkpoint(Path("runs/run"))).class_names == CLASSES
     assert CLASSES[1] in Path("runs/run/report.html").read_text(encoding="utf-8")
 
 
@@ -119,7 +119,7 @@ def _evaluate_on_a_full_disk(flags):
     def full(path, text):
         raise OSError(28, "No space left on device", str(path))
 
-    eval.write_output = full
+    eval.write_file = full
     eval.main(flags)
 
 

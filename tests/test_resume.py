@@ -79,7 +79,7 @@ def test_a_number_of_processes_that_cannot_keep_it_is_refused_before_the_data_is
     monkeypatch,
 ):
     train_run(2, "run", *FLAGS, "--max_steps", "1")
-    monkeypatch.setattr(train, "find_data", None)  # a call of it would be another error
+    monkeypatch.setattr(train, "load_splits", None)  # a call of it would be another error
     outcomes = run_ranks(3, train.main, [*FLAGS, "--resume", "auto", "--max_steps", "2"])
     assert [outcome.code for outcome in outcomes] == [2, 2, 2]
     assert (

@@ -21,6 +21,7 @@ from utils.config.settings import TrainConfig
 from utils.data.cache import decode_all
 from utils.data.decode import decode
 from utils.data.selection import load_data, load_split
+from utils.data.spec import InputSpec
 from utils.models.published import names_of_outputs
 
 WORDS = ("ant", "Café", "dog", "Übung", "9", "10", "007", "ñandú", "emu")
@@ -175,9 +176,11 @@ def test_data_without_a_split_to_choose_are_evaluated_whole_by_weights_that_noth
     values = TrainConfig(
         model="resnet18", pretrained=True, data=eval.absolute_data(data), cache_dir="cache"
     )
-    saved = eval.SavedRun(Path("resnet18"), values, None, [], None)  # as `find_run` makes it
-    settings, own_data = eval.settings_of(saved, flags)
-    found, _ = load_split(settings, None, partial(names_of_outputs, 1000, True), own_data)
+    spec = InputSpec(224, 224, 3, [0.5] * 3, [0.5] * 3)
+    names = partial(names_of_outputs, 1000, True)
+    weights = eval.Inference(Path("resnet18"), values, spec, names, dict, {})
+    weights, own_data = eval.apply_flags(weights, flags)
+    found, _ = load_split(weights.config, None, weights.class_names, own_data)
     assert len(found) == 20 and (np.bincount(found.labels) > 0).sum() == 2
 
 
@@ -217,7 +220,7 @@ def test_columns_in_any_order_share_a_cache_and_each_gives_its_own_pixels(form, 
             continue
         train = load_data(config("set", image_column=name)).train
         pixels = decode_all(train, 8, 8, 3, "cache", iter)
-        assert (pixels == np.stack(columns[name])[train.rows]).all()
+        assert (pixels == np.stack(columns[name])[train.image_index]).all()
 
 
 def test_a_listed_file_is_found_in_another_unicode_form_and_the_line_says_so():

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -39,10 +40,7 @@ def read_text(path: Path, max_bytes: int) -> str:
     with open_regular(path) as file, naming_file(path):
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise UserError(
-            f"{path}: is larger than {max_bytes >> 10} KiB, the limit for such a file",
-            "use a smaller one",
-        )
+        raise UserError(f"{path}: is larger than {max_bytes >> 10} KiB", "use a smaller file")
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -76,25 +74,35 @@ def naming_file(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which becomes `path`, flushed, at the end of the block.
+
+    After an error it is deleted. Several processes may write the same file.
+    """
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        with naming_file(path), partial.open("xb") as file:
+            yield file
+            file.flush()
+            # before the file gets its name, so that a file of this name is whole
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def write_file(path: Path, contents: str | bytes) -> None:
-    """Write a small file, text as UTF-8, completely or not at all.
+    """Write a small file, text as UTF-8, completely or not at all. Follows a link.
 
     Raises OSError if `path` exists and is not a regular file.
     """
+    path = path.resolve() if path.is_symlink() else path
     if path.exists() and not path.is_file():  # replacing /dev/null would break the machine
         raise OSError(errno.EEXIST, "exists and is not a regular file", str(path))
-    partial = path.with_name(f".{path.name}.partial")
-    with naming_file(path), partial.open("wb") as file:
+    with whole_file(path) as file:
         file.write(contents.encode() if isinstance(contents, str) else contents)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
     sync(path.parent)
-
-
-def write_output(path: Path, contents: str | bytes) -> None:
-    """Like `write_file`, but follows a link, for a path given by the user."""
-    write_file(path.resolve() if path.is_symlink() else path, contents)
 
 
 @contextmanager
@@ -102,24 +110,18 @@ def new_folder(path: Path) -> Iterator[Path]:
     """A folder that becomes `path`, with its files flushed, at the end of the block, and is deleted
     after an error.
 
-    A leftover of a killed process is replaced. Raises OSError if `path` exists, and UserError if
-    another process is writing it.
+    Raises OSError if `path` exists.
     """
     path = path.absolute()
-    partial = path.with_name(f".{path.name}.partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    with lock(partial, 0.0, "wait for it, or give another path"):
-        try:
-            for leftover in partial.iterdir():
-                if leftover.name != LOCK:
-                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-            yield partial
-            (partial / LOCK).unlink()
-            if path.exists():  # since the caller checked it
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-            put_in_place(partial, path)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if path.exists():  # since the caller checked it
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        put_in_place(partial, path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def put_in_place(partial: Path, final: Path) -> None:
@@ -161,14 +163,6 @@ def size_of(folder: Path) -> int:
     return total
 
 
-@cache
-def report_once(error: int, what: str) -> None:
-    """Print once that the file system has refused something, as `error` says, without which the run
-    can go on.
-    """
-    print(f"this file system {what} ({os.strerror(error)})")
-
-
 def sync(path: Path) -> None:
     """Flush a file, or the list of names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -178,20 +172,22 @@ def sync(path: Path) -> None:
     except OSError as error:
         if error.errno not in LACKS or not path.is_dir():
             raise
-        report_once(
-            error.errno, "cannot flush folders: if the machine fails, the newest files may be lost"
-        )
+        _warn_about_flushing(error.strerror)
     finally:
         os.close(descriptor)
 
 
-def lock(
-    folder: Path, patience: float, fix: str = "stop it, or choose another --run_name"
-) -> TextIO:
+@cache  # prints once
+def _warn_about_flushing(reason: str) -> None:
+    what = "cannot flush folders: if the machine fails, the newest files may be lost"
+    print(f"this file system {what} ({reason})")
+
+
+def lock(folder: Path, patience: float) -> TextIO:
     """Lock `folder` until the returned file is closed or this process exits, even if it is killed.
 
-    Waits up to `patience` seconds if another process holds it, then raises UserError with its host,
-    process ID and `fix`.
+    Waits up to `patience` seconds if another process holds it, then raises UserError with its host
+    and process ID.
     """
     file = (folder / LOCK).open("a+")
     deadline, printed = time.monotonic() + patience, False
@@ -203,16 +199,15 @@ def lock(
             break
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                print(
-                    f"{folder}: this file system has no locks ({error.strerror}); do not let another run write there"
-                )
+                what = f"this file system has no locks ({error.strerror})"
+                print(f"{folder}: {what}; do not let another run write there")
                 break
         file.seek(0)
-        holder = file.read().strip() or "another process"
+        in_use = f"{folder} is in use by {file.read().strip() or 'another process'}"
         if time.monotonic() > deadline:
-            raise InUse(f"{folder} is in use by {holder}", fix)
-        if patience and not printed:
-            print(f"{folder} is in use by {holder}; waiting up to {patience:.0f} s for it to exit")
+            raise InUse(in_use, "stop it, or choose another --run_name")
+        if not printed:
+            print(f"{in_use}; waiting up to {patience:.0f} s for it to exit")
             printed = True
         time.sleep(0.1)
     with naming_file(folder / LOCK):

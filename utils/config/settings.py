@@ -43,12 +43,10 @@ from utils.config.recipe import (
 )
 from utils.config.yaml_text import dump_yaml
 
-FORMAT = 4
+FORMAT = 5
 """The format of config.yaml and state.json. A new field that files may lack does not change it."""
 
-OTHER_FORMAT = (
-    "use the version that wrote it; commit 65bea51 is the last that reads formats 2 and 3"
-)
+OTHER_FORMAT = "use the version that wrote it"
 
 
 Seconds = Annotated[PositiveFloat, at_most(7 * 24 * 3600)]  # gloo and the store count milliseconds
@@ -92,6 +90,8 @@ class LaunchConfig:
     timeout: Seconds = 600.0
     """Seconds that a rank waits for another before the run fails; a download on the main process
     may take longer."""
+    plugin: str | None = None
+    """Python file of your own to import, which adds models, losses, optimizers and others."""
     traceback: bool = False
     """Print the Python traceback of an error as well."""
 
@@ -146,12 +146,12 @@ class DataSettings:
 
     data_subset: str | None = None
     """Configuration of a Hub data set that has several."""
-    train_split: str | None = None
+    train_split: Fixed[str | None] = None
     """Split to train on (default: train, or the only one)."""
-    eval_split: str | None = None
+    eval_split: Fixed[str | None] = None
     """Split to evaluate on (default: validation, else test, else a hold-out of the training
     split)."""
-    eval_fraction: FractionBelow1 | None = None
+    eval_fraction: Fixed[FractionBelow1 | None] = None
     """Evaluate on a hold-out of this fraction of the training split, stratified by class, instead
     of on a split."""
     image_column: str | None = None
@@ -217,7 +217,7 @@ class CheckpointSettings:
     """Updates between checkpoints (default: one epoch, unless --save_seconds is given); the last
     update and a new best are always saved."""
     save_seconds: PositiveFloat | None = None
-    """Seconds between checkpoints, checked about once a second; with --save_every, whichever is due
+    """Seconds of training between checkpoints, checked about once a second; with --save_every, whichever is due
     first."""
     keep: PositiveInt | Literal["all"] = 2
     """Number of newest checkpoints to keep, besides the best one; all keeps every checkpoint."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from utils.config.bounds import require
+from utils.config.plugin import PLUGIN
 from utils.config.settings import LaunchConfig
 from utils.console import say
 from utils.errors import USER_ERRORS, AgreedError, UserError, as_lost_rank, one_line, split_error
@@ -125,6 +126,7 @@ class Ranks:
             ) from error
         self.store = dist.PrefixStore("lockstep", store)
         self.watch.enter()
+        self.check_same(str(PLUGIN), "another --plugin file")
 
     def _connect(self, store: dist.Store) -> None:
         """Create the groups of all ranks.

@@ -1,9 +1,9 @@
 """Find, save, load and delete the checkpoints of a run. A checkpoint is a folder that is complete
 or does not exist.
 
-RUN/checkpoints/step-00001234/   model.safetensors, optimizer.bin                      (Accelerator.save_state)
-                                 NAME.safetensors of each part                         (loading.py)
-                                 state.json, config.yaml, labels.json, samples.json.gz (metadata.py)
+RUN/checkpoints/step-00001234/   model.safetensors, optimizer.bin, scaler.pt of fp16   (Accelerator.save_state)
+                                 ema.safetensors with --ema_decay                      (loading.py)
+                                 state.json, config.yaml, samples.json.gz               (metadata.py)
                                  manifest.json                                         (size and SHA-256 of each)
 RUN/checkpoints/latest, best     one line each: the name of such a folder
 RUN/resumed_from.txt             the path of a checkpoint of another run that this run started from
@@ -30,22 +30,24 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
+from utils.config.bounds import require
 from utils.config.settings import TrainConfig
 from utils.errors import UserError
 from utils.files import LOCK, check_output_folder, expand, holder_text, lock, read_text, write_file
 from utils.launch.environment import can_be_restarted
 from utils.models.sharded import is_sharded, tied_names
+from utils.models.weight_average import WeightAverage
 from utils.ranks.ranks import Ranks
 from utils.runs.loading import (
-    Part,
     bytes_to_save,
     check_savable,
+    extend_save_state,
+    load_average,
     load_optimizer,
-    load_parts,
-    write_parts,
+    load_scale,
 )
 from utils.runs.manifest import find_checkpoint, newest_good, verify
-from utils.runs.metadata import Begun, SavedRun, check_identity, read_checkpoint, read_settings
+from utils.runs.metadata import Checkpoint, check_identity, read_checkpoint, read_settings
 from utils.runs.state import TrainState
 from utils.runs.writing import (
     clean_up,
@@ -74,16 +76,16 @@ class CheckpointManager:
     def __init__(self, config: TrainConfig, ranks: Ranks):
         self.config, self.ranks = config, ranks
         self.folder: Path | None = None  # of the run
-        # if this folder has settings, but no checkpoint of its own; set by `newest`
-        self.begun: Begun | None = None
+        # its settings, if it has no checkpoint of its own; set by `newest`
+        self.begun: TrainConfig | None = None
         self._locked: TextIO | None = None  # on the main process, so that no other run writes there
         # Python waits for it before it exits, also after an error
         self._thread = ThreadPoolExecutor(1)
         self._saving: Future[None] | None = None  # the last save, on the main process, until `wait`
         # what checkpoints hold, set by `restore`
-        self._tensors: tuple[nn.Module, Optimizer, Mapping[str, Part]]
+        self._tensors: tuple[nn.Module, Optimizer, WeightAverage | None]
 
-    def newest(self) -> SavedRun | None:
+    def newest(self) -> Checkpoint | None:
         """The verified checkpoint that --resume, or a restart by the launcher, starts from; None
         for a new run.
 
@@ -94,7 +96,7 @@ class CheckpointManager:
         with self.ranks.agree():
             if checkpoint is None:
                 return None
-            saved = read_checkpoint(checkpoint)
+            saved = read_checkpoint(checkpoint, self.ranks.is_main)
             if saved.is_in(self.folder):
                 check_identity(saved)
             return saved
@@ -102,50 +104,45 @@ class CheckpointManager:
     def restore(
         self,
         config: TrainConfig,
-        saved: SavedRun | None,
+        saved: Checkpoint | None,
         accelerator: Accelerator,
         model: nn.Module,
         optimizer: Optimizer,
-        parts: Mapping[str, Part],
-    ) -> tuple[Path, list[str]]:
-        """Open the folder of the run, and load the optimizer's state and the parts of `saved`, if
-        it is given.
+        average: WeightAverage | None,
+    ) -> Path:
+        """Open the folder of the run, and load the state of the optimizer, the average of the weights
+        and the loss scale from `saved`, if it is given.
 
         The `model` has its weights already. Deletes later checkpoints. `config` has the resolved
-        settings; the name of a new folder contains the model. Returns the folder, and a line for
-        each part that only the checkpoint or only the run has. Raises ValueError, before any file
-        is changed, if the tensors do not fit.
+        settings; the name of a new folder contains the model. Raises ValueError, before any file is
+        changed, if the tensors do not fit.
         """
-        self.config, self._tensors, lines = config, (model, optimizer, parts), list[str]()
-        write_parts(accelerator, model, optimizer, parts)
+        self.config, self._tensors = config, (model, optimizer, average)
+        extend_save_state(accelerator, model, optimizer, average)
         if saved is not None:
             with self.ranks.agree():
-                lines = load_optimizer(saved.path, optimizer) + load_parts(saved.path, parts)
-        folder = self._open_folder()
-        if saved is not None:
-            with self.ranks.agree():
-                if self.ranks.is_main:
-                    if saved.is_in(folder):
-                        delete_after(
-                            folder / "checkpoints", saved.state.step, saved.state.best_step
-                        )
-                    else:
-                        write_file(folder / _ORIGIN, bytes(saved.path.absolute()))
-        # after a restart, its own checkpoints come before that of --resume
-        self.ranks.store_set("started", "yes")
-        return folder, lines
-
-    def _open_folder(self) -> Path:
-        """The folder of the run, which is created if the run is new; collective."""
+                load_optimizer(saved.path, optimizer)
+                load_average(saved.path, average)
+                load_scale(saved.path, accelerator.scaler)
 
         def create() -> tuple[Path, str]:
-            return self.folder or self._lock(_create_folder(self.config)), holder_text()
+            return self.folder or self._lock(_create_folder(config)), holder_text()
 
         self.folder, holder = self.ranks.from_main(create)
         with self.ranks.agree():
             # closing the file would release the lock that the main process has on it
             if not self.ranks.is_main:
                 _check_shared(self.folder, holder)
+        with self.ranks.agree():
+            if self.ranks.is_main and saved is not None:
+                if saved.is_in(self.folder):
+                    delete_after(
+                        self.folder / "checkpoints", saved.state.step, saved.state.best_step
+                    )
+                else:
+                    write_file(self.folder / _ORIGIN, bytes(saved.path.absolute()))
+        # after a restart, its own checkpoints come before that of --resume
+        self.ranks.store_set("started", "yes")
         return self.folder
 
     @contextmanager
@@ -160,7 +157,7 @@ class CheckpointManager:
         """
         assert self.folder is not None
         folder = self.folder / "checkpoints"
-        model, optimizer, parts = self._tensors
+        model, optimizer, average = self._tensors
         partial, sharded = partial_of(folder, state.step), is_sharded(model)
         error: Exception | None = None
         self.wait()
@@ -169,7 +166,7 @@ class CheckpointManager:
                 assert self._locked is not None
                 _check_own(self.folder, self._locked)
                 check_savable(optimizer)
-                new_partial(folder, state.step, bytes_to_save(model, optimizer, parts))
+                new_partial(folder, state.step, bytes_to_save(model, optimizer, average))
         self.ranks.enter_collective()
         try:
             yield partial if sharded or self.ranks.is_main else None
@@ -222,46 +219,37 @@ class CheckpointManager:
         folder = self.folder / "checkpoints"
         partial = partial_of(folder, step)
         try:
-            complete_files(partial, files, self._tensors[2])
+            complete_files(partial, files)
             publish(folder, step, tied)
         except Exception as error:
             raise delete_failed(partial, error) from error
         update_pointers(folder, step, best_step, self.config.keep)
 
-    def _find(self) -> tuple[Path | None, Path | None, Begun | None]:
-        """The existing folder of the run, and the checkpoint or settings to start from, if any, on
-        the main process.
+    def _find(self) -> tuple[Path | None, Path | None, TrainConfig | None]:
+        """The existing folder of the run, and the checkpoint and the settings to start from, if
+        any, on the main process. The settings are those of a run without checkpoints.
         """
         config, checkpoint, begun = self.config, None, None
         before = self.ranks.store_get("run-folder")
         path = Path(before) if before else None
         if path is None:
             check_run_folder(config, connected=True)
-            if config.run_name and (
-                config.resume == "auto" or (config.resume and _named_folder(config).exists())
-            ):
-                path = _named_folder(config)
+            named = _named_folder(config)
+            if config.run_name and config.resume and (config.resume == "auto" or named.exists()):
+                path = named
         if path is not None:
             if not path.exists():
                 print(f"{path} does not exist; starting a new run")
             self._lock(path)
             if config.resume == "auto" or (before and self.ranks.store_get("started")):
-                checkpoint = _newest_of(path)
-                try:
-                    if checkpoint is None and (path / "config.yaml").exists():
-                        begun = Begun(path, read_settings(path))
-                    if checkpoint is None and (path / _ORIGIN).exists():
-                        verify(checkpoint := Path(read_text(path / _ORIGIN, 8192)))
-                except UserError as error:  # its fix is for another checkpoint or a --config file
-                    raise UserError(
-                        error.problem, "start a new run with another --run_name"
-                    ) from None
+                checkpoint = newest_good(path)
+                if checkpoint is None:
+                    checkpoint, begun = _beginning(path)
         if checkpoint is None and config.resume not in (None, "auto"):
             named = expand(config.resume)
-            checkpoint = _newest_of(named) if (named / "checkpoints").is_dir() else None
+            checkpoint = newest_good(named)
             if checkpoint is None:
-                checkpoint = find_checkpoint(named, prefer=("latest",))
-                verify(checkpoint)
+                verify(checkpoint := find_checkpoint(named))
         if begun:
             start = checkpoint or "the beginning"
             print(
@@ -281,20 +269,18 @@ class CheckpointManager:
         return path
 
 
-def _newest_of(folder: Path) -> Path | None:
-    """The newest good checkpoint of a run; None if the run has not saved any.
-
-    Reports damaged ones.
+def _beginning(folder: Path) -> tuple[Path | None, TrainConfig | None]:
+    """The checkpoint of another run that a run without checkpoints started from, and its settings,
+    as far as it has got.
     """
-    checkpoint, damages = newest_good(folder / "checkpoints")
-    if damages and checkpoint is None:
-        raise UserError(
-            f"{'; '.join(damages)}; all checkpoints are damaged",
-            "start a new run with another --run_name",
-        )
-    for damage in damages:
-        print(f"{damage}; resuming from {checkpoint} instead")
-    return checkpoint
+    origin, settings = folder / _ORIGIN, folder / "config.yaml"
+    try:
+        checkpoint = Path(read_text(origin, 8192)) if origin.exists() else None
+        if checkpoint:
+            verify(checkpoint)
+        return checkpoint, read_settings(folder) if settings.exists() else None
+    except UserError as error:  # its fix is for another checkpoint or a --config file
+        raise UserError(error.problem, "start a new run with another --run_name") from None
 
 
 def _check_own(folder: Path, locked: TextIO) -> None:
@@ -317,24 +303,15 @@ def check_run_folder(config: TrainConfig, connected: bool = False) -> None:
     """
     if can_be_restarted() and not connected:
         return
-    folder, parent = _named_folder(config), expand(config.output_dir)
-    if config.resume not in (None, "auto"):
-        path = expand(config.resume)
-        find_checkpoint(path, prefer=("latest",))
-        if (
-            config.run_name
-            and folder.exists()
-            and folder.resolve() not in (path.resolve(), *path.resolve().parents)
-        ):
-            raise UserError(
-                f"{folder} exists and is not the run of {config.resume}",
-                "choose another --run_name",
-            )
-    if config.run_name and config.resume is None and folder.exists():
-        raise UserError(
-            f"{folder} exists", "continue it with --resume auto, or choose another --run_name"
-        )
-    check_output_folder("--output_dir", parent)
+    folder, resume = _named_folder(config), config.resume
+    path = expand(resume).resolve() if resume not in (None, "auto") else None
+    if path:
+        find_checkpoint(path)
+    if config.run_name and resume != "auto" and folder.exists():
+        is_own = path is not None and folder.resolve() in (path, *path.parents)
+        fix = "continue it with --resume auto, or choose another --run_name"
+        require(is_own, f"{folder} exists", fix)
+    check_output_folder("--output_dir", expand(config.output_dir))
 
 
 def _named_folder(config: TrainConfig) -> Path:
@@ -346,14 +323,12 @@ def _create_folder(config: TrainConfig) -> Path:
     """Create a new folder for the run and return its path."""
     about = re.sub(r"[^\w.]+", "-", f"{Path(config.data).name}-{config.model}").lstrip(".-")
     while True:
-        path = expand(config.output_dir) / (
-            config.run_name or f"{about[:50]}-{time.strftime('%Y%m%d-%H%M%S')}"
-        )
+        name = config.run_name or f"{about[:50]}-{time.strftime('%Y%m%d-%H%M%S')}"
+        path = expand(config.output_dir) / name
         try:
             path.mkdir(parents=True)
             return path
-        # another run started in the same second, or created this name after the check
-        except FileExistsError:
+        except FileExistsError:  # another run started in the same second, or after the check
             if config.run_name or not path.exists():  # a folder above it is a broken link
                 raise
             time.sleep(0.2)

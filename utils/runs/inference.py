@@ -1,70 +1,117 @@
-"""Load a checkpoint for eval.py, predict.py and export.py, the same on all ranks."""
+"""What eval.py, predict.py and export.py compute with: the weights of a checkpoint, a file or a
+library.
+"""
 
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
+from utils.config.bounds import require
 from utils.config.scripts import EvalConfig, PredictConfig
 from utils.config.settings import OF_ONE_START, LaunchConfig, TrainConfig
-from utils.data.spec import InputSpec
+from utils.data.samples import SampleList
+from utils.data.spec import InputSpec, sides
 from utils.files import expand
-from utils.models.layers import Views
-from utils.models.published import load_published
+from utils.models.layers import TestTimeAugmentation
+from utils.models.published import resize_input
+from utils.models.weight_files import read_weights
 from utils.models.zoo import build_model
 from utils.ranks.accelerator import compile_model
 from utils.ranks.ranks import Ranks
-from utils.runs.loading import choose_weights, load_weights
-from utils.runs.manifest import find_checkpoint, verify
-from utils.runs.metadata import SavedRun, read_checkpoint
+from utils.runs.loading import load_weights
+from utils.runs.manifest import AVERAGE, MODEL, files_of, find_checkpoint, verify
+from utils.runs.metadata import read_checkpoint
 from utils.tasks.task import Task
 
 
-def find_saved(ckpt: str, kind: str | None, ranks: Ranks, tries: int = 10) -> SavedRun:
-    """The verified checkpoint of --ckpt, with the weights that --weights `kind` names; collective.
+@dataclass(frozen=True)
+class Inference:
+    """The weights of a model, with the settings that they need.
 
-    Everything is read here. If a training run deletes the checkpoint meanwhile, the search begins
-    anew.
+    Those of a checkpoint are read at once, because a training run may delete it. Those of a library
+    are downloaded when `tensors` is called, after the data was checked.
+    """
+
+    path: Path  # of the checkpoint or file; the name of a published model
+    config: TrainConfig
+    spec: InputSpec
+    # list[str], or a function that takes those of the data and returns those of the outputs
+    class_names: Any
+    tensors: Callable[[], Mapping[str, Tensor]]
+    origin: Mapping[str, Any]  # what a record of an evaluation says about them
+    samples: SampleList | None = None  # the samples of the run
+    evaluations: Sequence[Mapping[str, Any]] = ()  # of these weights, in the run
+
+
+def find_saved(ckpt: str, kind: str | None, ranks: Ranks, tries: int = 10) -> Inference:
+    """The weights of the verified checkpoint of --ckpt that --weights `kind` names; collective.
+
+    If a training run deletes the checkpoint meanwhile, the search begins anew.
     """
     # Only the main process searches: a training run could move `best` between two searches.
     path = ranks.from_main(lambda: find_checkpoint(expand(ckpt)))
     try:
         ranks.from_main(lambda: verify(path), no_timeout=True)
         with ranks.agree():
-            return replace(read_checkpoint(path), weights=choose_weights(path, kind))
+            return _read(path, kind, ranks.is_main)
     except (ValueError, OSError):
         if tries == 1 or not ranks.any_rank(not path.is_dir()):
             raise
     return find_saved(ckpt, kind, ranks, tries - 1)
 
 
-def load_for_inference(saved: SavedRun, config: TrainConfig, task: Task, ranks: Ranks) -> nn.Module:
-    """The model with the chosen or published weights, on the CPU in evaluation mode; collective.
+def _read(path: Path, kind: str | None, is_main: bool) -> Inference:
+    """The weights of a verified checkpoint: by default the average, if it has one."""
+    saved, has_average = read_checkpoint(path, is_main), AVERAGE in files_of(path)
+    fix = "use --weights raw, or train with --ema_decay"
+    require(has_average or kind != "ema", f"{path}: has no average of the weights", fix)
+    kind = kind or ("ema" if has_average else "raw")
+    state = saved.state
+    origin = {"checkpoint": str(path.absolute()), "step": state.step, "epoch": state.epochs_begun}
+    last = [each for each in state.evaluations if each["step"] == state.step]
+    tensors = read_weights(path / (AVERAGE if kind == "ema" else MODEL))
+    return Inference(
+        path,
+        saved.config,
+        saved.spec,
+        saved.class_names,
+        lambda: tensors,
+        origin | ({"weights": kind} if has_average else {}),
+        saved.samples,
+        last if kind == "ema" or not has_average else [],  # with an average, those of the average
+    )
+
+
+def with_settings(found: Inference, config: TrainConfig) -> Inference:
+    """The same weights with these settings, and with the input in evaluation that they ask for."""
+    spec = found.spec.for_evaluation().cropped(config.eval_crop)
+    if config.eval_size not in (None, found.config.eval_size):
+        spec = resize_input(found.spec, config, sides(config.eval_size))
+    return replace(found, config=config, spec=replace(found.spec, evaluation=spec))
+
+
+def load_model(found: Inference, task: Task, ranks: Ranks) -> nn.Module:
+    """The model with these weights, on the CPU in evaluation mode; collective.
 
     Raises ValueError if the weights do not fit.
     """
+    with ranks.local_main_first("reading the weights"):
+        tensors = found.tensors()
     with ranks.agree("building the model"):
-        model = build_model(config, saved.spec, task.outputs, saved.weight_bytes)
-    if saved.weights is None:
-        with ranks.local_main_first("downloading the weights"):
-            load_published(config, model)
-    else:
-        with ranks.agree("loading the weights"):
-            load_weights(saved.weights.checkpoint, saved.weights.tensors, model)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        model = build_model(found.config, found.spec, task.outputs, size)
+        load_weights(found.path, tensors, model)
     return model.eval()
 
 
 def place_model(model: nn.Module, tta: str | None, accelerator: Accelerator) -> nn.Module:
     """The model, or its test-time augmentation `tta`, compiled and on the device; without DDP."""
     compile_model(accelerator, model)
-    return (Views(model, tta) if tta else model).to(accelerator.device).eval()
-
-
-def set_evaluation_input(saved: SavedRun, spec: InputSpec) -> SavedRun:
-    """The same run, with this input in evaluation."""
-    changed = replace(saved.spec, evaluation=None if spec == saved.spec else spec)
-    return replace(saved, values=replace(saved.values, input=changed))
+    return (TestTimeAugmentation(model, tta) if tta else model).to(accelerator.device).eval()
 
 
 def given_settings(flags: LaunchConfig) -> dict[str, Any]:
@@ -75,15 +122,12 @@ def given_settings(flags: LaunchConfig) -> dict[str, Any]:
     return {name: value for name, value in vars(flags).items() if name in own and value is not None}
 
 
-def warn_about_flags(
-    flags: EvalConfig | PredictConfig, config: TrainConfig, spec: InputSpec
-) -> list[str]:
-    """Lines about given settings that have no effect or do not suit the run; `spec` is that of the
-    evaluation.
-    """
-    lines = []
+def warn_about_flags(flags: EvalConfig | PredictConfig, found: Inference) -> list[str]:
+    """Lines about given settings that have no effect."""
+    config, lines = found.config, []
     if flags.threshold is not None and config.task == "classification":
         lines.append("--threshold has no effect: only multilabel and binary use it")
-    if isinstance(flags, EvalConfig) and config.eval_crop is not None and spec.small:
+    small = found.spec.for_evaluation().small
+    if isinstance(flags, EvalConfig) and config.eval_crop is not None and small:
         lines.append("--eval_crop has no effect: small images are evaluated whole")
     return lines

@@ -1,16 +1,12 @@
 """The tensors of checkpoints: what is added to `Accelerator.save_state`, and how all of them are
 read.
-
-A part of a run besides model and optimizer is a safetensors file NAME.safetensors in its
-checkpoints. To add one, add an object with the methods of `Part` to `make_parts`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -25,55 +21,8 @@ from utils.models.checking import bad_tensors
 from utils.models.matching import shape_of
 from utils.models.sharded import copy_into, distinct_state, is_sharded, local, tied_names, whole
 from utils.models.weight_average import WeightAverage
-from utils.models.weight_files import load_pickled, load_safetensors, read_weights
-from utils.runs.manifest import MANIFEST, MODEL, OPTIMIZER, files_of
-
-LOSS_SCALE = "loss_scale"
-EMA = "ema"
-
-
-class Part(Protocol):
-    """What `run.parts` holds. The state is a flat dict, with the same names, shapes and dtypes
-    during the whole run.
-
-    `state_dict` must not communicate, because it may be called on the main process only; its
-    tensors may be sharded. All ranks call `load_state_dict`, with the same state, or `restart`.
-    """
-
-    def state_dict(self) -> dict[str, Tensor]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Tensor]) -> object: ...
-
-    def restart(self) -> str:
-        """Called after the weights are loaded if the checkpoint lacks this part; returns what it
-        does instead.
-        """
-        ...
-
-
-class LossScale:
-    """The loss scale of fp16 as float64 scalars.
-
-    A new one would overflow at first, and updates would be skipped.
-    """
-
-    def __init__(self, scaler: torch.amp.GradScaler):
-        self.scaler = scaler
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {
-            name: torch.tensor(value, dtype=torch.float64)
-            for name, value in self.scaler.state_dict().items()
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        kinds = {name: type(value) for name, value in self.scaler.state_dict().items()}
-        self.scaler.load_state_dict(
-            {name: kind(state_dict[name].item()) for name, kind in kinds.items()}
-        )
-
-    def restart(self) -> str:
-        return "keeps its initial state"
+from utils.models.weight_files import load_pickled, read_weights
+from utils.runs.manifest import AVERAGE, MANIFEST, OPTIMIZER, SCALER, files_of
 
 
 def make_average(module: nn.Module, decay: float | None) -> WeightAverage | None:
@@ -81,24 +30,14 @@ def make_average(module: nn.Module, decay: float | None) -> WeightAverage | None
     return WeightAverage(module, decay) if decay else None
 
 
-def make_parts(
-    accelerator: Accelerator, module: nn.Module, average: WeightAverage | None
-) -> dict[str, Part]:
-    """The parts of a run, by their names. `module` is for parts that you add."""
-    parts: dict[str, Part] = (
-        {LOSS_SCALE: LossScale(accelerator.scaler)} if accelerator.scaler else {}
-    )
-    return parts | ({EMA: average} if average else {})
-
-
-def write_parts(
+def extend_save_state(
     accelerator: Accelerator,
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
-    parts: Mapping[str, Part],
+    average: WeightAverage | None,
 ) -> None:
-    """Let `Accelerator.save_state` write the parts of a run, too, and each tied weight of `module`
-    once.
+    """Let `Accelerator.save_state` write the average of the weights, too, and each tied weight of
+    `module` once.
 
     With FSDP2 all ranks send their rows of each tensor, and the main process writes them.
     """
@@ -110,14 +49,13 @@ def write_parts(
     def before_saving(_models: Any, weights: list[dict[str, Tensor]], folder: str) -> None:
         if weights:  # empty with FSDP2. Accelerate would drop tensors that share memory with others
             weights[:] = [{name: _plain(tensor) for name, tensor in distinct_state(module).items()}]
-        for part, value in parts.items():
-            tensors: dict[str, Tensor] = {}
-            for name, tensor in value.state_dict().items():
-                full = whole(tensor)
-                if accelerator.is_main_process:
-                    tensors[name] = _plain(full)
+        averages: dict[str, Tensor] = {}
+        for name, tensor in (average.state_dict() if average else {}).items():
+            full = whole(tensor)
             if accelerator.is_main_process:
-                save_file(tensors, Path(folder) / f"{part}.safetensors")
+                averages[name] = _plain(full)
+        if averages:
+            save_file(averages, Path(folder) / AVERAGE)
 
     accelerator.register_save_state_pre_hook(before_saving)
 
@@ -129,17 +67,13 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def bytes_to_save(
-    module: nn.Module, optimizer: torch.optim.Optimizer, parts: Mapping[str, Part]
+    module: nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage | None
 ) -> int:
     """The bytes that a save needs on the disk. With FSDP2 this includes the weights twice."""
-    weights = [distinct_state(module)] * (1 + is_sharded(module))
-    states = [
-        *weights,
-        *_unwrapped(optimizer).state.values(),
-        *(part.state_dict() for part in parts.values()),
-    ]
+    weights = [distinct_state(module)] * (1 + is_sharded(module) + (average is not None))
+    states = [*weights, *_unwrapped(optimizer).state.values()]
     tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def check_savable(optimizer: torch.optim.Optimizer) -> None:
@@ -177,59 +111,65 @@ def read_optimizer(checkpoint: Path) -> tuple[list[str], dict[str, dict[str, Any
     }
 
 
-def load_weights(checkpoint: Path, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Copy the weights of a checkpoint into a bare model. Raises ValueError if they do not fit, or
-    are not finite.
+def load_weights(path: Path, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Copy the weights from a checkpoint or file into a bare model. Raises ValueError if they do
+    not fit, or are not finite.
 
     Tied weights have one name in a checkpoint, see `distinct_state`.
     """
     tied = {name: tensors[first] for name, first in tied_names(model).items() if first in tensors}
     complete = tied | {**tensors}
-    if difference := _difference(complete, model.state_dict()):
-        problem = f"{checkpoint}: holds a different model ({difference} in this model)"
-        raise UserError(problem, "use the same --model and --model_args")
-    if bad := bad_tensors(tensors):
-        problem = f"{checkpoint}: weights are NaN or infinite ({join_names(bad, 3)})"
-        raise UserError(problem, "use another checkpoint")
+    _check_weights(path, complete, model.state_dict())
     model.load_state_dict(complete)
 
 
-def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> list[str]:
+def load_average(checkpoint: Path, average: WeightAverage | None) -> None:
+    """Load the average of the weights, if both the checkpoint and the run have one.
+
+    Raises ValueError if it does not fit, or is not finite.
+    """
+    if average is not None and AVERAGE in files_of(checkpoint):
+        tensors = read_weights(checkpoint / AVERAGE)
+        _check_weights(checkpoint / AVERAGE, tensors, average.state_dict())
+        average.load_state_dict(tensors)
+
+
+def _check_weights(path: Path, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    if difference := _difference(tensors, own):
+        problem = f"{path}: holds a different model ({difference} in this model)"
+        raise UserError(problem, "use the same --model and --model_args")
+    bad = join_names(bad_tensors(tensors), 3)
+    require(not bad, f"{path}: weights are NaN or infinite ({bad})", "use another checkpoint")
+
+
+def load_scale(checkpoint: Path, scaler: torch.amp.GradScaler | None) -> None:
+    """Load the loss scale of fp16, if both the checkpoint and the run have one.
+
+    A new one would overflow at first, and updates would be skipped.
+    """
+    path = checkpoint / SCALER
+    if scaler is not None and SCALER in files_of(checkpoint):
+        try:
+            scaler.load_state_dict(load_pickled(path))
+        except Exception as error:  # of any class
+            problem = f"{path}: is not a loss scale ({one_line(error)[:160]})"
+            raise UserError(problem, "use another checkpoint") from error
+
+
+def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
     """Load the checkpoint's optimizer state into `optimizer`. Nothing in the file is executed.
 
-    Takes one step with zero gradients, which creates the state, restores the weights, and copies
-    the saved state. Parameters are matched by name, so their groups may differ. Settings such as
-    the weight decay stay as in this run. Returns a line about parameters without a state. Raises
-    ValueError if the state does not fit, or if it lacks a parameter whose state this optimizer
-    creates before the first gradient.
+    Parameters are matched by name, so their groups may differ. Settings such as the weight decay
+    stay as in this run. Raises ValueError if the state does not fit, or if it lacks a parameter
+    whose state this optimizer creates before the first gradient.
     """
     # Not `Accelerator.load_state`: it unpickles random states, matches the state by position, and
     # replaces the settings of the groups. With FSDP2 it also needs a state for each parameter.
-    path, optimizer = checkpoint / OPTIMIZER, _unwrapped(optimizer)
+    path = checkpoint / OPTIMIZER
     problem = f"{checkpoint / MANIFEST}: does not name {OPTIMIZER}"
     require(OPTIMIZER in files_of(checkpoint), problem, "use another checkpoint")
     try:
-        names, states = read_optimizer(checkpoint)
-        here = _by_name(optimizer.param_groups)
-        if unknown := sorted((here.keys() ^ names) | (states.keys() - here.keys())):
-            raise ValueError(f"only one of both has {unknown[0]}")
-        early, missing = {*optimizer.state}, list[str]()
-        _step_with_zeros(optimizer, list(here.values()))
-        for name, parameter in here.items():
-            values, own = states.get(name), optimizer.state.pop(parameter, {})
-            if values is None and not (states and parameter in early):
-                missing += [name] * bool(own)
-                continue
-            values = values or {}
-            if difference := _difference(values, own):
-                raise ValueError(f"{difference} in this optimizer")
-            for key, value in values.items():
-                if isinstance(value, Tensor):
-                    copy_into(own[key], value)
-                    values[key] = own[key]
-                elif not _is_plain(value):
-                    raise ValueError(f"{key} is a {type(value).__name__}")
-            optimizer.state[parameter] = values
+        _copy_state(*read_optimizer(checkpoint), _unwrapped(optimizer))
     except UnpicklingError as error:
         problem = (
             f"{path}: is refused, because it contains objects whose loading would execute code"
@@ -241,8 +181,27 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> list[s
         raise UserError(
             problem, "use the same --optimizer, with the same arguments, and the same --model"
         ) from error
-    text = f"without a state of the optimizer in the checkpoint, as before the first gradient: {join_names(missing)}"
-    return [text] * bool(missing)
+
+
+def _copy_state(
+    names: list[str], states: dict[str, dict[str, Any]], optimizer: torch.optim.Optimizer
+) -> None:
+    """Copy the saved `states` of these parameters. A step with zero gradients creates their places."""
+    here, early = _by_name(optimizer.param_groups), {*optimizer.state}
+    if unknown := sorted((here.keys() ^ names) | (states.keys() - here.keys())):
+        raise ValueError(f"only one of both has {unknown[0]}")
+    _step_with_zeros(optimizer, list(here.values()))
+    for name, parameter in here.items():
+        own, values = optimizer.state.pop(parameter, {}), states.get(name, {})
+        if name not in states and not (states and parameter in early):
+            continue  # it has had no gradient
+        if difference := _difference(values, own):
+            raise ValueError(f"{difference} in this optimizer")
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                copy_into(own[key], value)
+                values[key] = own[key]
+        optimizer.state[parameter] = values
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -274,68 +233,6 @@ def _step_with_zeros(optimizer: torch.optim.Optimizer, parameters: list[nn.Param
     for parameter, values in zip(parameters, before, strict=True):
         local(parameter).copy_(values)
         parameter.grad = None
-
-
-def load_parts(checkpoint: Path, parts: Mapping[str, Part]) -> list[str]:
-    """Load the checkpoint's parts. Returns lines to print about parts that only the checkpoint or
-    only the run has.
-
-    Raises ValueError if the tensors of a part do not fit.
-    """
-    saved = {Path(name).stem for name in files_of(checkpoint) if name.endswith(".safetensors")}
-    saved.remove(Path(MODEL).stem)
-    unknown = sorted(saved - parts.keys())
-    lines = (
-        [f"parts of the checkpoint that this run does not have: {join_names(unknown)}"]
-        if unknown
-        else []
-    )
-    for name, part in parts.items():
-        path = checkpoint / f"{name}.safetensors"
-        if name not in saved:
-            lines.append(f"{path.name} is not in the checkpoint: {name} {part.restart()}")
-            continue
-        try:
-            tensors = load_safetensors(path)
-            if difference := _difference(tensors, part.state_dict()):
-                raise ValueError(f"{difference} in this run")
-            if name == EMA and (bad := bad_tensors(tensors)):
-                raise ValueError(f"NaN or infinite: {join_names(bad, 3)}")
-            part.load_state_dict(tensors)
-        except Exception as error:  # of any class, if a value is malformed
-            problem = f"{path}: does not fit this run's {name} ({one_line(error)[:160]})"
-            raise UserError(problem, "use the same settings, or another checkpoint") from error
-    return lines
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The weights of an evaluation, from a verified checkpoint.
-
-    They are read at once, because a training run may delete the checkpoint. `part` is "model" or
-    "ema". If `is_choice`, the checkpoint has both.
-    """
-
-    checkpoint: Path
-    part: str
-    is_choice: bool
-    tensors: Mapping[str, Tensor]
-
-    def describe(self) -> dict[str, str]:
-        """What the record of the evaluation says about them."""
-        return {"weights": "ema" if self.part == EMA else "raw"} if self.is_choice else {}
-
-
-def choose_weights(checkpoint: Path, kind: str | None) -> Weights:
-    """Read the weights that --weights names, by default the average if the checkpoint has one."""
-    has_average = f"{EMA}.safetensors" in files_of(checkpoint)
-    if kind == "ema" and not has_average:
-        raise UserError(
-            f"{checkpoint}: has no average of the weights",
-            "use --weights raw, or train with --ema_decay",
-        )
-    part = EMA if has_average and kind != "raw" else "model"
-    return Weights(checkpoint, part, has_average, read_weights(checkpoint / f"{part}.safetensors"))
 
 
 def _shapes(values: Mapping[str, Any]) -> dict[str, str]:

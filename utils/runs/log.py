@@ -1,60 +1,40 @@
-"""Write the records of a run to log.jsonl, and pass them to sinks, such as the terminal.
-
-To add a sink, write a class with the methods of `Sink` and add it, or a function that creates it,
-to `SINKS`. All entries are used. Only the main process has sinks.
-"""
+"""Write the records of a run to log.jsonl, then show them on the terminal."""
 
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm import tqdm
 
 from utils.config.bounds import require
-from utils.console import say
-from utils.errors import one_line
 from utils.files import naming_file, write_file
 from utils.runs.state import TrainState
 from utils.tasks.task import Task
 
 
-class Sink(Protocol):
-    """Receives each record after it is written to log.jsonl.
-
-    After an error the sink is closed and the run continues without it.
-    """
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Take one record. Store it at once, because a killed run does not call `close`."""
-
-    def close(self) -> None:
-        """Called at the end of a run that is complete or was asked to stop."""
-
-
 class RunLog:
-    """log.jsonl and the sinks of the main process. On other ranks, its methods do nothing."""
+    """log.jsonl and the terminal of the main process. On other ranks, its methods do nothing."""
 
     def __init__(self, folder: Path, is_main: bool, state: TrainState, updates: int, task: Task):
         self.path, self.is_main = folder / "log.jsonl", is_main
         self.error: OSError | None = None
         if is_main:
             self.file = _reopen(self.path, state)
-            given = folder, state, updates, task
-            self.sinks = {name: create(*given) for name, create in SINKS.items()}
-            self.terminal: Any = self.sinks["terminal"]
+            self.bar = ProgressBar(state, updates, task)
 
     def advance(self) -> None:
         """Advance the bar by one update."""
         if self.is_main:
-            self.terminal.advance()
+            with suppress(OSError):  # a closed terminal must not end the run
+                self.bar.update()
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append a record to log.jsonl, then pass it to the sinks. `check` raises its error."""
+        """Append a record to log.jsonl, then show it. `check` raises its error."""
         if not self.is_main or self.error is not None:
             return
         line = json.dumps({"kind": kind, **finite(values)}, allow_nan=False).encode() + b"\n"
@@ -64,9 +44,8 @@ class RunLog:
                     line = line[os.write(self.file, line) :]
         except OSError as error:
             self.error = error
-            return
-        for name, sink in list(self.sinks.items()):
-            self._use(name, sink.write, {"kind": kind, **values})
+        else:
+            self.bar.show({"kind": kind, **values})
 
     def sync(self) -> None:
         """Flush the records to the disk; called before a checkpoint is saved."""
@@ -80,22 +59,15 @@ class RunLog:
         if self.error is not None:
             raise self.error
 
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        if self.is_main:
+            self.bar.say(text)
+
     def close(self) -> None:
         if self.is_main:
-            # The first is the terminal, which shows the errors of others.
-            for name in reversed(list(self.sinks)):
-                self._use(name, self.sinks.pop(name).close)
+            self.bar.close()
             os.close(self.file)
-
-    def _use(self, name: str, method: Callable[..., None], *given: Any) -> None:
-        """Call a method of a sink. After an error the run continues without the sink."""
-        try:
-            method(*given)
-        except Exception as error:  # of any class, as sinks can be other people's code
-            say(f"sink {name}: {one_line(error)}; the run continues without it")
-            if name in self.sinks:
-                with suppress(Exception):
-                    self.sinks.pop(name).close()
 
 
 def finite(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,45 +95,35 @@ def _reopen(path: Path, state: TrainState) -> int:
     if path.exists():
         lines = []
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError):  # a crash cut the line short
+            with suppress(ValueError, TypeError, KeyError):  # a crash cut the line short
                 lines += [line + "\n"] * is_kept(json.loads(line), state)
         write_file(path, "".join(lines))
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
 
-def is_kept(record: Any, state: TrainState) -> bool:
+def is_kept(record: Mapping[str, Any], state: TrainState) -> bool:
     """Whether a run resumed from this state keeps the record.
 
     The run repeats later updates, a due evaluation, and the end.
     """
-    try:
-        is_last = record["kind"] == "eval" and record["step"] == state.step
-        return (
-            record["step"] <= state.step
-            and record["kind"] != "end"
-            and not (is_last and state.owes_evaluation)
-        )
-    except (KeyError, TypeError):
-        return False
+    kind, step = record["kind"], record["step"]
+    repeated = kind == "eval" and step == state.step and state.owes_evaluation
+    return step <= state.step and kind != "end" and not repeated
 
 
-# tqdm's own estimate of the time left does not know of --max_seconds.
 _BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]"
 
 
-class ProgressBar:
+class ProgressBar(tqdm):
     """A progress bar and lines; without a terminal, lines only. The bar is removed at the end."""
 
-    max_seconds = math.inf
-
-    def __init__(self, _folder: Path, state: TrainState, updates: int, task: Task):
-        self.updates = updates
+    def __init__(self, state: TrainState, updates: int, task: Task):
         self.training = list(task.summary(dict.fromkeys(task.training, 1.0), 1.0))
         self.evaluation = {**task.shown, task.metric: task.shown.get(task.metric, task.metric)}
         # The bar is on stderr. If stdout is not the terminal, as with `| tee`, lines on stdout
         # would break it.
         shown = sys.stderr.isatty() and sys.stdout.isatty()
-        self.bar = tqdm(
+        super().__init__(
             total=updates,
             initial=state.step,
             unit=" update",
@@ -170,37 +132,34 @@ class ProgressBar:
             bar_format=_BAR,
         )
 
-    def write(self, record: dict[str, Any]) -> None:
-        if record["kind"] == "start":
-            self.max_seconds = record.get("max_seconds", math.inf)
-        elif record["kind"] == "train":
+    def show(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "train":
             self._show_training(record)
         elif record["kind"] == "eval":
             self._show_evaluation(record)
 
-    def advance(self) -> None:
-        """Advance the bar by one update."""
-        with suppress(OSError):  # a closed terminal must not end the run
-            self.bar.update()
-
-    def close(self) -> None:
-        self.bar.close()
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        # Only a notebook's stream raises these; utils/output.py guards all others.
+        with suppress(OSError, ValueError):
+            self.write(text, file=sys.stdout)
+            sys.stdout.flush()
 
     def _show_training(self, record: dict[str, Any]) -> None:
-        numbers = {name: f"{record[name]:.4f}" for name in self.training if name in record}
-        by_updates = (self.updates - record["step"]) * record["seconds"] / max(1, record["step"])
-        left = max(0.0, min(by_updates, self.max_seconds - record["seconds"]))
+        names = [*self.training, "grad_norm"]
+        numbers = {name: f"{record[name]:.4f}" for name in names if name in record}
+        left = (self.total - record["step"]) * record["seconds"] / max(1, record["step"])
         numbers |= {
             "lr": f"{record['lr']:.2e}",
             "images/s": f"{record['images_per_second']:.0f}",
             "data": f"{record['data_wait']:.0%}",
             "eta": tqdm.format_interval(left),
         }
-        if self.bar.disable:  # no terminal: plain lines instead of a bar
+        if self.disable:  # no terminal: plain lines instead of a bar
             shown = "  ".join(f"{name} {number}" for name, number in numbers.items())
-            say(f"update {record['step']}/{self.updates}  epoch {record['epoch']}  {shown}")
+            self.say(f"update {record['step']}/{self.total}  epoch {record['epoch']}  {shown}")
         else:
-            self.bar.set_postfix(numbers, refresh=False)
+            self.set_postfix(numbers, refresh=False)
 
     def _show_evaluation(self, record: dict[str, Any]) -> None:
         name = "hold-out" if record["split"].startswith("hold-out") else record["split"]
@@ -208,12 +167,4 @@ class ProgressBar:
         known = {key: word for key, word in self.evaluation.items() if key in record}
         shown = "  ".join(f"{word} {record[key]:.4f}" for key, word in known.items())
         took = f"({record['count']} samples, {record['seconds']:.1f} s)"
-        say(f"update {record['step']}  eval ({name})  {shown}  {took}")
-
-
-# Each is called with the run folder, the state that the run starts from, the number of updates of
-# the whole run and its task. A sink with records of an earlier start must drop those that are not
-# kept (`is_kept`), as log.jsonl does.
-SINKS: dict[str, Callable[[Path, TrainState, int, Task], Sink]] = {
-    "terminal": ProgressBar,
-}
+        self.say(f"update {record['step']}  eval ({name})  {shown}  {took}")

@@ -3,17 +3,19 @@
 import hashlib
 import json
 import re
-from contextlib import suppress
 from pathlib import Path
 
-from utils.data.record import FILE as SAMPLES
+from utils.config.bounds import require
+from utils.data.samples import FILE as SAMPLES
 from utils.errors import UserError, split_error
 from utils.files import read_json, read_text, write_file
 
 MANIFEST = "manifest.json"
-MODEL, OPTIMIZER = "model.safetensors", "optimizer.bin"  # as Accelerate's `save_state` names them
+# as Accelerate's `save_state` names them
+MODEL, OPTIMIZER, SCALER = "model.safetensors", "optimizer.bin", "scaler.pt"
+AVERAGE = "ema.safetensors"  # of the weights, with --ema_decay
 # a resume also needs OPTIMIZER
-NEEDED = (MODEL, "state.json", "config.yaml", "labels.json", SAMPLES)
+NEEDED = (MODEL, "state.json", "config.yaml", SAMPLES)
 
 
 def checkpoint_of(folder: Path, step: int | None) -> Path:
@@ -22,46 +24,50 @@ def checkpoint_of(folder: Path, step: int | None) -> Path:
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, including damaged ones, oldest first.
+    """The checkpoints in `folder`, including damaged ones, oldest first; none if it is missing.
 
     Raises OSError if it cannot be listed.
     """
-    return sorted((path for path in folder.iterdir() if is_checkpoint_name(path.name)), key=step_of)
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in paths if is_checkpoint_name(path.name)), key=step_of)
 
 
-def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest undamaged checkpoint in `folder`, and what is wrong with each newer one."""
+def newest_good(run: Path) -> Path | None:
+    """The newest undamaged checkpoint of a run, or None if it has none; prints what is wrong with
+    newer ones.
+
+    Raises UserError if all are damaged.
+    """
     damages: list[str] = []
-    for checkpoint in reversed(checkpoints_of(folder)):
+    for checkpoint in reversed(checkpoints_of(run / "checkpoints")):
         damage = damage_of(checkpoint)
         if damage is None:
-            return checkpoint, damages
+            for damage in damages:
+                print(f"{damage}; resuming from {checkpoint} instead")
+            return checkpoint
         damages.append(damage)
-    return None, damages
+    problem = f"{'; '.join(damages)}; all checkpoints are damaged"
+    require(not damages, problem, "start a new run with another --run_name")
+    return None
 
 
-def find_checkpoint(path: Path, prefer: tuple[str, ...] = ("best", "latest")) -> Path:
-    """The checkpoint at `path`, or in the run folder at `path`. Raises ValueError if there is none.
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint at `path`, or in the run folder at `path`: its best one, else the newest.
 
-    In a run folder it is the checkpoint of the first `prefer` pointer that exists, or else the
-    newest one.
+    Raises ValueError if there is none.
     """
-    if not path.exists():
-        raise UserError(f"{path}: no such checkpoint or run folder", "correct the path")
+    require(path.exists(), f"{path}: no such checkpoint or run folder", "correct the path")
     if (path / MANIFEST).is_file() or is_checkpoint_name(path.name):
         return path
-    for folder in (path / "checkpoints", path):
-        if not folder.is_dir():
-            continue
-        # a training run may move it and delete its checkpoint
-        for name in [name for name in prefer for _ in range(2)]:
-            found = read_pointer(folder, name)
-            if found is not None and found.is_dir():
-                return found
-        if checkpoints_of(folder):
-            return checkpoints_of(folder)[-1]
+    folder = path / "checkpoints"
+    # a training run may move it and delete its checkpoint
+    for name in ("best", "best", "latest", "latest"):
+        found = read_pointer(folder, name)
+        if found is not None and found.is_dir():
+            return found
     fix = "use a run folder that has one, or for a file of weights eval.py --model NAME --weights FILE"
-    raise UserError(f"{path}: holds no checkpoint", fix)
+    require(bool(checkpoints_of(folder)), f"{path}: holds no checkpoint", fix)
+    return checkpoints_of(folder)[-1]
 
 
 def verify(checkpoint: Path) -> None:
@@ -70,12 +76,7 @@ def verify(checkpoint: Path) -> None:
     The manifest must name all NEEDED files, because it protects only the files that it names.
     """
     damage = damage_of(checkpoint)
-    if damage is None:
-        return
-    good = None
-    with suppress(OSError):
-        good, _ = newest_good(checkpoint.parent)
-    raise UserError(damage, f"{good or 'no other checkpoint there'} is good")
+    require(damage is None, f"{damage}", "use another checkpoint")
 
 
 def files_of(checkpoint: Path) -> dict[str, dict]:
@@ -86,11 +87,7 @@ def files_of(checkpoint: Path) -> dict[str, dict]:
     path = checkpoint / MANIFEST
     manifest = read_json(path)
     files = manifest.get("files") if isinstance(manifest, dict) else None
-    if (
-        not isinstance(files, dict)
-        or not files
-        or path.read_bytes() != manifest_text(files).encode()
-    ):
+    if not isinstance(files, dict) or path.read_bytes() != manifest_text(files).encode():
         raise UserError(f"{path}: damaged", "use another checkpoint")
     return files
 

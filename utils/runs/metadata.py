@@ -3,7 +3,6 @@ versions.
 """
 
 import json
-import math
 import platform
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
@@ -16,11 +15,10 @@ import numpy as np
 import torch
 import torchvision
 
-from utils.config.bounds import PositiveInt, at_least, at_most, read_fields, require
+from utils.config.bounds import Bound, read_fields, require
 from utils.config.cli import read_config
-from utils.config.recipe import BatchSize
+from utils.config.plugin import PLUGIN, check_plugin
 from utils.config.settings import (
-    CHOSEN,
     FORMAT,
     OF_ONE_START,
     OF_THIS_MACHINE,
@@ -29,13 +27,12 @@ from utils.config.settings import (
     to_yaml,
 )
 from utils.data.order import Plan
-from utils.data.record import FILE, Record, read_record
+from utils.data.samples import FILE, SampleList, read_samples
 from utils.data.spec import InputSpec
 from utils.data.splits import Data
 from utils.errors import UserError
 from utils.files import read_json
 from utils.ranks.ranks import Ranks
-from utils.runs.loading import Weights
 from utils.runs.manifest import MODEL, checkpoint_of, checkpoints_of, damage_of
 from utils.runs.state import TrainState
 from utils.version import VERSION, code_commit
@@ -44,93 +41,69 @@ _OTHER = "use another checkpoint"
 
 
 @dataclass(kw_only=True)
-class SavedState:
-    """The contents of state.json: the training state, and the samples and processes that it belongs
-    to.
+class StateFile:
+    """The contents of state.json: the training state, the classes, and the samples and processes
+    that it belongs to.
     """
 
-    format: Annotated[PositiveInt, at_least(FORMAT), at_most(FORMAT)] = FORMAT
+    format: int = FORMAT
     state: TrainState
+    class_names: Annotated[list[str], Bound("class names", bool)]
     samples: int = 0
     labels: str = ""  # fingerprint
-    global_batch_size: BatchSize = 1
-    seed: int = 0
     processes: int = 1
     threads: int = 1
     device: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     input: InputSpec
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, allow_nan=False)
-
     @classmethod
-    def from_json(cls, path: Path) -> "SavedState":
+    def read(cls, path: Path) -> "StateFile":
         """Read the file of a verified checkpoint.
 
         Raises ValueError, which names it, if a value is malformed.
         """
         values = read_json(path)
+        found = values.get("format") if isinstance(values, dict) else None
+        problem = f"{path}: has format {found}, and this version reads format {FORMAT}"
+        require(found == FORMAT, problem, OTHER_FORMAT)
         try:
             return read_fields(cls, values)
         except ValueError as error:
-            found, wrote = (
-                values.get(name) if isinstance(values, dict) else None
-                for name in ("format", "versions")
-            )
-            if type(found) is not int or found == FORMAT:
-                raise UserError(f"{path}: {error}", _OTHER) from None
-            version = str(wrote.get("lockstep"))[:40] if isinstance(wrote, dict) else "?"
-            problem = f"{path}: has format {found}, of Lockstep {version}; this version reads format {FORMAT}"
-            raise UserError(problem, OTHER_FORMAT) from None
+            raise UserError(f"{path}: {error}", _OTHER) from None
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A run folder, or a checkpoint, and the settings in it."""
+class Checkpoint:
+    """A verified checkpoint and its contents besides its tensors."""
 
     path: Path
-    settings: TrainConfig
+    config: TrainConfig
+    state_file: StateFile
+    samples: SampleList
 
-
-@dataclass(frozen=True)
-class SavedRun(Begun):
-    """A verified checkpoint and its contents besides its tensors; `record` is None for published
-    weights.
-
-    `weights` are those to evaluate, which eval.py chooses.
-    """
-
-    values: SavedState
-    class_names: list[str]
-    record: Record | None
-    weights: Weights | None = None
-    weight_bytes: float = math.inf
+    state = property(lambda self: self.state_file.state)
+    spec = property(lambda self: self.state_file.input)
+    class_names = property(lambda self: self.state_file.class_names)
+    weight_bytes = property(lambda self: (self.path / MODEL).stat().st_size)
 
     def is_in(self, run: Path | None) -> bool:
         """Whether this is a checkpoint of the folder of a run."""
         return run is not None and self.path.parent.parent.resolve() == run.resolve()
 
-    @property
-    def state(self) -> TrainState:
-        return self.values.state
 
-    @property
-    def spec(self) -> InputSpec:
-        return self.values.input
-
-
-def read_checkpoint(path: Path) -> SavedRun:
+def read_checkpoint(path: Path, is_main: bool = True) -> Checkpoint:
     """Read the small files of a verified checkpoint.
 
-    Raises ValueError if one of them is malformed.
+    Raises ValueError if one of them is malformed, or if the run had a plug-in that is not loaded.
+    The main process prints a line if the plug-in has changed.
     """
-    values = SavedState.from_json(path / "state.json")
-    run = SavedRun(path, read_settings(path), values, read_classes(path), read_record(path / FILE))
-    return replace(run, weight_bytes=(path / MODEL).stat().st_size)
+    state_file = StateFile.read(path / "state.json")
+    check_plugin(path, state_file.versions, is_main)
+    return Checkpoint(path, read_settings(path), state_file, read_samples(path / FILE))
 
 
-def check_identity(saved: SavedRun) -> None:
+def check_identity(saved: Checkpoint) -> None:
     """Raise UserError if a good checkpoint in the folder of this one was renamed, or is of another
     run.
 
@@ -138,69 +111,50 @@ def check_identity(saved: SavedRun) -> None:
     """
     for path in checkpoints_of(saved.path.parent):
         try:
-            state = SavedState.from_json(path / "state.json").state
+            state = StateFile.read(path / "state.json").state
         except (OSError, ValueError):  # it is damaged
             continue
-        name = checkpoint_of(path, state.step).name
-        if (name, state.run_id) != (path.name, saved.state.run_id) and not damage_of(path):
-            require(name == path.name, f"{path}: holds {name}", f"rename it to {name}")
-            raise UserError(
-                f"{path}: belongs to another run than {saved.path.name}",
-                "move one of them to another folder",
-            )
+        own = path == checkpoint_of(path.parent, state.step) and state.run_id == saved.state.run_id
+        problem = f"{path}: is not update {state.step} of this run"
+        require(own or damage_of(path) is not None, problem, "move it to another folder")
 
 
 def make_files(
     config: TrainConfig, state: TrainState, plan: Plan, data: Data, spec: InputSpec, ranks: Ranks
 ) -> dict[str, bytes]:
     """The small files of a checkpoint, which `read_checkpoint` reads, as {file name: contents}."""
-    values = SavedState(
+    state_file = StateFile(
         state=state,
         samples=plan.samples,
         labels=data.train.label_fingerprint,
-        global_batch_size=plan.global_batch_size,
-        seed=plan.seed,
         processes=ranks.topology.world_size,
         threads=ranks.threads,
         device=ranks.device.type,
         versions=versions(),
         input=spec,
+        class_names=data.class_names,
     )
-    texts = {
-        "state.json": values.to_json(),
-        "labels.json": json.dumps(data.class_names),
-        "config.yaml": config_to_save(config),
+    return {
+        "state.json": json.dumps(asdict(state_file), indent=1, allow_nan=False).encode(),
+        "config.yaml": config_to_save(config).encode(),
+        FILE: data.samples.data,
     }
-    return {name: text.encode() for name, text in texts.items()} | {FILE: data.record.data}
 
 
 def read_settings(checkpoint: Path) -> TrainConfig:
     """The settings of the run that wrote a checkpoint; settings that affect this machine have their
     defaults.
     """
-    settings = read_config(checkpoint / "config.yaml")
-    for name in CHOSEN:
-        if getattr(settings, name) is None:
-            raise UserError(f"{checkpoint / 'config.yaml'}: {name!r} is missing", _OTHER)
-    return replace(settings, **_defaults(OF_THIS_MACHINE))
+    return replace(read_config(checkpoint / "config.yaml"), **_defaults(OF_THIS_MACHINE))
 
 
 def _defaults(names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(TrainConfig, name) for name in names}
 
 
-def read_classes(checkpoint: Path) -> list[str]:
-    """The class names of a checkpoint."""
-    path = checkpoint / "labels.json"
-    names = read_json(path)
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise UserError(f"{path}: not a list of class names", _OTHER)
-    return names
-
-
 @cache
 def versions() -> dict[str, str]:
-    """The versions of Lockstep, its commit, Python and the main packages."""
+    """The versions of Lockstep, its commit, Python, the main packages and the plug-in."""
     packages = {
         module.__name__: module.__version__ for module in (torch, torchvision, accelerate, np)
     }
@@ -209,6 +163,7 @@ def versions() -> dict[str, str]:
         "commit": code_commit(),
         **packages,
         "python": platform.python_version(),
+        **PLUGIN,
     }
 
 

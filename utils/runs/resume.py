@@ -17,12 +17,12 @@ from utils.data.order import Plan
 from utils.data.splits import Data
 from utils.errors import UserError, shorten
 from utils.launch.command import precision_is_chosen
-from utils.runs.metadata import Begun, SavedRun
+from utils.runs.metadata import Checkpoint
 from utils.runs.state import TrainState
 
 
 def choose_batch(
-    config: TrainConfig, saved: SavedRun | None, processes: int
+    config: TrainConfig, saved: Checkpoint | None, processes: int
 ) -> tuple[int, int, int]:
     """(batch_size, grad_accum, global_batch_size) of this start; a resumed run keeps its global
     batch size.
@@ -30,32 +30,29 @@ def choose_batch(
     The batch size per process does not exceed --batch_size or, if it is not set, the largest one so
     far. Raises ValueError, which lists the numbers of processes that work.
     """
-    if saved is None:
-        return resolve_batch(config, processes)
-    total = saved.values.global_batch_size
-    problem = f"{saved.path}: was trained with a global batch size of {total}, not {config.global_batch_size}"
-    require(config.global_batch_size == total, problem, "use the same settings")
-    if config.microbatches:
+    if saved is None or config.microbatches:
         return resolve_batch(config, processes)
     with suppress(ValueError):  # these sizes do not fit
         if config.batch_size or config.grad_accum:
             return resolve_batch(config, processes)
-    if total % processes:
-        *works, most = [str(number) for number in range(1, 2 * processes) if total % number == 0]
-        problem = (
-            f"{saved.path}: the global batch of {total} is not divisible by {processes} processes"
-        )
-        raise UserError(problem, f"resume with {', '.join(works)} or {most} processes")
+    total = saved.config.global_batch_size
+    *works, most = [f"{number}" for number in range(1, 2 * processes) if total % number == 0]
+    problem = f"{saved.path}: its global batch of {total} is not divisible by {processes} processes"
+    fix = f"resume with {', '.join(works)} or {most} processes"
+    require(total % processes == 0, problem, fix)
     share, largest = total // processes, config.batch_size or saved.state.batch_size
     batch_size = next(size for size in range(min(largest, share), 0, -1) if share % size == 0)
     return batch_size, share // batch_size, total
 
 
-def keep_settings(config: TrainConfig, given: Set[str], saved: Begun) -> TrainConfig:
-    """The settings: those that are `given` or belong to this machine, else those of the checkpoint
-    or the run.
+def keep_settings(
+    config: TrainConfig, given: Set[str], before: TrainConfig, begun: bool
+) -> TrainConfig:
+    """The settings: those that are `given` or belong to this machine, else those of the run
+    `before`.
 
-    Raises UserError if they contradict each other.
+    A run that has only `begun` keeps its batch sizes too; with a checkpoint, they follow from the
+    global batch. Raises UserError if the settings contradict each other.
     """
     own = {
         name
@@ -63,23 +60,23 @@ def keep_settings(config: TrainConfig, given: Set[str], saved: Begun) -> TrainCo
         if name not in CHOSEN or getattr(config, name) != getattr(TrainConfig, name)
     }
     own |= {*OF_THIS_MACHINE}
-    batch = {"batch_size", "grad_accum"}  # they follow from the global batch
-    if isinstance(saved, SavedRun) or given & batch:
+    batch = {"batch_size", "grad_accum"}
+    if not begun or given & batch:
         own |= batch
     own |= {"max_steps"} if "epochs" in given else set()
     own |= {"mixed_precision"} if precision_is_chosen() else set()
-    there = vars(saved.settings)
+    there = vars(before)
     # Arguments belong to the function that has them.
     own |= {f"{name}_args" for name in own if getattr(config, name) != there[name]}
     try:
         return replace(config, **{name: value for name, value in there.items() if name not in own})
     except UserError as error:
         fix = "settings that are not given come from the run; leave out flags that contradict them"
-        raise UserError(f"{saved.path}: {error.problem}", fix) from None
+        raise UserError(error.problem, fix) from None
 
 
 def restore_state(
-    saved: SavedRun | None, folder: Path | None, config: TrainConfig, plan: Plan, data: Data
+    saved: Checkpoint | None, folder: Path | None, config: TrainConfig, plan: Plan, data: Data
 ) -> TrainState:
     """The state to start from: the checkpoint's, or a new one. Raises ValueError if the checkpoint
     does not fit.
@@ -91,10 +88,9 @@ def restore_state(
         return TrainState(batch_size=batch_size, run_id=uuid.uuid4().hex)
     check_same_run(saved, config, plan, data)
     state = replace(saved.state)
-    problem = f"{saved.path / 'state.json'}: step {state.step} and the position in the data contradict each other"
-    require((state.epoch, state.position) == plan.at(state.step), problem, "use another checkpoint")
+    state.epoch, state.position = plan.at(state.step)
     state.batch_size = max(state.batch_size, batch_size)
-    metric = saved.settings.best_metric
+    metric = saved.config.best_metric
     if not saved.is_in(folder):
         state.run_id = uuid.uuid4().hex
         state.best = state.best_step = None  # the best checkpoint belongs to the earlier run
@@ -106,22 +102,23 @@ def restore_state(
     return state
 
 
-def check_same_run(saved: SavedRun, config: TrainConfig, plan: Plan, data: Data) -> None:
+def check_same_run(saved: Checkpoint, config: TrainConfig, plan: Plan, data: Data) -> None:
     """Raise ValueError if a run with these settings and this data cannot continue the run of the
     checkpoint.
     """
-    there = saved.values
+    there = saved.state_file
     for what, old, new in (
-        *((f"a --{name}", getattr(saved.settings, name), getattr(config, name)) for name in FIXED),
-        ("a seed", there.seed, plan.seed),
+        *(
+            (f"--{name}", getattr(saved.config, name), getattr(config, name))
+            for name in (*FIXED, "seed", "global_batch_size")
+        ),
         ("training samples", there.samples, plan.samples),
         ("the classes", saved.class_names, data.class_names),
         ("labels", there.labels, data.train.label_fingerprint),
     ):
-        problem = (
-            f"{saved.path}: was trained with {what} of {shorten(str(old))}, not {shorten(str(new))}"
-        )
-        require(old == new, problem, "use the same settings, or start a new run")
+        what = f"{what} {shorten(str(old))}, not {shorten(str(new))}"
+        fix = "use the same settings, or start a new run"
+        require(old == new, f"{saved.path}: was trained with {what}", fix)
     threads = torch.get_num_threads()
     same = not config.microbatches or there.device != "cpu" or there.threads == threads
     problem = f"{saved.path}: --microbatches needs the same threads per process: {there.threads}, not {threads}"
@@ -129,21 +126,21 @@ def check_same_run(saved: SavedRun, config: TrainConfig, plan: Plan, data: Data)
 
 
 def resume_lines(
-    saved: SavedRun, config: TrainConfig, resolved: TrainConfig, plan: Plan, processes: int
+    saved: Checkpoint, config: TrainConfig, resolved: TrainConfig, plan: Plan, processes: int
 ) -> list[str]:
     """The lines that a resumed run prints: its checkpoint, and what differs from the earlier run.
 
     `config` has the batch sizes of this start as given.
     """
-    ignored = {*OF_THIS_MACHINE, "global_batch_size", "batch_size", "grad_accum"}
+    ignored = {*OF_THIS_MACHINE, "batch_size", "grad_accum"}
     changes = [
-        (name, vars(saved.settings)[name], new)
+        (name, getattr(saved.config, name), new)
         for name, new in vars(resolved).items()
         if name not in ignored
     ]
     topology = [
-        ("processes", saved.values.processes, processes),
-        ("threads", saved.values.threads, torch.get_num_threads()),
+        ("processes", saved.state_file.processes, processes),
+        ("threads", saved.state_file.threads, torch.get_num_threads()),
     ]
     lines = [f"resuming from {saved.path}"]
     for name, old, new in changes + topology:
@@ -157,8 +154,5 @@ def resume_lines(
     for name in ("batch_size", "grad_accum"):
         value, used = getattr(config, name), plan.sizes(processes)[name]
         if value not in (None, used):
-            problem = (
-                f"--{name} {value} does not give the run's global batch of {plan.global_batch_size}"
-            )
-            lines.append(f"{problem}; using {used}")
+            lines.append(f"--{name} {value} does not give the run's global batch; using {used}")
     return lines

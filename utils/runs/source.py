@@ -2,8 +2,9 @@
 the Hub.
 """
 
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,19 +21,21 @@ from utils.errors import UserError, one_line
 from utils.files import expand, read_json
 from utils.models.checking import hash_tensors
 from utils.models.matching import Match, count_outputs, fit_names
-from utils.models.published import input_of, names_of_outputs, published_input, published_outputs
+from utils.models.published import (
+    input_of,
+    names_of_outputs,
+    published_input,
+    published_model,
+    published_outputs,
+    version_of,
+)
 from utils.models.weight_files import read_any
 from utils.models.zoo import build_model, check_model, input_spec
 from utils.ranks.ranks import Ranks
-from utils.runs.inference import find_saved, given_settings
-from utils.runs.loading import Weights
-from utils.runs.manifest import MANIFEST, is_checkpoint_name
-from utils.runs.metadata import SavedRun, SavedState
-from utils.runs.state import TrainState
+from utils.runs.inference import Inference, find_saved, given_settings
+from utils.runs.manifest import MANIFEST, MODEL, is_checkpoint_name
+from utils.runs.metadata import Checkpoint
 
-# class names, or a function of those of the data
-Names = list[str] | Callable[[list[str]], list[str]]
-WEIGHTS = "model.safetensors"
 _HUB = "hf://"
 _OF_MODEL = ("model", "model_args", "stem")
 _OF_INPUT = ("channels", "image_size", "mean", "std", "interpolation", "eval_crop", "squash")
@@ -62,8 +65,8 @@ class InitialWeights:
         return f"{self.name}: {self.match.line() if self.match else ''}{taken}"
 
 
-def find_source(
-    config: TrainConfig, saved: SavedRun | None, ranks: Ranks
+def load_initial_weights(
+    config: TrainConfig, saved: Checkpoint | None, ranks: Ranks
 ) -> tuple[TrainConfig, InitialWeights | None]:
     """What --init_from names, and the settings with those that follow from it; collective.
 
@@ -71,7 +74,7 @@ def find_source(
     were.
     """
     if saved is not None:
-        kept = saved.settings.init_from
+        kept = saved.config.init_from
         if config.init_from and absolute_source(config.init_from) != kept:
             say("--init_from has no effect: a resumed run has the weights of its checkpoint")
         return replace(config, init_from=kept), None
@@ -118,7 +121,7 @@ def _is_run(where: str) -> bool:
     """Whether --init_from names a run or a checkpoint."""
     path = expand(where)
     is_checkpoint = (path / MANIFEST).exists() or is_checkpoint_name(path.name)
-    return path.is_dir() and (is_checkpoint or not (path / WEIGHTS).is_file())
+    return path.is_dir() and (is_checkpoint or not (path / MODEL).is_file())
 
 
 def _find(flag: str, where: str) -> str:
@@ -143,43 +146,33 @@ def _download(flag: str, where: str) -> Path:
     logging.set_verbosity_error()  # it would print a line for each attempt
     repository, _, commit = where.removeprefix(_HUB).partition("@")
     try:
-        path = hf_hub_download(repository, WEIGHTS, revision=commit or None)
+        path = hf_hub_download(repository, MODEL, revision=commit or None)
     except Exception as error:  # of many classes
-        problem = f"{flag} {where}: {WEIGHTS} of {repository} cannot be downloaded ({one_line(error)[:160]})"
-        fix = f"correct the name, or, without a network, run `hf download {repository} {WEIGHTS} config.json` elsewhere"
+        problem = f"{flag} {where}: {MODEL} of {repository} cannot be downloaded ({one_line(error)[:160]})"
+        fix = f"correct the name, or, without a network, run `hf download {repository} {MODEL} config.json` elsewhere"
         raise UserError(problem, f"{fix} and copy the files to {HF_HUB_CACHE}") from error
     with suppress(EntryNotFoundError):
         hf_hub_download(repository, "config.json", revision=Path(path).parent.name)
     return Path(path)
 
 
-def _of_run(saved: SavedRun) -> InitialWeights:
-    """The weights of a checkpoint, which have been read, with its settings."""
-    assert saved.weights is not None
-    values = {name: vars(saved.settings)[name] for name in ("model", "model_args", "stem")}
-    values |= {
-        name: vars(saved.spec)[name]
-        for name in ("channels", "mean", "std", "interpolation", "squash")
-    }
-    values |= {"image_size": list(saved.spec.size), "eval_crop": saved.settings.eval_crop}
-    if saved.settings.pretrained:
-        values |= {
-            "stem": "standard",
-            "eval_crop": values["eval_crop"] or published_input(values["model"])["eval_crop"],
-        }
-    return InitialWeights(
-        os.path.abspath(saved.path), saved.weights.tensors, saved.class_names, values
-    )
+def _of_run(saved: Inference) -> InitialWeights:
+    """The weights of a run, with those of its settings that a run can take."""
+    config, spec = saved.config, saved.spec
+    values = vars(spec) | {name: vars(config)[name] for name in (*_OF_MODEL, "eval_crop")}
+    values["image_size"] = list(spec.size)
+    if config.pretrained:
+        values["stem"] = "standard"
+        values["eval_crop"] = config.eval_crop or published_input(config.model)["eval_crop"]
+    return InitialWeights(os.path.abspath(saved.path), saved.tensors(), saved.class_names, values)
 
 
 def _read(flag: str, found: str, model: str | None) -> InitialWeights:
     """The weights in the file or folder that `_find` has found. Nothing in it is executed."""
     path = _download(flag, found) if found.startswith(_HUB) else Path(found)
-    file = path / WEIGHTS if path.is_dir() else path
+    file = path / MODEL if path.is_dir() else path
     tensors, inside = read_any(file)
-    names, values = (
-        _read_config(file.with_name("config.json")) if file.name == WEIGHTS else ([], {})
-    )
+    names, values = _read_config(file.with_name("config.json")) if file.name == MODEL else ([], {})
     model = model or values.get("model")
     if not model:
         raise UserError(
@@ -190,20 +183,16 @@ def _read(flag: str, found: str, model: str | None) -> InitialWeights:
 
 
 def input_of_weights(model: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The model, and the settings of the input of its published weights. Empty if there are none.
+    """The settings of the input of these tensors, and the model if it has published weights.
 
     The number of channels is that of the first convolution in `tensors`. It is found by its kernel
     for one or three channels, because the names may differ. Only depthwise convolutions also have
     such kernels, for one channel.
     """
-    if not (known := published_input(model)):
-        return {}
+    known = published_input(model)
     inputs = {kernel.shape[1] for kernel in tensors.values() if kernel.ndim == 4} & {1, 3}
-    return known | {
-        "model": model,
-        "stem": "standard",
-        "channels": max(inputs, default=known["channels"]),
-    }
+    channels = {"channels": max(inputs)} if inputs else {}
+    return known | ({"model": model, "stem": "standard"} if known else {}) | channels
 
 
 def _read_config(path: Path) -> tuple[list[str], dict[str, Any]]:
@@ -227,53 +216,50 @@ def absolute_source(where: str | None) -> str | None:
     return where if where is None or where.startswith(_HUB) else str(expand(where).absolute())
 
 
-def find_run(flags: EvalConfig, ranks: Ranks) -> tuple[SavedRun, Names]:
-    """The verified checkpoint of --ckpt, or the values that a checkpoint of --model would have;
-    collective.
-
-    Also returns the class names, in the form that `load_split` takes.
-    """
+def find_inference(flags: EvalConfig, ranks: Ranks) -> Inference:
+    """The weights of --ckpt, or those of --model in a file or of its library; collective."""
     if flags.ckpt:
-        saved = find_saved(flags.ckpt, flags.weights, ranks)
-        return saved, saved.class_names
-    assert flags.model
+        return find_saved(flags.ckpt, flags.weights, ranks)
+    model = f"{flags.model}"
     config = TrainConfig(
-        model=flags.model, pretrained=flags.pretrained, task="classification", report=False
+        model=model, pretrained=flags.pretrained, task="classification", report=False
     )
     config = replace(config, **given_settings(flags))
     with ranks.agree():
         check_model(config)
         if flags.pretrained:
-            values = SavedState(state=TrainState(), input=input_spec(config, 3, None))
-            outputs = published_outputs(config.model)
-            return SavedRun(Path(config.model), config, values, [], None), partial(
-                names_of_outputs, outputs, True
+            names = partial(names_of_outputs, published_outputs(model), True)
+            origin = {"model": model, "pretrained": version_of(config)}
+            spec = input_spec(config, 3, None)
+            return Inference(
+                Path(model),
+                config,
+                spec,
+                names,
+                lambda: published_model(config).state_dict(),
+                origin,
             )
-    return run_of_file(config, f"{flags.weights}", ranks)
+    return _of_file(config, f"{flags.weights}", ranks)
 
 
-def run_of_file(config: TrainConfig, file: str, ranks: Ranks) -> tuple[SavedRun, Names]:
-    """Like `find_run`, for weights in a file; collective."""
+def _of_file(config: TrainConfig, file: str, ranks: Ranks) -> Inference:
+    """The weights of --model in a file or repository; collective."""
     where = f"--weights {file}"
     source = read_source("--weights", file, config.model, ranks)
     ranks.check_same(source.weights, f"different weights in {where}")
     with ranks.agree("building the model"):
         config = fill_input(config, source.settings)
+        config = replace(config, image_size=config.image_size or config.eval_size)
         spec = input_spec(config, 3, None)
         # for the names of its tensors
-        model = build_model(config, spec, 1, weight_bytes=float("inf"))
-        tensors, left_out = fit_names(
-            source.tensors, model, where, config.model, config.init_match == "order"
-        )
+        model = build_model(config, spec, 1, weight_bytes=math.inf)
+        in_order = config.init_match == "order"
+        tensors, left_out = fit_names(source.tensors, model, where, config.model, in_order)
         outputs = count_outputs(tensors, model)
-        require(
-            outputs > 0,
-            f"{where}: has no head for {config.model}",
-            "set --model to the model of these weights",
-        )
+        fix = "set --model to the model of these weights"
+        require(outputs > 0, f"{where}: has no head for {config.model}", fix)
     if left_out:
         say(f"{where}: not used: {join_names(left_out, 6)}")
-    weights = Weights(Path(source.name), "model", False, tensors)
-    values = SavedState(state=TrainState(), input=spec)
-    saved = SavedRun(weights.checkpoint, config, values, [], None, weights)
-    return saved, source.class_names or partial(names_of_outputs, outputs, False)
+    names = source.class_names or partial(names_of_outputs, outputs, False)
+    origin = {"model": config.model, "weights": file}
+    return Inference(Path(source.name), config, spec, names, lambda: tensors, origin)
