@@ -152,19 +152,11 @@ def test_torchrun_says_the_same(machines, one_machine):
 
 @pytest.mark.machines
 @pytest.mark.parametrize("where", ["two machines", "one machine"])
-@pytest.mark.parametrize("way", ["tcp", "file"])
-def test_the_other_ways_to_meet_and_a_file_of_a_killed_run(machines, tmp_path, way, where):
+def test_an_init_method_is_another_way_to_meet(machines, where):
     a, b = machines
     places = [a, b] if where == "two machines" else [a, a]
-    meeting = f"file://{tmp_path}/meeting" if way == "file" else f"tcp://{a.address}:29777"
-    if way == "file":  # killed while it waits for rank 1
-        (job,) = [begin(0, places, *SHORT, "--init_method", meeting)]
-        until((tmp_path / "meeting").exists)
-        a.processes()[0].kill()
-        ended([job], -9)
-        assert (tmp_path / "meeting").exists()
-    ended(start(places, *SHORT, "--init_method", meeting))
-    assert len(losses()) == 30 and not (tmp_path / "meeting").exists()
+    ended(start(places, *SHORT, "--init_method", f"tcp://{a.address}:29777"))
+    assert len(losses()) == 30
 
 
 @pytest.mark.machines

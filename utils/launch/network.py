@@ -72,15 +72,6 @@ def is_own_address(address: str) -> bool:
     return _is_loopback(address) or interface_of(address) is not None
 
 
-def outward_address() -> str:
-    """The IP address of this machine that others can use: the one on its default route."""
-    try:
-        return _address_towards("192.0.2.1")  # an address of no machine (RFC 5737); nothing is sent
-    except OSError:
-        problem = f"{socket.gethostname()} has no default route"
-        raise UserError(problem, "set --interface") from None
-
-
 def _address_towards(address: str) -> str:
     """This machine's address on the route to another address. Nothing is sent."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
