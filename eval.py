@@ -23,7 +23,6 @@ from utils.data.selection import load_split
 from utils.data.sources import absolute_data, check_source
 from utils.data.splits import Split, fingerprint_of
 from utils.files import check_output_file, expand, write_file
-from utils.models.zoo import check_model
 from utils.ranks.accelerator import check_precision, make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
@@ -61,7 +60,6 @@ def main(argv: Sequence[str] | None = None) -> dict:
         with ranks.agree():
             found, own_data = apply_flags(found, flags)
             check_precision(found.config, ranks)
-            check_model(found.config)
             check_source(found.config)
         for line in warn_about_flags(flags, found):
             say(line)

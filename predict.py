@@ -22,13 +22,11 @@ from utils.config.cli import parse_args
 from utils.config.scripts import PredictConfig
 from utils.config.settings import TrainConfig
 from utils.console import printable, progress, say, table
-from utils.data.augment import Augmentation, Center
 from utils.data.check import check_images
 from utils.data.datasets import EncodedImages
 from utils.data.splits import Split, fingerprint_of
 from utils.errors import UserError
 from utils.files import check_output_file, expand, write_file
-from utils.models.zoo import check_model
 from utils.ranks.accelerator import check_precision, make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
@@ -74,7 +72,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         with ranks.agree():
             config = replace(found.config, **given_settings(flags))
             check_precision(config, ranks)
-            check_model(config)
             config, task = make_task(config, found.class_names, None)
             task.check_predictions()
         found = with_settings(found, config)
@@ -120,7 +117,7 @@ def predict(
     """
     config, spec = found.config, found.spec.for_evaluation()
     readable = split.select(np.flatnonzero(split.readable))
-    dataset = EncodedImages(readable, spec, Augmentation(0, {"center": Center(spec)}))
+    dataset = EncodedImages(readable, spec)
     # A loader process decodes whole blocks, so for a single block it would save no time.
     if len(dataset) <= config.eval_batch_size:
         config = replace(config, num_workers=0)

@@ -44,7 +44,7 @@ from utils.data.datasets import DecodedImages, EncodedImages, ResidentImages
 from utils.data.order import Plan, UpdateSampler
 from utils.data.spec import InputSpec
 from utils.data.splits import Files, Split, whole_split
-from utils.data.workers import make_loader
+from utils.data.workers import make_loaders
 from utils.memory import keep_freed_memory
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -64,7 +64,7 @@ def ours(dataset: Dataset, spec: InputSpec, batch_size: int, config: TrainConfig
     """A pass over the batches of Lockstep."""
     plan = Plan(len(dataset), batch_size, microbatches=1, seed=0, in_pairs=config.mixes)
     sampler = UpdateSampler(plan, 1, plan.updates_per_epoch)
-    loader = make_loader(dataset, sampler, config, THREADS, DEVICE)
+    (loader,) = make_loaders([(dataset, sampler)], config, THREADS, DEVICE)
     return partial(rate, Batches(loader, spec, config, DEVICE, training=True, outputs=10))
 
 

@@ -106,7 +106,7 @@ def ours(
         command = [*LAUNCH, *weights, *settings, *shlex.split(args.args), *place]
         (lines, _), times = timed(run, command, caches)
         last = [record for record in read_log(folder / "run") if record["kind"] == "eval"][-1]
-    if "--resume" in settings and not any("updates were already done" in line for _, line in lines):
+    if "--resume" in settings and not any("raise it to continue" in line for _, line in lines):
         raise SystemExit("the finished run was not recognised as finished")
     if args.what == "accuracy" and last["count"] != args.images:
         raise SystemExit(

@@ -24,7 +24,7 @@ from utils.config.settings import TrainConfig
 from utils.data.spec import InputSpec
 from utils.files import put_in_place, sync, write_file
 from utils.models.zoo import build_model
-from utils.runs.loading import write_parts
+from utils.runs.loading import extend_save_state
 from utils.runs.manifest import MANIFEST, manifest_text, sha256_of
 from utils.runs.writing import complete_files, new_partial, partial_of
 from utils.training.optim import build_optimizer
@@ -48,7 +48,7 @@ def measure(
     accelerator = Accelerator()
     module = build_model(config, SPEC, classes=1000)
     module, optimizer = accelerator.prepare(module, build_optimizer(config, module))
-    write_parts(accelerator, module, optimizer, {})
+    extend_save_state(accelerator, module, optimizer, None)
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # creates its state
@@ -58,7 +58,7 @@ def measure(
         partial = partial_of(folder, step)
         new_partial(folder, step, need=0)
         results["write"].append(seconds(accelerator.save_state, partial))
-        complete_files(partial, {}, {})
+        complete_files(partial, {})
         files = sorted(partial.iterdir())
         results["hash"].append(sum(seconds(sha256_of, path) for path in files))
         results["fsync"].append(sum(seconds(sync, path) for path in files))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers.make_data import image_folder
 from helpers.ranks import run_ranks
-from helpers.training_runs import MLP, records, refused, same_tensors, train_run, weights
+from helpers.training_runs import MLP, records, refused, same_tensors, train_run, weights, words
 from safetensors.torch import save_file
 
 import eval
@@ -27,28 +27,8 @@ from utils.ranks.ranks import Ranks
 from utils.runs.manifest import newest_good, write_manifest
 from utils.runs.metadata import read_checkpoint
 
-FLAGS = [
-    "--model",
-    "mlp",
-    "--global_batch_size",
-    "12",
-    "--threads",
-    "1",
-    "--lr",
-    "0.01",
-    "--run_name",
-    "run",
-]
-FLAGS += [
-    "--max_train_samples",
-    "48",
-    "--save_every",
-    "2",
-    "--max_steps",
-    "9",
-    "--eval_every",
-    "99",
-]
+FLAGS = words("--model mlp --global_batch_size 12 --threads 1 --lr 0.01 --run_name run")
+FLAGS += words("--max_train_samples 48 --save_every 2 --max_steps 9 --eval_every 99")
 
 
 def _train_with_a_bad_sample(flags, step, rank):

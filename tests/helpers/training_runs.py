@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 import train
 from helpers.ranks import returned, run_ranks
 from helpers.waiting import PATIENCE, records_so_far, until
+from utils.models.weight_average import WeightAverage
 from utils.report.html import template
-from utils.runs.loading import write_parts
+from utils.runs.loading import extend_save_state
 from utils.runs.manifest import NEEDED, OPTIMIZER, checkpoint_of, write_manifest
 from utils.runs.writing import complete_files, new_partial, partial_of, publish
 
@@ -73,6 +74,11 @@ def restore(folder: Path) -> Path:
     return Path(shutil.copytree(folder.with_name("kept"), folder))
 
 
+def words(text: str) -> list[str]:
+    """The words of a command line."""
+    return text.split()
+
+
 def train_run(processes: int, name: str, *flags: str, seconds: float = PATIENCE) -> list[dict]:
     """Train on that many ranks in runs/NAME; returns the records of its log."""
     returned(processes, train.main, ["--run_name", name, *flags], seconds=seconds)
@@ -104,45 +110,6 @@ def slow_train(flags: list[str], pause: float = 0.01, hold_at: int | None = None
 
     train.train_update = slow
     train.main(["--run_name", "run", *flags])
-
-
-class Average:
-    """A part of a run for the tests: a decaying average of the weights, by their names."""
-
-    def __init__(self, module: torch.nn.Module):
-        self.module = module
-        self.tensors = {
-            name: torch.zeros_like(weight) for name, weight in module.named_parameters()
-        }
-
-    @torch.no_grad()
-    def update(self) -> None:
-        for name, weight in self.module.named_parameters():
-            self.tensors[name].mul_(0.9).add_(weight, alpha=0.1)
-
-    def state_dict(self) -> dict:
-        return self.tensors
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        for name, tensor in state_dict.items():
-            self.tensors[name].copy_(tensor)
-
-
-def with_average() -> None:
-    """From now on, runs have the part `average`, which changes with each update."""
-    update = train.train_update
-
-    def averaged(run, batches):
-        update(run, batches)
-        run.parts["average"].update()
-
-    train.make_parts = lambda accelerator, module, *_: {"average": Average(module)}
-    train.train_update = averaged
-
-
-def train_with_average(flags: list[str]) -> None:
-    with_average()
-    train.main(flags)
 
 
 def await_save(run) -> None:
@@ -185,19 +152,22 @@ def optimizer_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def make_saver(
-    module: torch.nn.Module, optimizer: torch.optim.Optimizer, parts: dict
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    average: WeightAverage | None = None,
+    accelerator: Accelerator | None = None,
 ) -> Callable[[Path, int], Path]:
     """A function that writes a checkpoint through Accelerate, as CheckpointManager does; in a rank
     of its own.
     """
-    accelerator = Accelerator(cpu=True)
+    accelerator = accelerator or Accelerator(cpu=True)
     accelerator.prepare(module, optimizer)
-    write_parts(accelerator, module, optimizer, parts)
+    extend_save_state(accelerator, module, optimizer, average)
 
     def save(folder: Path, step: int) -> Path:
         new_partial(folder, step, 0)
         accelerator.save_state(partial_of(folder, step))
-        complete_files(partial_of(folder, step), dict.fromkeys(NEEDED[1:], b"{}"), parts)
+        complete_files(partial_of(folder, step), dict.fromkeys(NEEDED[1:], b"{}"))
         publish(folder, step)
         return checkpoint_of(folder, step)
 

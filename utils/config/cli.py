@@ -89,28 +89,20 @@ def _read_words(cls: type, prog: str, argv: list[str], tables: Sequence[Table]) 
         f"unknown flag {flag}; {fix_for_unknown(flag.lstrip('-'), names, '--')}" for flag in unknown
     ]
     require(not answers, "; ".join(answers))
-    flags = {k: v[0] if isinstance(v, list) and len(v) == 1 else v for k, v in vars(found).items()}
+    flags = {name: _join(value) for name, value in vars(found).items()}
     if flags.get("init_from"):  # it also replaces the published weights that a recipe asks for
         values.pop("pretrained", None)
     values |= flags
-    if Path(str(values.get("pretrained"))).suffix:
-        fix = f"use --{'init_from' if 'init_from' in names else 'weights'} {values['pretrained']}"
-        raise UserError("--pretrained takes no file: it loads the published weights", fix)
     paths = words + argv[end + 1 :]
     if PATHS in names:
         values[PATHS] = paths
     elif paths:
-        fix = (
-            f"to name the data, write --data {paths[0]}"
-            if cls is TrainConfig
-            else f"--ckpt {paths[0]} names a run"
-        )
-        raise UserError(f"unexpected argument {paths[0]}", fix)
-    required = [
-        setting.name for setting in fields(cls) if setting.default is setting.default_factory
-    ]
+        flag = "data" if cls is TrainConfig else "ckpt"
+        raise UserError(f"unexpected argument {paths[0]}", f"did you mean --{flag} {paths[0]}?")
+    required = [each.name for each in fields(cls) if each.default is each.default_factory]
     missing = [f"--{name}" for name in required if name not in values]
-    require(not missing, f"missing {', '.join(missing)}", "see --help")
+    fix = f"add {' ... '.join(missing)} ..., see --help"
+    require(not missing, f"missing {', '.join(missing)}", fix)
     return values
 
 
@@ -186,6 +178,14 @@ def _words(setting: Field, alone: bool) -> dict[str, Any]:
         return {"action": "store_true"} if alone else options | {"nargs": "?", "const": True}
     words = [word for kind in types if get_origin(kind) is Literal for word in get_args(kind)]
     return options | ({"metavar": f"{{{'|'.join(words)}}}"} if words else {})
+
+
+def _join(value: Any) -> Any:
+    """The value of a flag. The words of a list may be lists themselves, such as 0.5, or 0.5,0.5."""
+    if not isinstance(value, list):
+        return value
+    items = [item for part in value for item in (part if isinstance(part, list) else [part])]
+    return items if len(items) != 1 else items[0]
 
 
 def _yaml(word: str) -> Any:

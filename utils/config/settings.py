@@ -146,12 +146,12 @@ class DataSettings:
 
     data_subset: str | None = None
     """Configuration of a Hub data set that has several."""
-    train_split: str | None = None
+    train_split: Fixed[str | None] = None
     """Split to train on (default: train, or the only one)."""
-    eval_split: str | None = None
+    eval_split: Fixed[str | None] = None
     """Split to evaluate on (default: validation, else test, else a hold-out of the training
     split)."""
-    eval_fraction: FractionBelow1 | None = None
+    eval_fraction: Fixed[FractionBelow1 | None] = None
     """Evaluate on a hold-out of this fraction of the training split, stratified by class, instead
     of on a split."""
     image_column: str | None = None
@@ -217,7 +217,7 @@ class CheckpointSettings:
     """Updates between checkpoints (default: one epoch, unless --save_seconds is given); the last
     update and a new best are always saved."""
     save_seconds: PositiveFloat | None = None
-    """Seconds between checkpoints, checked about once a second; with --save_every, whichever is due
+    """Seconds of training between checkpoints, checked about once a second; with --save_every, whichever is due
     first."""
     keep: PositiveInt | Literal["all"] = 2
     """Number of newest checkpoints to keep, besides the best one; all keeps every checkpoint."""

@@ -25,6 +25,7 @@ from utils.waiting import wait_for_items
 # of the cached results; increase it when their meaning changes, so that old ones are not used
 _VERSION = 2
 _CHUNK, _LEAST, _MOST = 256, 4000, 32  # images per chunk, fewest images per worker, most workers
+_ENDS = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG\r\n\x1a\n": b"IEND\xaeB`\x82"}
 _HEAD, _TAIL = 1024, 4096  # bytes that are read at each end
 
 
@@ -65,13 +66,13 @@ def _stamps(split: Split) -> tuple[list, dict[int, str]]:
     """
     if not isinstance(split.images, Files):
         return [split.cache_key], {}
-    stamps, bad = np.zeros((len(split), 3), np.int64), dict[int, str]()
+    stamps, errors = [], dict[int, str]()
     for row, file in enumerate(split.images.paths):
         try:
-            stamps[row] = stamp_of(file)
+            stamps.append((file, *stamp_of(file)))
         except OSError as error:
-            bad[row] = error.strerror or str(error)
-    return [os.fsencode("\0".join(split.images.paths)), stamps.data], bad
+            errors[row] = error.strerror or str(error)
+    return [stamps], errors
 
 
 def _cached_result(path: Path, count: int) -> list | None:
@@ -138,15 +139,10 @@ class _Checks(Dataset):
 
 
 def _looks_whole(size: int, head: bytes, tail: bytes) -> bool:
-    """Whether an image begins and ends like a JPEG, PNG, GIF or WebP file; other formats must be
-    decoded.
+    """Whether an image begins and ends like a JPEG, PNG or WebP file; other formats must be decoded.
+
+    Some cameras append a few bytes.
     """
-    if head.startswith(b"\xff\xd8"):
-        return b"\xff\xd9" in tail  # some cameras append a few bytes
-    if head.startswith(b"\x89PNG\r\n\x1a\n"):
-        return tail.endswith(b"IEND\xaeB`\x82")
-    if head.startswith((b"GIF87a", b"GIF89a")):
-        return tail.endswith(b";")
     if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
         return int.from_bytes(head[4:8], "little") + 8 <= size
-    return False
+    return any(head.startswith(start) and end in tail for start, end in _ENDS.items())

@@ -59,7 +59,7 @@ def open_csv(path: str, config: TrainConfig) -> Source:
             raise _error(file, row, problem, "fix the label")
         if several:
             lengths = own["label"].str.len().to_numpy()
-            numbers = multi_hot(name, lengths, numbers, len(class_names))
+            numbers = multi_hot(lengths, numbers, len(class_names))
         images = Files(own["path"].tolist(), str(file.parent))
         split = whole_split(name, images, numbers, fingerprint_of(file.resolve()))
         return replace(split, notes=note_forms(class_names, labels))
@@ -98,8 +98,6 @@ def _read(file: Path, config: TrainConfig) -> Any:
     import pandas
 
     try:
-        if b"\0" in file.read_bytes():
-            raise ValueError("null characters")
         with file.open(encoding="utf-8-sig") as lines:
             delimiter = max(",;\t", key=lines.readline().count)
         table = pandas.read_csv(

@@ -8,25 +8,20 @@ and `bus`, is a class. A folder that --train_split or --eval_split names is alwa
 
 import os
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from utils.config.settings import TrainConfig
 from utils.console import join_names
-from utils.data.scan import (
-    ENDINGS,
-    Scan,
-    class_names_in,
-    files_below,
-    files_in,
-    folders_in,
-    holds_image,
-    notes,
-)
 from utils.data.splits import (
     EVAL_NAMES,
     Files,
@@ -50,12 +45,42 @@ _WORDS = {  # docs/data.md lists them
 }
 
 
+ENDINGS = (*IMG_EXTENSIONS, ".jfif", ".jpe")
+# Folders that systems and tools add. Folders whose names begin with a dot are hidden too.
+_JUNK = (
+    "__macosx",
+    "@eadir",
+    "#recycle",
+    "$recycle.bin",
+    "lost+found",
+    "system volume information",
+    "__pycache__",
+)
+
+
+class Scan:
+    """Selects the images among files, and counts the other files by their endings."""
+
+    def __init__(self) -> None:
+        self.other: Counter[str] = Counter()
+
+    def images(self, files: Iterable[os.DirEntry]) -> list[str]:
+        """The paths of the images among the files."""
+        found = []
+        for file in files:
+            if _is_image(file):
+                found.append(file.path)
+            else:
+                self.other[_ending(file) or "no extension"] += 1
+        return found
+
+    def kinds(self) -> str:
+        """The endings of the other files, and how many files each has."""
+        return join_names((f"{kind} ({count})" for kind, count in self.other.most_common()), 6)
+
+
 def image_folder(path: Path, config: TrainConfig) -> Source:
     """The splits of an image folder. Raises ValueError if it holds no images."""
-    if not path.is_dir():
-        raise UserError(
-            f"{path}: is neither a folder nor a regular file", "give a folder of images or tables"
-        )
     folders, aliases, lines = _find_splits(path, config)
     wanted = config.train_split and aliases.get(config.train_split, config.train_split)
     train = folders[split_that_defines_classes(folders, wanted)]
@@ -100,7 +125,7 @@ def _find_splits(
 
     If there are none, `path` itself is the split train.
     """
-    if config.train_split == ".":  # as the error below suggests
+    if config.train_split == ".":
         return {"train": path}, {".": "train"}, ()
     flags = config.train_split, config.eval_split
     children = {child.name: Path(child) for child in folders_in(path) if holds_image(child.path)}
@@ -117,17 +142,8 @@ def _find_splits(
         ((name, only),) = children.items()
         folders, names, lines = _find_splits(only, config)
         if len(folders) > 1 or any(len(class_names_in(folder)) > 1 for folder in folders.values()):
-            return (
-                folders,
-                names,
-                (f"{path}: using {name}, the only folder in it with images", *lines),
-            )
-    for folder in children.values():
-        inner = [name for name in class_names_in(folder) if split_word(name)]
-        if len(inner) > 1 and "train" in map(split_word, inner):
-            problem = f"{folder}: is not a class, as it holds the splits {join_names(inner)}"
-            fix = f"give --data {folder}, or use it as a class with --train_split ."
-            raise UserError(problem, fix)
+            line = f"{path}: using {name}, the only folder in it with images"
+            return folders, names, (line, *lines)
     return {"train": path}, {}, ()
 
 
@@ -180,3 +196,70 @@ def _no_images(folder: Path, loose: int, scan: Scan) -> UserError:
     else:
         problem, fix = "no images in it", "an image folder holds CLASS/IMAGE.jpg"
     return UserError(f"{folder}: {problem}", fix)
+
+
+def notes(folder: str | Path, left_out: dict[str, object]) -> tuple[str, ...]:
+    """Lines to print about what a user may have meant as samples."""
+    return tuple(f"{folder}: {line}: {found}" for line, found in left_out.items() if found)
+
+
+def folders_in(folder: str | Path) -> list[os.DirEntry]:
+    """The folders in a folder, by name, without hidden ones."""
+    return [entry for entry in _visible(folder) if is_folder(entry)]
+
+
+def files_in(folder: str | Path) -> list[os.DirEntry]:
+    """The files directly in a folder, by name, without hidden ones."""
+    return [entry for entry in _visible(folder) if not is_folder(entry)]
+
+
+def files_below(folder: str | Path, entered: set[str] | None = None) -> Iterator[os.DirEntry]:
+    """The files in and below a folder, by name, without hidden ones.
+
+    Links to folders are followed, but no folder is entered twice: links can form circles.
+    """
+    entered = {os.path.realpath(folder)} if entered is None else entered
+    for entry in _visible(folder):
+        if not is_folder(entry):
+            yield entry
+        elif (inner := os.path.realpath(entry.path)) not in entered:
+            entered.add(inner)
+            yield from files_below(entry.path, entered)
+
+
+def holds_image(folder: str | Path) -> bool:
+    """Whether an image is in or below a folder."""
+    return any(map(_is_image, files_below(folder)))
+
+
+def class_names_in(folder: str | Path) -> list[str]:
+    """The names of the folders in a split's folder that hold images."""
+    return [child.name for child in folders_in(folder) if holds_image(child.path)]
+
+
+def is_folder(entry: os.DirEntry) -> bool:
+    """Whether an entry is a folder or a link to one."""
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
+def _visible(folder: str | Path) -> list[os.DirEntry]:
+    entries = sorted(os.scandir(folder), key=attrgetter("name"))
+    return [e for e in entries if e.name[0] != "." and e.name.lower() not in _JUNK]
+
+
+def _ending(file: os.DirEntry) -> str:
+    return os.path.splitext(file.name)[1].lower()
+
+
+def _is_image(file: os.DirEntry) -> bool:
+    """Whether a file has the ending of an image, or no ending and the content of one."""
+    if ending := _ending(file):
+        return ending in ENDINGS
+    with suppress(Exception):  # any exception type, also for a link to itself
+        if file.is_file():  # opening a pipe may wait forever
+            Image.open(file.path, formats=("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")).close()
+            return True
+    return False

@@ -11,8 +11,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,15 +23,9 @@ from utils.data.splits import Files, Split, indices_in, multi_hot
 from utils.errors import UserError
 
 FILE = "samples.json.gz"
-_MOST_PACKED = 100  # most bytes that one byte of the file may unpack to; about ten in real lists
 _LARGEST = 2**30  # most bytes of the unpacked file; enough for ten million samples with long names
 # The settings that decide which samples are in a split.
-_CHOICES = {
-    "train_split": str | None,
-    "eval_split": str | None,
-    "eval_fraction": float | None,
-    "seed": int,
-}
+_CHOICES = ("train_split", "eval_split", "eval_fraction", "seed")
 
 
 @dataclass(frozen=True)
@@ -60,31 +55,30 @@ class ListedSplit:
         names, labels = split.images.names, split.labels.tolist()
         if split.labels.ndim == 2:
             labels = [np.flatnonzero(row).tolist() for row in split.labels]
-        lists = (
-            [names[row] for row in split.image_index.tolist()],
-            split.checksums[split.image_index].tolist(),
-            labels,
-        )
         return cls(
-            split.name, whole.name, len(split), split.label_fingerprint, split.content, *lists
+            split.name,
+            whole.name,
+            len(split),
+            split.label_fingerprint,
+            split.content,
+            names=[names[row] for row in split.image_index.tolist()],
+            ends=split.checksums[split.image_index].tolist(),
+            classes=labels,
         )
 
     def check(self, classes: int) -> None:
         """Raise ValueError if a field is invalid."""
-        fits = _is_list([self.name, self.source, self.labels, self.content], str) and _is_list(
-            [self.count], int
-        )
-        if fits and self.names is not None:
-            ends, labels = self.ends or [], self.classes or []
-            flat = list(chain(*labels)) if _is_list(labels, list) else labels
-            fits = _is_list(self.names, str) and _is_list(ends, int) and _is_list(flat, int)
-            fits = fits and len(self.names) == len(ends) == len(labels) == self.count
-            fits = fits and all(0 <= label < classes for label in flat)
-        if not fits:
+        texts = [self.name, self.source, self.labels, self.content]
+        names, ends, labels = self.names or [], self.ends or [], self.classes or []
+        flat: list = list(chain(*labels)) if _is_list(labels, list) else labels
+        is_text, is_int = _is_list([*texts, *names], str), _is_list([self.count, *ends, *flat], int)
+        sizes = {len(names), len(ends), len(labels), self.count if names else 0}
+        fits = is_text and is_int and len(sizes) == 1
+        if not fits or not all(0 <= label < classes for label in flat):
             raise ValueError("malformed")
 
 
-def _is_list(values: list, kind: type) -> bool:
+def _is_list(values: Any, kind: type) -> bool:
     return isinstance(values, list) and all(type(value) is kind for value in values)
 
 
@@ -103,24 +97,10 @@ class SampleList:
 
     def check(self) -> None:
         """Raise ValueError if a field is invalid."""
-        fits = _is_list(self.class_names, str) and self.choices.keys() == _CHOICES.keys()
-        if not fits or not all(
-            isinstance(self.choices[name], kind) for name, kind in _CHOICES.items()
-        ):
+        if not _is_list(self.class_names, str) or sorted(self.choices) != sorted(_CHOICES):
             raise ValueError("malformed")
         for part in self.parts:
             part.check(len(self.class_names))
-
-    def check_choices(self, config: TrainConfig) -> None:
-        """Raise ValueError if these settings split the data set in another way than those of
-        the list.
-        """
-        for name, value in self.choices.items():
-            if name != "seed" and value != getattr(config, name):  # resume.py compares the seed
-                problem = (
-                    f"--{name} was {value} when the run started, and is now {getattr(config, name)}"
-                )
-                raise UserError(problem, "a resumed run needs the same samples: use the same value")
 
     @cached_property
     def data(self) -> bytes:
@@ -128,9 +108,7 @@ class SampleList:
 
         Equal lists give equal bytes.
         """
-        parts = {"train": vars(self.train), "evaluation": vars(self.evaluation)}
-        values = {**parts, "class_names": self.class_names, "choices": self.choices}
-        text = json.dumps(values, separators=(",", ":"))
+        text = json.dumps(vars(self), default=vars, separators=(",", ":"))
         return gzip.compress(text.encode(), 1, mtime=0)
 
 
@@ -150,10 +128,9 @@ def list_samples(
 def read_samples(path: Path) -> SampleList:
     """The list in a file of a verified checkpoint. Raises ValueError if it is invalid."""
     try:
-        largest = min(_LARGEST, _MOST_PACKED * path.stat().st_size + 2**16)
         with gzip.open(path) as file:
-            data = file.read(largest + 1)
-        if len(data) > largest:
+            data = file.read(_LARGEST + 1)
+        if len(data) > _LARGEST:
             raise ValueError("too large")
         values = json.loads(data)
         train, evaluation = ListedSplit(**values["train"]), ListedSplit(**values["evaluation"])
@@ -224,18 +201,17 @@ def _listed_labels(
         return numbers[classes]
     counts = np.asarray([len(own) for own in classes])
     flat = numbers[np.fromiter(chain(*classes), np.int64)]
-    # Rows have one more column, for the classes that are not there.
-    return multi_hot(part.name, counts, flat % (len(class_names) + 1), len(class_names) + 1)[:, :-1]
+    # Rows have one more column, the last, for the classes that are not there.
+    return multi_hot(counts, flat, len(class_names) + 1)[:, :-1]
 
 
 def _count_and_names(part: ListedSplit, chosen: np.ndarray, what: str) -> list[str]:
     """A line with the number and the names of the files that a mask chooses; no line if there are
     none.
     """
-    names = [name for name, is_chosen in zip(part.names or [], chosen, strict=True) if is_chosen]
-    if not names:
-        return []
-    return [f"{len(names)} of {part.count} images of {part.name!r} {what}: {join_names(names, 3)}"]
+    names = [*compress(part.names or [], chosen)]
+    line = f"{len(names)} of {part.count} images of {part.name!r} {what}: {join_names(names, 3)}"
+    return [line] * bool(names)
 
 
 def table_changes(part: ListedSplit, whole: Split) -> list[str]:

@@ -1,4 +1,4 @@
-"""Select the samples that a run trains and evaluates on, and plan the order of training."""
+"""Select the samples that a run trains and evaluates on."""
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -9,7 +9,6 @@ from utils.config.bounds import require
 from utils.config.settings import TrainConfig
 from utils.console import join_names, nfc, progress, say
 from utils.data.check import check_images
-from utils.data.order import Plan
 from utils.data.samples import (
     ListedSplit,
     SampleList,
@@ -38,8 +37,6 @@ def load_data(config: TrainConfig, samples: SampleList | None = None) -> Data:
     A resumed run passes the `samples` of its checkpoint, to continue with the same ones. All images
     are checked, with a progress bar and messages.
     """
-    if samples is not None:
-        samples.check_choices(config)
     source = _open_checked(config, samples)
     if samples is None:
         pairs = _choose_splits(source, config)
@@ -62,9 +59,9 @@ def load_data(config: TrainConfig, samples: SampleList | None = None) -> Data:
     evaluation = random_subset(evaluation, config.max_eval_samples, config.seed)
     for split in (train, evaluation):
         check_kind(split, config)
-    if len(source.class_names) < 2:
-        problem = f"--data {config.data} has one class, {join_names(source.class_names)}"
-        raise UserError("; ".join([problem, *train.notes]), "give at least two classes")
+    problem = f"--data {config.data} has one class, {join_names(source.class_names)}"
+    problem = "; ".join([problem, *train.notes])
+    require(len(source.class_names) > 1, problem, "give at least two classes")
     return Data(train, evaluation, source.class_names, samples, bad)
 
 
@@ -85,10 +82,17 @@ def load_split(
     list counts as the run's own, even if it has been moved.
     """
     source = _open_checked(config, samples)
-    of_run = samples is not None and name in (None, "train")
+    of_run = name in (None, "train")
     if samples and of_run and (own_data or _holds_all(source, samples)):
         config = replace(config, **samples.choices)
-        split = _own_split(source, config, name == "train", samples)
+        part = samples.train if name else samples.evaluation
+        (split,), changes = _find_again(source, config, samples, [part])
+        is_lost = part.names is None and samples.train.source == samples.evaluation.source
+        problem = f"{'; '.join(changes)}; the held-out samples cannot be found again"
+        fix = f"evaluate all samples with --data {config.data} --split {part.source}"
+        require(not (changes and is_lost), problem, fix)
+        for text in changes:
+            say(text)
         shown = split.name
     else:
         asked = name or _eval_name(source, "", None)
@@ -191,36 +195,16 @@ def _find_again(
 
 
 def _class_changes(before: list[str], now: list[str]) -> list[str]:
-    before, now = [*map(nfc, before)], [*map(nfc, now)]
-    new, gone = [n for n in now if n not in before], [n for n in before if n not in now]
-    lists = {"new": new, "removed": gone}
-    parts = [f"{what}: {join_names(names, 3)}" for what, names in lists.items() if names]
-    return [f"the classes changed since training ({'; '.join(parts)})"] * bool(parts)
+    new = np.compress(indices_in(before, now) < 0, now)
+    gone = np.compress(indices_in(now, before) < 0, before)
+    lists = f"new: {join_names(new, 3) or 'none'}, removed: {join_names(gone, 3) or 'none'}"
+    return [f"the classes changed since training ({lists})"] * bool(len(new) or len(gone))
 
 
 def _holds_all(source: Source, samples: SampleList) -> bool:
     """Whether a data set has all samples of the list."""
     parts = samples.parts
     return all(p.source in source.openers and is_same(p, source.split(p.source)) for p in parts)
-
-
-def _own_split(
-    source: Source,
-    config: TrainConfig,
-    training: bool,
-    samples: SampleList,
-) -> Split:
-    """The samples that the run trained on, or those that it evaluated on."""
-    part = samples.train if training else samples.evaluation
-    (split,), changes = _find_again(source, config, samples, [part])
-    if changes and part.names is None and samples.train.source == samples.evaluation.source:
-        raise UserError(
-            f"{'; '.join(changes)}; the held-out samples cannot be found again",
-            f"evaluate all samples with --data {config.data} --split {part.source}",
-        )
-    for text in changes:
-        say(text)
-    return split
 
 
 def _report_trained_on(samples: SampleList, split: Split) -> None:
@@ -268,64 +252,27 @@ def renumber(split: Split, class_names: list[str], wanted: list[str]) -> Split:
     """
     if class_names == wanted:
         return split
-    table = indices_in(wanted, class_names)
-    is_multi = split.labels.ndim == 2
+    numbers, is_multi = indices_in(wanted, class_names), split.labels.ndim == 2
     present = np.flatnonzero(split.labels.any(0)) if is_multi else np.unique(split.labels)
-    unknown = sorted({class_names[label] for label in present if table[label] < 0})
-    if unknown:
-        raise UserError(
-            f"the checkpoint does not have the class {unknown[0]!r}, only {join_names(wanted)}",
-            "evaluate data with these classes",
+    if unknown := sorted(class_names[label] for label in present if numbers[label] < 0):
+        problem = (
+            f"the checkpoint does not have the class {unknown[0]!r}, only {join_names(wanted)}"
         )
-    if not is_multi:
-        return replace(split, labels=table[split.labels])
-    labels = np.zeros((len(split), len(wanted)), np.uint8)
-    labels[:, table[present]] = split.labels[:, present]
-    return replace(split, labels=labels)
+        raise UserError(problem, "evaluate data with these classes")
+    one_hot = np.eye(len(wanted), dtype=np.uint8)[numbers]
+    return replace(split, labels=split.labels @ one_hot if is_multi else numbers[split.labels])
 
 
 def check_kind(split: Split, config: TrainConfig) -> None:
     """Raise ValueError if the labels of a split do not suit --task, or if none of its images has
     one.
     """
-    if split.labels.ndim == 1:
-        if config.task == "multilabel":
-            problem = f"--task multilabel: each image of --data {config.data} has one label"
-            raise UserError(problem, "use lists of labels, or train with --task classification")
-    elif config.task not in ("auto", "multilabel"):
-        problem = f"--task {config.task}: an image of --data {config.data} may have several labels"
-        raise UserError(problem, "use other data, or train with --task multilabel")
-    elif not split.labels.any():
-        raise UserError(f"no image of split {split.name!r} has a label", "fix the labels")
-
-
-def make_plan(config: TrainConfig, train: Split, global_batch_size: int, microbatches: int) -> Plan:
-    """The order of the run's training samples.
-
-    Raises ValueError if it does not fit the batch or the labels.
-    """
-    if global_batch_size % config.repeats:
-        problem = (
-            f"--repeats {config.repeats} does not divide the global batch of {global_batch_size}"
-        )
-        raise UserError(problem, f"set --global_batch_size to a multiple of {config.repeats}")
-    if config.mixes and global_batch_size // 2 < microbatches:
-        problem = f"a global batch of {global_batch_size} has fewer pairs than its {microbatches} microbatches"
-        fix = f"--mixup and --cutmix need a --global_batch_size of at least {2 * microbatches}, or fewer microbatches"
-        raise UserError(problem, fix)
-    weights = None
-    if config.sampler == "balanced":
-        if train.labels.ndim != 1:
-            raise UserError("--sampler balanced needs one class per image", "leave it out")
-        weights = 1 / np.bincount(train.labels)[train.labels]
-    return Plan(
-        samples=len(train),
-        global_batch_size=global_batch_size,
-        microbatches=microbatches,
-        seed=config.seed,
-        drop_last=config.drop_last,
-        repeats=config.repeats,
-        in_pairs=config.mixes,
-        shares=config.shares,
-        weights=weights,
-    )
+    several, task = split.labels.ndim == 2, config.task
+    problem = f"--task multilabel: each image of --data {config.data} has one label"
+    fix = "use lists of labels, or train with --task classification"
+    require(several or task != "multilabel", problem, fix)
+    problem = f"--task {task}: an image of --data {config.data} may have several labels"
+    fix = "use other data, or train with --task multilabel"
+    require(not several or task in ("auto", "multilabel"), problem, fix)
+    problem = f"no image of split {split.name!r} has a label"
+    require(not several or bool(split.labels.any()), problem, "fix the labels")

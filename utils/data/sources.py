@@ -41,7 +41,7 @@ def open_digits(_rest: str, _config: TrainConfig) -> Source:
     file = Path(package.origin).with_name("datasets") / "data" / "digits.csv.gz"
     *columns, target = np.loadtxt(file, delimiter=",", unpack=True)
     pixels = np.round(np.stack(columns, 1).reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
-    split = whole_split("train", pixels, target, fingerprint_of("digits", pixels.tobytes()))
+    split = whole_split("train", pixels, target, fingerprint_of("digits", pixels))
     return Source({"train": lambda: split}, [str(i) for i in range(10)])
 
 
@@ -87,7 +87,7 @@ def open_torchvision(name: str, config: TrainConfig) -> Source:
     def make(split: str) -> Split:
         pixels = np.asarray(sets[split].data)
         planes = pixels if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2)
-        fingerprint = fingerprint_of(name, split, np.ascontiguousarray(pixels).data)
+        fingerprint = fingerprint_of(name, split, pixels)
         return whole_split(split, planes, sets[split].targets, fingerprint)
 
     class_names = [*map(str, sets["train"].classes)]

@@ -60,19 +60,12 @@ class Split:
     @cached_property
     def readable(self) -> np.ndarray:
         """bool [N]: False for each sample whose image is known to be unreadable."""
-        return (
-            ~np.isin(self.image_index, list(self.errors))
-            if self.errors
-            else np.ones(len(self), bool)
-        )
+        return ~np.isin(self.image_index, list(self.errors))
 
     def unreadable(self) -> dict[str, str]:
         """The errors of its unreadable images, by their paths or indices."""
-        positions = np.flatnonzero(~self.readable).tolist()
-        return {
-            self.describe(position): self.errors[int(self.image_index[position])]
-            for position in positions
-        }
+        bad = np.flatnonzero(~self.readable).tolist()
+        return {self.describe(n): self.errors[int(self.image_index[n])] for n in bad}
 
     def replace_unreadable(self) -> "Split":
         """The split with another image of the same classes in the place of each unreadable one.
@@ -82,18 +75,16 @@ class Split:
         is no such image.
         """
         _, kinds = np.unique(self.labels, return_inverse=True, axis=0)
-        order, rows = permutation(len(self), 0, 0), self.image_index.copy()
+        order, index = permutation(len(self), 0, 0), self.image_index.copy()
         is_usable, kinds = self.readable[order], kinds[order]
-        for kind in np.unique(kinds[~is_usable]):
-            same, bad = (
-                np.flatnonzero(is_usable & (kinds == kind)),
-                np.flatnonzero(~is_usable & (kinds == kind)),
-            )
-            if not len(same):
-                problem = f"{self.describe(order[bad[0]])}: no other image has the same label and can be used"
-                raise UserError(problem, "restore it, or start a new run")
-            rows[order[bad]] = self.image_index[order[same[np.searchsorted(same, bad) % len(same)]]]
-        return replace(self, image_index=rows)
+        for place in np.flatnonzero(~is_usable):
+            same = np.flatnonzero(is_usable & (kinds == kinds[place]))
+            problem = "no other image has the same label and can be used"
+            fix = "restore it, or start a new run"
+            require(len(same) > 0, f"{self.describe(order[place])}: {problem}", fix)
+            found = order[same[np.searchsorted(same, place) % len(same)]]
+            index[order[place]] = self.image_index[found]
+        return replace(self, image_index=index)
 
     def select(self, positions: np.ndarray) -> "Split":
         """A split of the samples at these positions, in this order."""
@@ -106,13 +97,8 @@ class Split:
         if isinstance(self.images, Files):
             paths = (self.images.paths[row] for row in self.image_index[self.readable])
             stamps = [(path, *stamp_of(path)) for path in paths]
-        return fingerprint_of(
-            self.fingerprint,
-            self.bits,
-            np.ascontiguousarray(self.image_index).data,
-            *sorted(self.errors),
-            *stamps,
-        )
+        parts = self.fingerprint, self.bits, self.image_index
+        return fingerprint_of(*parts, *sorted(self.errors), *stamps)
 
     @cached_property
     def label_fingerprint(self) -> str:
@@ -120,7 +106,7 @@ class Split:
 
         Computed once, because every checkpoint stores it.
         """
-        return fingerprint_of(np.ascontiguousarray(self.labels).data)
+        return fingerprint_of(self.labels)
 
     @cached_property
     def content(self) -> str:
@@ -128,12 +114,8 @@ class Split:
         checked.
         """
         if isinstance(self.images, np.ndarray):
-            return fingerprint_of(
-                np.ascontiguousarray(self.images).data, np.ascontiguousarray(self.image_index).data
-            )
-        return (
-            "" if self.checksums is None else fingerprint_of(self.checksums[self.image_index].data)
-        )
+            return fingerprint_of(self.images, self.image_index)
+        return "" if self.checksums is None else fingerprint_of(self.checksums[self.image_index])
 
     def read_ahead(self, positions: Sequence[int]) -> list:
         """The encoded images of several samples; None for images that are read one by one."""
@@ -144,11 +126,9 @@ class Split:
     def describe(self, position: int) -> str:
         """The path of the image of sample `position`, or its index in the split."""
         row = int(self.image_index[position])
-        return (
-            str(self.images.paths[row])
-            if isinstance(self.images, Files)
-            else f"image {row} of split {self.name!r}"
-        )
+        if isinstance(self.images, Files):
+            return self.images.paths[row]
+        return f"image {row} of split {self.name!r}"
 
 
 @dataclass(frozen=True)
@@ -251,27 +231,17 @@ def whole_split(name: str, images: Images, labels, fingerprint: str) -> Split:
     """A split with all images in order; `labels` are classes, [N], or multi-hot, [N, classes]."""
     given = np.asarray(labels)
     labels = np.ascontiguousarray(given, np.uint8 if given.ndim == 2 else np.int64)
-    require(
-        (labels == given).all(),
-        f"split {name!r} has labels that are not integers",
-        "give class numbers",
-    )
+    problem = f"split {name!r} has labels that are not integers"
+    require(bool((labels == given).all()), problem, "give class numbers")
     return Split(name, images, labels, np.arange(len(labels)), fingerprint)
 
 
-def multi_hot(split: str, counts: np.ndarray, flat: np.ndarray, classes: int) -> np.ndarray:
+def multi_hot(counts: np.ndarray, flat: np.ndarray, classes: int) -> np.ndarray:
     """The multi-hot rows of samples with `counts` [N] classes each, listed one after the other in
     `flat`.
-
-    Raises ValueError if one is outside 0 .. classes - 1.
     """
-    samples = np.repeat(np.arange(len(counts)), counts)
-    wrong = np.flatnonzero((flat < 0) | (flat >= classes))
-    if len(wrong):
-        problem = f"has the label {flat[wrong[0]]}, outside 0..{classes - 1}"
-        raise UserError(f"image {samples[wrong[0]]} of split {split!r} {problem}", "fix the labels")
     rows = np.zeros((len(counts), classes), np.uint8)
-    rows[samples, flat] = 1
+    rows[np.repeat(np.arange(len(counts)), counts), flat] = 1
     return rows
 
 
@@ -347,16 +317,12 @@ def random_subset(split: Split, count: int | None, seed: int) -> Split:
 
 
 def fingerprint_of(*parts) -> str:
-    """A hash of the parts. Each is bytes, a memoryview, or any value, of which `str` is hashed."""
+    """A hash of the parts: bytes, memoryviews, arrays, or any values, of which `str` is hashed."""
     digest = hashlib.sha256()
     for part in parts:
-        data = (
-            part
-            if isinstance(part, bytes | memoryview)
-            else str(part).encode("utf-8", "surrogatepass")
-        )
-        digest.update(
-            (data.nbytes if isinstance(data, memoryview) else len(data)).to_bytes(8, "little")
-        )
+        part = np.ascontiguousarray(part).data if isinstance(part, np.ndarray) else part
+        is_raw = isinstance(part, bytes | memoryview)
+        data = memoryview(part if is_raw else str(part).encode("utf-8", "surrogatepass"))
+        digest.update(data.nbytes.to_bytes(8, "little"))
         digest.update(data)
     return digest.hexdigest()[:32]

@@ -11,23 +11,17 @@ from utils.console import join_names
 from utils.data.splits import EVAL_NAMES, fingerprint_of, stamp_of
 from utils.errors import UserError, one_line
 
-# A folder with one of these holds tables.
-TABLE_FILES = ("*.parquet", "*.arrow", "dataset_dict.json", "state.json")
+_SAVED = ("dataset_dict.json", "state.json")  # save_to_disk writes one of these into a folder
 
 
 def has_tables(folder: Path) -> bool:
     """Whether a folder directly contains tables."""
-    return any(_visible(folder, name) for name in TABLE_FILES)
+    return any(_visible(folder, name) for name in ("*.parquet", "*.arrow", *_SAVED))
 
 
 def _visible(folder: Path, pattern: str) -> list[Path]:
     """The files that match the pattern, without hidden ones such as ._train.parquet of macOS."""
     return sorted(file for file in folder.glob(pattern) if not file.name.startswith("."))
-
-
-def _is_saved(path: Path) -> bool:
-    """Whether save_to_disk wrote this folder."""
-    return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
 
 
 def read_table_files(path: Path):
@@ -49,23 +43,20 @@ def read_table_files(path: Path):
 
 
 def _read(path: Path):
-    from datasets import Dataset, config, load_dataset, load_from_disk
+    from datasets import config, load_dataset, load_from_disk
 
     # Otherwise it would report the read to the Hub, and wait if there is no network.
     config.HF_UPDATE_DOWNLOAD_COUNTS = False
     hide_bars_without_terminal()
-    if _is_saved(path):
+    if any((path / name).exists() for name in _SAVED):
         return load_from_disk(str(path))
-    if path.is_file() and path.suffix == ".arrow":
-        return {"train": Dataset.from_file(str(path))}
-    parquet = [path] if path.is_file() else _visible(path, "*.parquet")
-    files = parquet or _visible(path, "*.arrow")
-    data_files = {"train": [str(path)]}
+    files, data_files = [path], {"train": [str(path)]}
     if not path.is_file():
+        files = _visible(path, "*.parquet") or _visible(path, "*.arrow")
         _check_shards(files)
         data_files = _files_by_split(files)
     # The cache of `datasets` compares only paths and times, which another file can have, too.
-    kind, stamps = "parquet" if parquet else "arrow", fingerprint_of(*map(stamp_of, files))
+    kind, stamps = files[0].suffix[1:], fingerprint_of(*map(stamp_of, files))
     splits: dict = {}
     # each alone, because all would get the class names of one of them
     for name, paths in data_files.items():
@@ -108,7 +99,7 @@ def _check_shards(files: list[Path]) -> None:
     """Check the number of the shards NAME-00000-of-00010, and so on."""
     found = (re.fullmatch(r"(.+)-\d+-of-(\d+).*", file.stem) for file in files)
     for (name, total), count in Counter(shard.groups() for shard in found if shard).items():
-        problem = f"{files[0].parent}: has {count} of {total} shards {name}-...-of-{total}"
+        problem = f"{files[0].parent}: has {count} of {int(total)} shards {name}-...-of-{total}"
         fix = f"add or remove files, or remove -of-{total} from their names"
         require(count == int(total), problem, fix)
 

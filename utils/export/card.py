@@ -146,7 +146,7 @@ def preprocessing(spec: InputSpec) -> str:
     """The source of `preprocess`, which uses Pillow and NumPy. Its pixels are those of evaluation,
     up to rounding.
 
-    See `center` and `center_of_photograph` of utils/data/decode.py.
+    See `center` of utils/data/decode.py.
     """
     height, width, shorter = spec.height, spec.width, min(spec.height, spec.width)
     resized = spec.resize or shorter / spec.crop

@@ -20,7 +20,7 @@ from utils.errors import LostRank, UserError, one_line, shorten, split_error
 from utils.files import write_file
 from utils.launch.command import elastic_nodes, launcher_command
 from utils.launch.environment import attempts_left, claimed_ranks, is_launched
-from utils.memory import SHM, SHM_FIX, describe_shm
+from utils.memory import SHM, SHM_FIX
 from utils.output import exit_with
 from utils.waiting import call_with_timeout
 
@@ -191,10 +191,11 @@ def with_known_fix(error: Exception) -> Exception:
     # raised anywhere in the main thread
     if isinstance(error, RuntimeError) and "DataLoader worker (pid" in text:
         if "Bus error" in f"{text} {error.__cause__}":
-            problem = f"a loader process found no space in {SHM} ({describe_shm()})"
-            return UserError(problem, f"{SHM_FIX}, or lower --num_workers")
-        problem = f"a loader process was killed ({text[:100]})"
-        return UserError(problem, "if memory is short, lower --num_workers")
+            fix = f"{SHM_FIX}, or lower --num_workers"
+            return UserError(f"a loader process found no space in {SHM}", fix)
+        return UserError(
+            f"a loader process was killed ({text[:100]})", "if memory is short, lower --num_workers"
+        )
     for sign, (problem, fix) in _KNOWN.items():
         if isinstance(error, RuntimeError | ValueError) and sign in text:
             return UserError(problem.format(text.split(",")[0]), fix)

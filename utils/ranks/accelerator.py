@@ -210,13 +210,13 @@ def compile_model(accelerator: Accelerator, module: nn.Module) -> None:
         plugin.backend = DynamoBackend.NO  # done
 
 
-def prepare_buckets(model: nn.Module, module: nn.Module, no_images: Tensor) -> None:
+def prepare_buckets(model: nn.Module, no_images: Tensor) -> None:
     """Run one backward pass on an empty batch, so that DDP rebuilds its gradient buckets now;
     collective.
 
     DDP rebuilds them after its first backward pass. With three or more ranks, gradients are then
     added in a different order, so a resumed run would differ from an uninterrupted one. `no_images`
-    is [0, C, H, W]. The buffers of the module are restored.
+    is an empty input. The buffers of the model are restored.
     """
     if not isinstance(model, DistributedDataParallel):
         return
@@ -227,10 +227,10 @@ def prepare_buckets(model: nn.Module, module: nn.Module, no_images: Tensor) -> N
     # and kernels of one pixel this warning is wrong, because the stride of a dimension of size 1
     # has no meaning.
     warnings.filterwarnings("ignore", message=_OF_SIZE_1)
-    buffers = [buffer.clone() for buffer in module.buffers()]
+    buffers = [buffer.clone() for buffer in model.buffers()]
     with torch.compiler.set_stance("force_eager"):  # do not compile for an empty batch
         model(no_images).sum().backward()
     model.zero_grad()
     with torch.no_grad():
-        for buffer, before in zip(module.buffers(), buffers, strict=True):
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)

@@ -16,7 +16,7 @@ import numpy as np
 
 from utils.config.bounds import require
 from utils.console import join_names, printable
-from utils.data.scan import Scan, files_below, notes
+from utils.data.folders import Scan, files_below, notes
 from utils.data.splits import Files, Split, fingerprint_of, whole_split
 from utils.files import check_output_file
 from utils.tasks.task import Predictions, Task

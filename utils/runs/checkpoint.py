@@ -1,8 +1,8 @@
 """Find, save, load and delete the checkpoints of a run. A checkpoint is a folder that is complete
 or does not exist.
 
-RUN/checkpoints/step-00001234/   model.safetensors, optimizer.bin                      (Accelerator.save_state)
-                                 NAME.safetensors of each part                         (loading.py)
+RUN/checkpoints/step-00001234/   model.safetensors, optimizer.bin, scaler.pt of fp16   (Accelerator.save_state)
+                                 ema.safetensors with --ema_decay                      (loading.py)
                                  state.json, config.yaml, samples.json.gz               (metadata.py)
                                  manifest.json                                         (size and SHA-256 of each)
 RUN/checkpoints/latest, best     one line each: the name of such a folder
@@ -36,14 +36,15 @@ from utils.errors import UserError
 from utils.files import LOCK, check_output_folder, expand, holder_text, lock, read_text, write_file
 from utils.launch.environment import can_be_restarted
 from utils.models.sharded import is_sharded, tied_names
+from utils.models.weight_average import WeightAverage
 from utils.ranks.ranks import Ranks
 from utils.runs.loading import (
-    Stateful,
     bytes_to_save,
     check_savable,
+    extend_save_state,
+    load_average,
     load_optimizer,
-    load_parts,
-    write_parts,
+    load_scale,
 )
 from utils.runs.manifest import find_checkpoint, newest_good, verify
 from utils.runs.metadata import Checkpoint, check_identity, read_checkpoint, read_settings
@@ -82,7 +83,7 @@ class CheckpointManager:
         self._thread = ThreadPoolExecutor(1)
         self._saving: Future[None] | None = None  # the last save, on the main process, until `wait`
         # what checkpoints hold, set by `restore`
-        self._tensors: tuple[nn.Module, Optimizer, Mapping[str, Stateful]]
+        self._tensors: tuple[nn.Module, Optimizer, WeightAverage | None]
 
     def newest(self) -> Checkpoint | None:
         """The verified checkpoint that --resume, or a restart by the launcher, starts from; None
@@ -107,47 +108,41 @@ class CheckpointManager:
         accelerator: Accelerator,
         model: nn.Module,
         optimizer: Optimizer,
-        parts: Mapping[str, Stateful],
-    ) -> tuple[Path, list[str]]:
-        """Open the folder of the run, and load the optimizer's state and the parts of `saved`, if
-        it is given.
+        average: WeightAverage | None,
+    ) -> Path:
+        """Open the folder of the run, and load the state of the optimizer, the average of the weights
+        and the loss scale from `saved`, if it is given.
 
         The `model` has its weights already. Deletes later checkpoints. `config` has the resolved
-        settings; the name of a new folder contains the model. Returns the folder, and a line for
-        each part that only the checkpoint or only the run has. Raises ValueError, before any file
-        is changed, if the tensors do not fit.
+        settings; the name of a new folder contains the model. Raises ValueError, before any file is
+        changed, if the tensors do not fit.
         """
-        self.config, self._tensors, lines = config, (model, optimizer, parts), list[str]()
-        write_parts(accelerator, model, optimizer, parts)
+        self.config, self._tensors = config, (model, optimizer, average)
+        extend_save_state(accelerator, model, optimizer, average)
         if saved is not None:
             with self.ranks.agree():
                 load_optimizer(saved.path, optimizer)
-                lines = load_parts(saved.path, parts)
-        folder = self._open_folder()
-        if saved is not None:
-            with self.ranks.agree():
-                if self.ranks.is_main:
-                    if saved.is_in(folder):
-                        delete_after(
-                            folder / "checkpoints", saved.state.step, saved.state.best_step
-                        )
-                    else:
-                        write_file(folder / _ORIGIN, bytes(saved.path.absolute()))
-        # after a restart, its own checkpoints come before that of --resume
-        self.ranks.store_set("started", "yes")
-        return folder, lines
-
-    def _open_folder(self) -> Path:
-        """The folder of the run, which is created if the run is new; collective."""
+                load_average(saved.path, average)
+                load_scale(saved.path, accelerator.scaler)
 
         def create() -> tuple[Path, str]:
-            return self.folder or self._lock(_create_folder(self.config)), holder_text()
+            return self.folder or self._lock(_create_folder(config)), holder_text()
 
         self.folder, holder = self.ranks.from_main(create)
         with self.ranks.agree():
             # closing the file would release the lock that the main process has on it
             if not self.ranks.is_main:
                 _check_shared(self.folder, holder)
+        with self.ranks.agree():
+            if self.ranks.is_main and saved is not None:
+                if saved.is_in(self.folder):
+                    delete_after(
+                        self.folder / "checkpoints", saved.state.step, saved.state.best_step
+                    )
+                else:
+                    write_file(self.folder / _ORIGIN, bytes(saved.path.absolute()))
+        # after a restart, its own checkpoints come before that of --resume
+        self.ranks.store_set("started", "yes")
         return self.folder
 
     @contextmanager
@@ -162,7 +157,7 @@ class CheckpointManager:
         """
         assert self.folder is not None
         folder = self.folder / "checkpoints"
-        model, optimizer, parts = self._tensors
+        model, optimizer, average = self._tensors
         partial, sharded = partial_of(folder, state.step), is_sharded(model)
         error: Exception | None = None
         self.wait()
@@ -171,7 +166,7 @@ class CheckpointManager:
                 assert self._locked is not None
                 _check_own(self.folder, self._locked)
                 check_savable(optimizer)
-                new_partial(folder, state.step, bytes_to_save(model, optimizer, parts))
+                new_partial(folder, state.step, bytes_to_save(model, optimizer, average))
         self.ranks.enter_collective()
         try:
             yield partial if sharded or self.ranks.is_main else None
@@ -224,7 +219,7 @@ class CheckpointManager:
         folder = self.folder / "checkpoints"
         partial = partial_of(folder, step)
         try:
-            complete_files(partial, files, self._tensors[2])
+            complete_files(partial, files)
             publish(folder, step, tied)
         except Exception as error:
             raise delete_failed(partial, error) from error
@@ -334,7 +329,7 @@ def _create_folder(config: TrainConfig) -> Path:
             path.mkdir(parents=True)
             return path
         except FileExistsError:  # another run started in the same second, or after the check
-            if config.run_name:
+            if config.run_name or not path.exists():  # a folder above it is a broken link
                 raise
             time.sleep(0.2)
 

@@ -22,8 +22,8 @@ from utils.models.weight_files import read_weights
 from utils.models.zoo import build_model
 from utils.ranks.accelerator import compile_model
 from utils.ranks.ranks import Ranks
-from utils.runs.loading import EMA, load_weights
-from utils.runs.manifest import MODEL, files_of, find_checkpoint, verify
+from utils.runs.loading import load_weights
+from utils.runs.manifest import AVERAGE, MODEL, files_of, find_checkpoint, verify
 from utils.runs.metadata import read_checkpoint
 from utils.tasks.task import Task
 
@@ -66,14 +66,14 @@ def find_saved(ckpt: str, kind: str | None, ranks: Ranks, tries: int = 10) -> In
 
 def _read(path: Path, kind: str | None, is_main: bool) -> Inference:
     """The weights of a verified checkpoint: by default the average, if it has one."""
-    saved, average = read_checkpoint(path, is_main), f"{EMA}.safetensors"
-    has_average, state = average in files_of(path), saved.state
+    saved, has_average = read_checkpoint(path, is_main), AVERAGE in files_of(path)
     fix = "use --weights raw, or train with --ema_decay"
     require(has_average or kind != "ema", f"{path}: has no average of the weights", fix)
     kind = kind or ("ema" if has_average else "raw")
+    state = saved.state
     origin = {"checkpoint": str(path.absolute()), "step": state.step, "epoch": state.epochs_begun}
     last = [each for each in state.evaluations if each["step"] == state.step]
-    tensors = read_weights(path / (average if kind == "ema" else MODEL))
+    tensors = read_weights(path / (AVERAGE if kind == "ema" else MODEL))
     return Inference(
         path,
         saved.config,

@@ -1,15 +1,12 @@
 """The tensors of checkpoints: what is added to `Accelerator.save_state`, and how all of them are
 read.
-
-A part of a run besides model and optimizer is a safetensors file NAME.safetensors in its
-checkpoints. To add one, add an object with the methods of `Stateful` to `make_parts`.
 """
 
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -24,47 +21,8 @@ from utils.models.checking import bad_tensors
 from utils.models.matching import shape_of
 from utils.models.sharded import copy_into, distinct_state, is_sharded, local, tied_names, whole
 from utils.models.weight_average import WeightAverage
-from utils.models.weight_files import load_pickled, load_safetensors
-from utils.runs.manifest import MANIFEST, MODEL, OPTIMIZER, files_of
-
-LOSS_SCALE = "loss_scale"
-EMA = "ema"
-
-
-class Stateful(Protocol):
-    """What `run.parts` holds. The state is a flat dict, with the same names, shapes and dtypes
-    during the whole run.
-
-    `state_dict` must not communicate, because it may be called on the main process only; its
-    tensors may be sharded. All ranks call `load_state_dict`, with the same state, after the weights
-    are loaded. A part that the checkpoint lacks stays as it was created, with the loaded weights.
-    """
-
-    def state_dict(self) -> dict[str, Tensor]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Tensor]) -> object: ...
-
-
-class LossScale:
-    """The loss scale of fp16 as float64 scalars.
-
-    A new one would overflow at first, and updates would be skipped.
-    """
-
-    def __init__(self, scaler: torch.amp.GradScaler):
-        self.scaler = scaler
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {
-            name: torch.tensor(value, dtype=torch.float64)
-            for name, value in self.scaler.state_dict().items()
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        own = self.scaler.state_dict().items()
-        self.scaler.load_state_dict(
-            {name: type(value)(state_dict[name].item()) for name, value in own}
-        )
+from utils.models.weight_files import load_pickled, read_weights
+from utils.runs.manifest import AVERAGE, MANIFEST, OPTIMIZER, SCALER, files_of
 
 
 def make_average(module: nn.Module, decay: float | None) -> WeightAverage | None:
@@ -72,24 +30,14 @@ def make_average(module: nn.Module, decay: float | None) -> WeightAverage | None
     return WeightAverage(module, decay) if decay else None
 
 
-def make_parts(
-    accelerator: Accelerator, module: nn.Module, average: WeightAverage | None
-) -> dict[str, Stateful]:
-    """The parts of a run, by their names. `module` is for parts that you add."""
-    parts: dict[str, Stateful] = (
-        {LOSS_SCALE: LossScale(accelerator.scaler)} if accelerator.scaler else {}
-    )
-    return parts | ({EMA: average} if average else {})
-
-
-def write_parts(
+def extend_save_state(
     accelerator: Accelerator,
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
-    parts: Mapping[str, Stateful],
+    average: WeightAverage | None,
 ) -> None:
-    """Let `Accelerator.save_state` write the parts of a run, too, and each tied weight of `module`
-    once.
+    """Let `Accelerator.save_state` write the average of the weights, too, and each tied weight of
+    `module` once.
 
     With FSDP2 all ranks send their rows of each tensor, and the main process writes them.
     """
@@ -101,14 +49,13 @@ def write_parts(
     def before_saving(_models: Any, weights: list[dict[str, Tensor]], folder: str) -> None:
         if weights:  # empty with FSDP2. Accelerate would drop tensors that share memory with others
             weights[:] = [{name: _plain(tensor) for name, tensor in distinct_state(module).items()}]
-        for part, value in parts.items():
-            tensors: dict[str, Tensor] = {}
-            for name, tensor in value.state_dict().items():
-                full = whole(tensor)
-                if accelerator.is_main_process:
-                    tensors[name] = _plain(full)
+        averages: dict[str, Tensor] = {}
+        for name, tensor in (average.state_dict() if average else {}).items():
+            full = whole(tensor)
             if accelerator.is_main_process:
-                save_file(tensors, Path(folder) / f"{part}.safetensors")
+                averages[name] = _plain(full)
+        if averages:
+            save_file(averages, Path(folder) / AVERAGE)
 
     accelerator.register_save_state_pre_hook(before_saving)
 
@@ -120,15 +67,11 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def bytes_to_save(
-    module: nn.Module, optimizer: torch.optim.Optimizer, parts: Mapping[str, Stateful]
+    module: nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage | None
 ) -> int:
     """The bytes that a save needs on the disk. With FSDP2 this includes the weights twice."""
-    weights = [distinct_state(module)] * (1 + is_sharded(module))
-    states = [
-        *weights,
-        *_unwrapped(optimizer).state.values(),
-        *(part.state_dict() for part in parts.values()),
-    ]
+    weights = [distinct_state(module)] * (1 + is_sharded(module) + (average is not None))
+    states = [*weights, *_unwrapped(optimizer).state.values()]
     tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
     return sum(tensor.nbytes for tensor in tensors)
 
@@ -168,21 +111,49 @@ def read_optimizer(checkpoint: Path) -> tuple[list[str], dict[str, dict[str, Any
     }
 
 
-def load_weights(checkpoint: Path, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Copy the weights of a checkpoint into a bare model. Raises ValueError if they do not fit, or
-    are not finite.
+def load_weights(path: Path, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Copy the weights from a checkpoint or file into a bare model. Raises ValueError if they do
+    not fit, or are not finite.
 
     Tied weights have one name in a checkpoint, see `distinct_state`.
     """
     tied = {name: tensors[first] for name, first in tied_names(model).items() if first in tensors}
     complete = tied | {**tensors}
-    if difference := _difference(complete, model.state_dict()):
-        problem = f"{checkpoint}: holds a different model ({difference} in this model)"
-        raise UserError(problem, "use the same --model and --model_args")
-    if bad := bad_tensors(tensors):
-        problem = f"{checkpoint}: weights are NaN or infinite ({join_names(bad, 3)})"
-        raise UserError(problem, "use another checkpoint")
+    _check_weights(path, complete, model.state_dict())
     model.load_state_dict(complete)
+
+
+def load_average(checkpoint: Path, average: WeightAverage | None) -> None:
+    """Load the average of the weights, if both the checkpoint and the run have one.
+
+    Raises ValueError if it does not fit, or is not finite.
+    """
+    if average is not None and AVERAGE in files_of(checkpoint):
+        tensors = read_weights(checkpoint / AVERAGE)
+        _check_weights(checkpoint / AVERAGE, tensors, average.state_dict())
+        average.load_state_dict(tensors)
+
+
+def _check_weights(path: Path, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    if difference := _difference(tensors, own):
+        problem = f"{path}: holds a different model ({difference} in this model)"
+        raise UserError(problem, "use the same --model and --model_args")
+    bad = join_names(bad_tensors(tensors), 3)
+    require(not bad, f"{path}: weights are NaN or infinite ({bad})", "use another checkpoint")
+
+
+def load_scale(checkpoint: Path, scaler: torch.amp.GradScaler | None) -> None:
+    """Load the loss scale of fp16, if both the checkpoint and the run have one.
+
+    A new one would overflow at first, and updates would be skipped.
+    """
+    path = checkpoint / SCALER
+    if scaler is not None and SCALER in files_of(checkpoint):
+        try:
+            scaler.load_state_dict(load_pickled(path))
+        except Exception as error:  # of any class
+            problem = f"{path}: is not a loss scale ({one_line(error)[:160]})"
+            raise UserError(problem, "use another checkpoint") from error
 
 
 def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
@@ -262,34 +233,6 @@ def _step_with_zeros(optimizer: torch.optim.Optimizer, parameters: list[nn.Param
     for parameter, values in zip(parameters, before, strict=True):
         local(parameter).copy_(values)
         parameter.grad = None
-
-
-def load_parts(checkpoint: Path, parts: Mapping[str, Stateful]) -> list[str]:
-    """Load the checkpoint's parts. Returns lines to print about parts that only the checkpoint or
-    only the run has.
-
-    Raises ValueError if the tensors of a part do not fit.
-    """
-    saved = {Path(name).stem for name in files_of(checkpoint) if name.endswith(".safetensors")}
-    unknown = sorted(saved - {Path(MODEL).stem, *parts})
-    lines = [f"parts of the checkpoint that this run does not have: {join_names(unknown)}"]
-    lines = lines if unknown else []
-    for name, part in parts.items():
-        path = checkpoint / f"{name}.safetensors"
-        if name not in saved:
-            lines.append(f"{path.name} is not in the checkpoint: {name} starts anew")
-            continue
-        try:
-            tensors = load_safetensors(path)
-            if difference := _difference(tensors, part.state_dict()):
-                raise ValueError(f"{difference} in this run")
-            if name == EMA and (bad := bad_tensors(tensors)):
-                raise ValueError(f"NaN or infinite: {join_names(bad, 3)}")
-            part.load_state_dict(tensors)
-        except Exception as error:  # of any class, if a value is malformed
-            problem = f"{path}: does not fit this run's {name} ({one_line(error)[:160]})"
-            raise UserError(problem, "use the same settings, or another checkpoint") from error
-    return lines
 
 
 def _shapes(values: Mapping[str, Any]) -> dict[str, str]:

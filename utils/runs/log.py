@@ -95,36 +95,27 @@ def _reopen(path: Path, state: TrainState) -> int:
     if path.exists():
         lines = []
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError):  # a crash cut the line short
+            with suppress(ValueError, TypeError, KeyError):  # a crash cut the line short
                 lines += [line + "\n"] * is_kept(json.loads(line), state)
         write_file(path, "".join(lines))
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
 
-def is_kept(record: Any, state: TrainState) -> bool:
+def is_kept(record: Mapping[str, Any], state: TrainState) -> bool:
     """Whether a run resumed from this state keeps the record.
 
     The run repeats later updates, a due evaluation, and the end.
     """
-    try:
-        is_last = record["kind"] == "eval" and record["step"] == state.step
-        return (
-            record["step"] <= state.step
-            and record["kind"] != "end"
-            and not (is_last and state.owes_evaluation)
-        )
-    except (KeyError, TypeError):
-        return False
+    kind, step = record["kind"], record["step"]
+    repeated = kind == "eval" and step == state.step and state.owes_evaluation
+    return step <= state.step and kind != "end" and not repeated
 
 
-# tqdm's own estimate of the time left does not know of --max_seconds.
 _BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]"
 
 
 class ProgressBar(tqdm):
     """A progress bar and lines; without a terminal, lines only. The bar is removed at the end."""
-
-    max_seconds = math.inf
 
     def __init__(self, state: TrainState, updates: int, task: Task):
         self.training = list(task.summary(dict.fromkeys(task.training, 1.0), 1.0))
@@ -142,9 +133,7 @@ class ProgressBar(tqdm):
         )
 
     def show(self, record: dict[str, Any]) -> None:
-        if record["kind"] == "start":
-            self.max_seconds = record.get("max_seconds", math.inf)
-        elif record["kind"] == "train":
+        if record["kind"] == "train":
             self._show_training(record)
         elif record["kind"] == "eval":
             self._show_evaluation(record)
@@ -159,8 +148,7 @@ class ProgressBar(tqdm):
     def _show_training(self, record: dict[str, Any]) -> None:
         names = [*self.training, "grad_norm"]
         numbers = {name: f"{record[name]:.4f}" for name in names if name in record}
-        by_updates = (self.total - record["step"]) * record["seconds"] / max(1, record["step"])
-        left = max(0.0, min(by_updates, self.max_seconds - record["seconds"]))
+        left = (self.total - record["step"]) * record["seconds"] / max(1, record["step"])
         numbers |= {
             "lr": f"{record['lr']:.2e}",
             "images/s": f"{record['images_per_second']:.0f}",

@@ -11,7 +11,9 @@ from utils.errors import UserError, split_error
 from utils.files import read_json, read_text, write_file
 
 MANIFEST = "manifest.json"
-MODEL, OPTIMIZER = "model.safetensors", "optimizer.bin"  # as Accelerate's `save_state` names them
+# as Accelerate's `save_state` names them
+MODEL, OPTIMIZER, SCALER = "model.safetensors", "optimizer.bin", "scaler.pt"
+AVERAGE = "ema.safetensors"  # of the weights, with --ema_decay
 # a resume also needs OPTIMIZER
 NEEDED = (MODEL, "state.json", "config.yaml", SAMPLES)
 

@@ -18,9 +18,7 @@ import torchvision
 from utils.config.bounds import Bound, read_fields, require
 from utils.config.cli import read_config
 from utils.config.plugin import PLUGIN, check_plugin
-from utils.config.recipe import BatchSize
 from utils.config.settings import (
-    CHOSEN,
     FORMAT,
     OF_ONE_START,
     OF_THIS_MACHINE,
@@ -53,19 +51,14 @@ class StateFile:
     class_names: Annotated[list[str], Bound("class names", bool)]
     samples: int = 0
     labels: str = ""  # fingerprint
-    global_batch_size: BatchSize = 1
-    seed: int = 0
     processes: int = 1
     threads: int = 1
     device: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     input: InputSpec
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, allow_nan=False)
-
     @classmethod
-    def from_json(cls, path: Path) -> "StateFile":
+    def read(cls, path: Path) -> "StateFile":
         """Read the file of a verified checkpoint.
 
         Raises ValueError, which names it, if a value is malformed.
@@ -105,7 +98,7 @@ def read_checkpoint(path: Path, is_main: bool = True) -> Checkpoint:
     Raises ValueError if one of them is malformed, or if the run had a plug-in that is not loaded.
     The main process prints a line if the plug-in has changed.
     """
-    state_file = StateFile.from_json(path / "state.json")
+    state_file = StateFile.read(path / "state.json")
     check_plugin(path, state_file.versions, is_main)
     return Checkpoint(path, read_settings(path), state_file, read_samples(path / FILE))
 
@@ -118,7 +111,7 @@ def check_identity(saved: Checkpoint) -> None:
     """
     for path in checkpoints_of(saved.path.parent):
         try:
-            state = StateFile.from_json(path / "state.json").state
+            state = StateFile.read(path / "state.json").state
         except (OSError, ValueError):  # it is damaged
             continue
         own = path == checkpoint_of(path.parent, state.step) and state.run_id == saved.state.run_id
@@ -134,8 +127,6 @@ def make_files(
         state=state,
         samples=plan.samples,
         labels=data.train.label_fingerprint,
-        global_batch_size=plan.global_batch_size,
-        seed=plan.seed,
         processes=ranks.topology.world_size,
         threads=ranks.threads,
         device=ranks.device.type,
@@ -144,7 +135,7 @@ def make_files(
         class_names=data.class_names,
     )
     return {
-        "state.json": state_file.to_json().encode(),
+        "state.json": json.dumps(asdict(state_file), indent=1, allow_nan=False).encode(),
         "config.yaml": config_to_save(config).encode(),
         FILE: data.samples.data,
     }
@@ -154,11 +145,7 @@ def read_settings(checkpoint: Path) -> TrainConfig:
     """The settings of the run that wrote a checkpoint; settings that affect this machine have their
     defaults.
     """
-    settings = read_config(checkpoint / "config.yaml")
-    for name in CHOSEN:
-        if getattr(settings, name) is None:
-            raise UserError(f"{checkpoint / 'config.yaml'}: {name!r} is missing", _OTHER)
-    return replace(settings, **_defaults(OF_THIS_MACHINE))
+    return replace(read_config(checkpoint / "config.yaml"), **_defaults(OF_THIS_MACHINE))
 
 
 def _defaults(names: Iterable[str]) -> dict[str, Any]:

@@ -30,22 +30,16 @@ def choose_batch(
     The batch size per process does not exceed --batch_size or, if it is not set, the largest one so
     far. Raises ValueError, which lists the numbers of processes that work.
     """
-    if saved is None:
-        return resolve_batch(config, processes)
-    total = saved.state_file.global_batch_size
-    problem = f"{saved.path}: was trained with a global batch size of {total}, not {config.global_batch_size}"
-    require(config.global_batch_size == total, problem, "use the same settings")
-    if config.microbatches:
+    if saved is None or config.microbatches:
         return resolve_batch(config, processes)
     with suppress(ValueError):  # these sizes do not fit
         if config.batch_size or config.grad_accum:
             return resolve_batch(config, processes)
-    if total % processes:
-        *works, most = [str(number) for number in range(1, 2 * processes) if total % number == 0]
-        problem = (
-            f"{saved.path}: the global batch of {total} is not divisible by {processes} processes"
-        )
-        raise UserError(problem, f"resume with {', '.join(works)} or {most} processes")
+    total = saved.config.global_batch_size
+    *works, most = [f"{number}" for number in range(1, 2 * processes) if total % number == 0]
+    problem = f"{saved.path}: its global batch of {total} is not divisible by {processes} processes"
+    fix = f"resume with {', '.join(works)} or {most} processes"
+    require(total % processes == 0, problem, fix)
     share, largest = total // processes, config.batch_size or saved.state.batch_size
     batch_size = next(size for size in range(min(largest, share), 0, -1) if share % size == 0)
     return batch_size, share // batch_size, total
@@ -94,8 +88,7 @@ def restore_state(
         return TrainState(batch_size=batch_size, run_id=uuid.uuid4().hex)
     check_same_run(saved, config, plan, data)
     state = replace(saved.state)
-    problem = f"{saved.path / 'state.json'}: step {state.step} and the position in the data contradict each other"
-    require((state.epoch, state.position) == plan.at(state.step), problem, "use another checkpoint")
+    state.epoch, state.position = plan.at(state.step)
     state.batch_size = max(state.batch_size, batch_size)
     metric = saved.config.best_metric
     if not saved.is_in(folder):
@@ -115,16 +108,17 @@ def check_same_run(saved: Checkpoint, config: TrainConfig, plan: Plan, data: Dat
     """
     there = saved.state_file
     for what, old, new in (
-        *((f"a --{name}", getattr(saved.config, name), getattr(config, name)) for name in FIXED),
-        ("a seed", there.seed, plan.seed),
+        *(
+            (f"--{name}", getattr(saved.config, name), getattr(config, name))
+            for name in (*FIXED, "seed", "global_batch_size")
+        ),
         ("training samples", there.samples, plan.samples),
         ("the classes", saved.class_names, data.class_names),
         ("labels", there.labels, data.train.label_fingerprint),
     ):
-        problem = (
-            f"{saved.path}: was trained with {what} of {shorten(str(old))}, not {shorten(str(new))}"
-        )
-        require(old == new, problem, "use the same settings, or start a new run")
+        what = f"{what} {shorten(str(old))}, not {shorten(str(new))}"
+        fix = "use the same settings, or start a new run"
+        require(old == new, f"{saved.path}: was trained with {what}", fix)
     threads = torch.get_num_threads()
     same = not config.microbatches or there.device != "cpu" or there.threads == threads
     problem = f"{saved.path}: --microbatches needs the same threads per process: {there.threads}, not {threads}"
@@ -138,9 +132,9 @@ def resume_lines(
 
     `config` has the batch sizes of this start as given.
     """
-    ignored = {*OF_THIS_MACHINE, "global_batch_size", "batch_size", "grad_accum"}
+    ignored = {*OF_THIS_MACHINE, "batch_size", "grad_accum"}
     changes = [
-        (name, vars(saved.config)[name], new)
+        (name, getattr(saved.config, name), new)
         for name, new in vars(resolved).items()
         if name not in ignored
     ]
@@ -160,8 +154,5 @@ def resume_lines(
     for name in ("batch_size", "grad_accum"):
         value, used = getattr(config, name), plan.sizes(processes)[name]
         if value not in (None, used):
-            problem = (
-                f"--{name} {value} does not give the run's global batch of {plan.global_batch_size}"
-            )
-            lines.append(f"{problem}; using {used}")
+            lines.append(f"--{name} {value} does not give the run's global batch; using {used}")
     return lines

@@ -33,10 +33,9 @@ from utils.models.weight_files import read_any
 from utils.models.zoo import build_model, check_model, input_spec
 from utils.ranks.ranks import Ranks
 from utils.runs.inference import Inference, find_saved, given_settings
-from utils.runs.manifest import MANIFEST, is_checkpoint_name
+from utils.runs.manifest import MANIFEST, MODEL, is_checkpoint_name
 from utils.runs.metadata import Checkpoint
 
-WEIGHTS = "model.safetensors"
 _HUB = "hf://"
 _OF_MODEL = ("model", "model_args", "stem")
 _OF_INPUT = ("channels", "image_size", "mean", "std", "interpolation", "eval_crop", "squash")
@@ -122,7 +121,7 @@ def _is_run(where: str) -> bool:
     """Whether --init_from names a run or a checkpoint."""
     path = expand(where)
     is_checkpoint = (path / MANIFEST).exists() or is_checkpoint_name(path.name)
-    return path.is_dir() and (is_checkpoint or not (path / WEIGHTS).is_file())
+    return path.is_dir() and (is_checkpoint or not (path / MODEL).is_file())
 
 
 def _find(flag: str, where: str) -> str:
@@ -147,10 +146,10 @@ def _download(flag: str, where: str) -> Path:
     logging.set_verbosity_error()  # it would print a line for each attempt
     repository, _, commit = where.removeprefix(_HUB).partition("@")
     try:
-        path = hf_hub_download(repository, WEIGHTS, revision=commit or None)
+        path = hf_hub_download(repository, MODEL, revision=commit or None)
     except Exception as error:  # of many classes
-        problem = f"{flag} {where}: {WEIGHTS} of {repository} cannot be downloaded ({one_line(error)[:160]})"
-        fix = f"correct the name, or, without a network, run `hf download {repository} {WEIGHTS} config.json` elsewhere"
+        problem = f"{flag} {where}: {MODEL} of {repository} cannot be downloaded ({one_line(error)[:160]})"
+        fix = f"correct the name, or, without a network, run `hf download {repository} {MODEL} config.json` elsewhere"
         raise UserError(problem, f"{fix} and copy the files to {HF_HUB_CACHE}") from error
     with suppress(EntryNotFoundError):
         hf_hub_download(repository, "config.json", revision=Path(path).parent.name)
@@ -171,11 +170,9 @@ def _of_run(saved: Inference) -> InitialWeights:
 def _read(flag: str, found: str, model: str | None) -> InitialWeights:
     """The weights in the file or folder that `_find` has found. Nothing in it is executed."""
     path = _download(flag, found) if found.startswith(_HUB) else Path(found)
-    file = path / WEIGHTS if path.is_dir() else path
+    file = path / MODEL if path.is_dir() else path
     tensors, inside = read_any(file)
-    names, values = (
-        _read_config(file.with_name("config.json")) if file.name == WEIGHTS else ([], {})
-    )
+    names, values = _read_config(file.with_name("config.json")) if file.name == MODEL else ([], {})
     model = model or values.get("model")
     if not model:
         raise UserError(
@@ -186,20 +183,16 @@ def _read(flag: str, found: str, model: str | None) -> InitialWeights:
 
 
 def input_of_weights(model: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The model, and the settings of the input of its published weights. Empty if there are none.
+    """The settings of the input of these tensors, and the model if it has published weights.
 
     The number of channels is that of the first convolution in `tensors`. It is found by its kernel
     for one or three channels, because the names may differ. Only depthwise convolutions also have
     such kernels, for one channel.
     """
-    if not (known := published_input(model)):
-        return {}
+    known = published_input(model)
     inputs = {kernel.shape[1] for kernel in tensors.values() if kernel.ndim == 4} & {1, 3}
-    return known | {
-        "model": model,
-        "stem": "standard",
-        "channels": max(inputs, default=known["channels"]),
-    }
+    channels = {"channels": max(inputs)} if inputs else {}
+    return known | ({"model": model, "stem": "standard"} if known else {}) | channels
 
 
 def _read_config(path: Path) -> tuple[list[str], dict[str, Any]]:
@@ -256,6 +249,7 @@ def _of_file(config: TrainConfig, file: str, ranks: Ranks) -> Inference:
     ranks.check_same(source.weights, f"different weights in {where}")
     with ranks.agree("building the model"):
         config = fill_input(config, source.settings)
+        config = replace(config, image_size=config.image_size or config.eval_size)
         spec = input_spec(config, 3, None)
         # for the names of its tensors
         model = build_model(config, spec, 1, weight_bytes=math.inf)

@@ -3,19 +3,13 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
-from utils.config.bounds import Bound, Count, NonNegativeFloat, Number, PositiveInt, read_fields
+from utils.config.bounds import Count, NonNegativeFloat, Number, PositiveInt, read_fields
 from utils.data.order import Plan
 
 # less than 1 MB of JSON even with 30 metrics; state.json may have at most 8 MB
 _MAX_EVALUATIONS = 1000
-_TOTALS = Bound(
-    "the meter's totals", lambda sums: not sums or sums.keys() >= {"count", "wait", "loss"}
-)
-_WITH_STEPS = Bound(
-    "evaluations", lambda history: all(type(each.get("step")) is int for each in history)
-)
 
 
 @dataclass
@@ -39,24 +33,19 @@ class TrainState:
     """Images trained on by all ranks, over all resumes."""
     logged_seconds: NonNegativeFloat = 0.0
     """`seconds` at the last train record."""
-    since_log: Annotated[dict[str, Number], _TOTALS] = field(default_factory=dict)
+    since_log: dict[str, Number] = field(default_factory=dict)
     """The meter's totals since then, by name."""
     owes_evaluation: bool = False
     """Whether the run stopped before or during the evaluation that was due at this step."""
     batch_size: PositiveInt = 0
     """The largest batch of one process so far. A resumed run on fewer processes accumulates instead
     of exceeding it."""
-    evaluations: Annotated[list[dict[str, int | Number | None]], _WITH_STEPS] = field(
-        default_factory=list
-    )
+    evaluations: list[dict[str, int | Number | None]] = field(default_factory=list)
     """The step and the numbers of the last 1,000 evaluations, oldest first."""
     exploded: bool = False
     """Whether the run has reported that it diverges."""
     rounding_said: bool = False
     """Whether the run has reported that the processors of its ranks round differently."""
-    learned: bool = False
-    """Whether the first update or a train record had a loss below 0.8 times that of uniform
-    predictions."""
     best_value: Number | None = None
     """The best value so far of the task's metric, even if its checkpoint was not saved. Unlike
     `best`, it is kept by a resume in a new run folder."""
@@ -99,14 +88,13 @@ class TrainState:
         ]
         value = finite.get(metric)
 
-        def is_better_than(best: float | None) -> bool:
-            return value is not None and (
-                best is None or (value > best if higher_is_better else value < best)
-            )
+        def improves(best: float | None) -> bool:
+            sign = 1 if higher_is_better else -1
+            return value is not None and (best is None or sign * value > sign * best)
 
-        if is_better_than(self.best):
+        if improves(self.best):
             self.best, self.best_step = value, self.step
         self.evaluations_since_best += 1
-        if is_better_than(self.best_value):
+        if improves(self.best_value):
             self.best_value, self.evaluations_since_best = value, 0
         self.owes_evaluation = False

@@ -148,8 +148,9 @@ def as_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values as numbers and strings, as trackers take them; of an absolute path only the last
     part.
     """
-    texts = {
-        name: str(value) for name, value in values.items() if not isinstance(value, int | float)
-    }
-    private = {name: Path(text).name for name, text in texts.items() if text.startswith(("/", "~"))}
-    return {**values, **texts, **private}
+
+    def scalar(value: Any) -> Any:
+        text = Path(value).name if str(value).startswith(("/", "~")) else str(value)
+        return value if isinstance(value, int | float) else text
+
+    return {name: scalar(value) for name, value in values.items()}

@@ -18,8 +18,10 @@ from utils.files import naming_file, put_in_place, write_file
 from utils.launch.exits import is_out_of_memory
 from utils.models.weight_files import load_pickled
 from utils.runs.manifest import (
+    AVERAGE,
     MODEL,
     OPTIMIZER,
+    SCALER,
     checkpoint_of,
     checkpoints_of,
     damage_of,
@@ -58,14 +60,13 @@ def delete_failed(partial: Path, error: Exception) -> Exception:
     return UserError(problem, "check the disk, and how much of it is free")
 
 
-def complete_files(partial: Path, files: Mapping[str, bytes], parts: Iterable[str]) -> None:
+def complete_files(partial: Path, files: Mapping[str, bytes]) -> None:
     """Delete the files of `save_state` that a checkpoint does not need, then write its small files.
 
     Random states are not needed: the random numbers of a run follow from its seed.
     """
-    kept = {MODEL, OPTIMIZER, _OF_FSDP, *(f"{part}.safetensors" for part in parts)}
     for path in partial.iterdir():
-        if path.name not in kept:
+        if path.name not in (MODEL, OPTIMIZER, SCALER, AVERAGE, _OF_FSDP):
             path.unlink(missing_ok=True)
     for name, contents in files.items():
         with naming_file(partial / name):
@@ -106,7 +107,7 @@ def update_pointers(folder: Path, step: int, best_step: int | None, keep: int | 
     prune(folder, keep, best)  # what the pointers named
 
 
-def prune(folder: Path, keep: int | str, best: Path | None = None) -> None:
+def prune(folder: Path, keep: int | str, best: Path) -> None:
     """Delete all checkpoints except the `keep` newest, `best`, and those that the pointers name.
 
     "all" deletes none.
