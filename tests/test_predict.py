@@ -9,6 +9,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -37,20 +38,9 @@ from utils.runs.metadata import read_checkpoint
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
 
-FLAGS = [
-    "--model",
-    "mlp",
-    "--threads",
-    "1",
-    "--global_batch_size",
-    "12",
-    "--lr",
-    "0.1",
-    "--max_steps",
-    "3",
-]
-FLAGS += ["--model_args", "{hidden: 8}", "--eval_batch_size", "4", "--num_workers", "0"]
-QUICK = ["--threads", "1", "--num_workers", "0"]
+FLAGS = shlex.split("--model mlp --threads 1 --global_batch_size 12 --lr 0.1 --max_steps 3")
+FLAGS += ["--model_args", "{hidden: 8}", *shlex.split("--eval_batch_size 4 --num_workers 0")]
+QUICK = shlex.split("--threads 1 --num_workers 0")
 CLASSES = ["=cat", "dög", "emu"]
 
 
@@ -71,7 +61,7 @@ def trained(tmp_path_factory):
                     file.write(f"{path},{label},{'train' if number % 3 else 'test'}\n")
         train_run(1, "small", "--data", "small", *FLAGS)
         train_run(1, "photos", "--data", "photos", "--image_size", "100", *FLAGS)
-        more = ["--task", "multilabel", "--threshold", "0.45"]
+        more = shlex.split("--task multilabel --threshold 0.45")
         train_run(1, "multilabel", "--data", "list.csv", *FLAGS, *more)
         train_run(1, "binary", "--data", "pairs.csv", *FLAGS, "--task", "binary")
     return folder
@@ -202,7 +192,7 @@ def _evaluate_on_a_full_disk(flags: list[str]) -> None:
 
 
 def test_the_results_are_printed_even_if_the_predictions_cannot_be_written():
-    files = ["--predictions", "x.csv", "--json", "x.json", "--report", "false"]
+    files = shlex.split("--predictions x.csv --json x.json --report false")
     flags = ["--ckpt", "runs/photos", *QUICK, *files]
     (outcome,) = run_ranks(1, _evaluate_on_a_full_disk, flags)
     assert outcome.code == 2 and "x.csv: File too large" in outcome.err
@@ -262,7 +252,7 @@ def test_a_prediction_without_a_readable_image_ends_with_one_line_after_its_rows
     Path("bad").mkdir()
     for number in range(5):
         Path(f"bad/{number}.png").write_text("not an image")
-    flags = ["--ckpt", "runs/small", *QUICK, "--eval_batch_size", "2", "bad", "--out", "bad.csv"]
+    flags = ["--ckpt", "runs/small", *QUICK, *shlex.split("--eval_batch_size 2 bad --out bad.csv")]
     line = refused(predict.main, *flags, processes=2)
     assert line.startswith("predict.py: error: none of the 5 images can be read (")
     assert sum(bool(row["error"]) for row in read_csv("bad.csv")) == 5

@@ -6,6 +6,7 @@ of its own.
 """
 
 import os
+import shlex
 
 import pytest
 import torch
@@ -27,17 +28,8 @@ from utils.tasks.classification import Classification
 
 pytestmark = pytest.mark.full
 
-FLAGS = [
-    "--data",
-    "digits",
-    "--model",
-    "mnist_cnn",
-    "--global_batch_size",
-    "64",
-    "--max_steps",
-    "5",
-]
-FLAGS += ["--log_every", "1", "--report", "false", "--threads", "1", "--mixed_precision", "no"]
+FLAGS = shlex.split("--data digits --model mnist_cnn --global_batch_size 64 --max_steps 5")
+FLAGS += shlex.split("--log_every 1 --report false --threads 1 --mixed_precision no")
 RUN = ["--run_name", "gpu"]
 # of a loss: a GPU has fused optimizers and norms of lists of tensors, which round differently
 TOLERANCE = 2e-6
@@ -68,18 +60,18 @@ def losses(name):
 CASES = {
     "float32": ([], 60),
     "images on the host": (
-        ["--data_on_device", "no", "--crop_padding", "2", "--flip", "alternate"],
+        shlex.split("--data_on_device no --crop_padding 2 --flip alternate"),
         90,
     ),
-    "EMA, clipping": (["--ema_decay", "0.9", "--clip_norm", "1"], 90),
-    "mixing": (["--mixup", "0.2", "--cutmix", "1"], 90),
+    "EMA, clipping": (shlex.split("--ema_decay 0.9 --clip_norm 1"), 90),
+    "mixing": (shlex.split("--mixup 0.2 --cutmix 1"), 90),
     "accumulation": (["--grad_accum", "2"], 120),
     "microbatches": (["--microbatches", "4"], 240),
     "AdamW": (["--optimizer", "adamw"], 60),
 }
 LOWER = {
     "bf16": (["--mixed_precision", "bf16"], 80),
-    "fp16, clipping": (["--mixed_precision", "fp16", "--clip_norm", "1", "--clip_value", "1"], 140),
+    "fp16, clipping": (shlex.split("--mixed_precision fp16 --clip_norm 1 --clip_value 1"), 140),
 }
 
 
@@ -101,12 +93,7 @@ def test_a_head_on_cached_features_has_no_fault(tmp_path):
     flags = [
         "--data",
         str(tmp_path / "photos"),
-        "--model",
-        "resnet18",
-        "--freeze",
-        "backbone",
-        "--image_size",
-        "64",
+        *shlex.split("--model resnet18 --freeze backbone --image_size 64"),
     ]
     flags += ["--global_batch_size", "8"]
     faults, operations = trained_on_gpu(*flags)
@@ -116,9 +103,9 @@ def test_a_head_on_cached_features_has_no_fault(tmp_path):
 
 
 def test_a_resumed_run_and_its_evaluation_have_no_fault():
-    resumed = [*FLAGS, "--resume", "auto", "--ema_decay", "0.9", "--lr_schedule", "constant"]
+    resumed = [*FLAGS, *shlex.split("--resume auto --ema_decay 0.9 --lr_schedule constant")]
     commands = [(train.main, [*RUN, *resumed, "--max_steps", steps]) for steps in ("3", "6")]
-    commands.append((eval.main, ["--ckpt", "runs/gpu", "--tta", "flip", "--mixed_precision", "no"]))
+    commands.append((eval.main, shlex.split("--ckpt runs/gpu --tta flip --mixed_precision no")))
     ((faults, operations),) = returned(1, on_gpu, commands)
     assert faults == [] and len(operations) == 6
     returned(1, train.main, ["--run_name", "cpu", "--cpu", *resumed, "--max_steps", "6"])

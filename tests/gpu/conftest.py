@@ -7,6 +7,7 @@ on the CPU.
 
 import json
 import os
+import shlex
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -47,7 +48,7 @@ def shared_gpu(gpus, tmp_path_factory) -> bool:
     if gpus != 1 or ask("print(torch.cuda.nccl.version() < (2, 30))") == "True":
         return gpus == 1
     folder = tmp_path_factory.mktemp("pair")
-    flags = ["--model", "mlp", "--max_steps", "1", "--output_dir", str(folder / "runs")]
+    flags = [*shlex.split("--model mlp --max_steps 1"), "--output_dir", str(folder / "runs")]
     words = command(2, "train.py", *flags, "--cache_dir", str(folder), "--timeout", "30")
     out = str(folder / "out.txt")
     with suppress(AssertionError):  # NCCL may also hang

@@ -1,5 +1,6 @@
 """A lost rank ends a run on GPUs with one line, with both classes that PyTorch has for NCCL."""
 
+import shlex
 import signal
 from pathlib import Path
 
@@ -12,16 +13,9 @@ pytestmark = pytest.mark.gpu
 
 ENDLESS = [
     *MLP,
-    "--max_steps",
-    "1000000",
-    "--run_name",
-    "run",
-    "--timeout",
-    "15",
-    "--eval_every",
-    "1000000",
+    *shlex.split("--max_steps 1000000 --run_name run --timeout 15 --eval_every 1000000"),
 ]
-ENDLESS += ["--save_every", "1000000", "--log_every", "1"]
+ENDLESS += shlex.split("--save_every 1000000 --log_every 1")
 
 
 @pytest.mark.parametrize("nccl", pick(["NCCL2", "NCCL"], ["NCCL"]))

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import math
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -30,8 +31,8 @@ from helpers.waiting import error_lines
 pytestmark = pytest.mark.gpu
 
 EXACT = ["--deterministic", "--mixed_precision", "no"]
-RESNET = ["--model", "resnet18", "--global_batch_size", "64", "--lr", "0.01", "--log_every", "5"]
-RESNET += ["--max_steps", str(pick(40, 5)), "--eval_every", "1000", "--max_eval_samples", "64"]
+RESNET = shlex.split("--model resnet18 --global_batch_size 64 --lr 0.01 --log_every 5")
+RESNET += ["--max_steps", str(pick(40, 5)), *shlex.split("--eval_every 1000 --max_eval_samples 64")]
 
 
 def trained(log):
@@ -74,10 +75,7 @@ def test_the_doctor_finds_nothing_wrong(launcher, request):
     words = {"python": [sys.executable, doctor], "two ranks": command(2, "doctor.py")}
     words["torchrun"] = [
         sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        "1",
+        *shlex.split("-m torch.distributed.run --nproc_per_node 1"),
         doctor,
     ]
     backend = request.getfixturevalue("pair") if launcher == "two ranks" else []
@@ -146,7 +144,7 @@ def test_every_precision_learns_the_same(record_property):
 
 
 # a model with hidden matrices
-MUON = ["--optimizer", "muon", "--model", "mnist_cnn", "--image_size", "12"]
+MUON = shlex.split("--optimizer muon --model mnist_cnn --image_size 12")
 EMA = ["--mixed_precision", pick("fp16", "no"), "--ema_decay", "0.9"]
 STOPPED = {
     "one rank": ["--mixed_precision", "no"],
@@ -163,7 +161,7 @@ def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(
 ):
     processes, pair = (2, request.getfixturevalue("pair")) if "two" in kind else (1, [])
     flags = [*MLP, *STOPPED[kind], "--deterministic", "--max_steps", str(pick(2000, 600))]
-    flags += [*pair, "--save_every", "1000", "--eval_every", "1000"]
+    flags += [*pair, *shlex.split("--save_every 1000 --eval_every 1000")]
     log = train(processes, "whole", *flags)
     assert losses(log)[-1] < 0.5 * losses(log)[0]
     started = begin(command(processes, "train.py", "--run_name", "run", *flags))
@@ -187,16 +185,9 @@ def test_microbatches_give_the_same_bits_on_two_ranks_and_then_on_one(model, pre
     flags = [
         "--model",
         model,
-        "--microbatches",
-        "4",
-        "--global_batch_size",
-        "64",
-        "--lr",
-        "0.01",
-        "--log_every",
-        "1",
+        *shlex.split("--microbatches 4 --global_batch_size 64 --lr 0.01 --log_every 1"),
     ]
-    flags += ["--mixed_precision", precision, "--lr_schedule", "constant", "--resume", "auto"]
+    flags += ["--mixed_precision", precision, *shlex.split("--lr_schedule constant --resume auto")]
     for steps in ("20", "40"):
         one = train(1, "one", *flags, "--max_steps", steps)
         two = train(
@@ -209,18 +200,21 @@ def test_microbatches_give_the_same_bits_on_two_ranks_and_then_on_one(model, pre
 
 # More than the memory of any GPU for the outputs of the first layer. A block of an evaluation has
 # 3,750 images.
-HUGE = ["--data", "synthetic/10x2x600000", "--model", "mlp", "--model_args", "{hidden: 10000000}"]
+HUGE = [
+    *shlex.split("--data synthetic/10x2x600000 --model mlp"),
+    "--model_args",
+    "{hidden: 10000000}",
+]
 HUGE += ["--mixed_precision", "no"]
 FAULTS = {
-    "deterministic implementation; use another model": [
-        "--model",
-        "vgg11",
-        "--image_size",
-        "32",
-        "--deterministic",
-    ],
+    "deterministic implementation; use another model": shlex.split(
+        "--model vgg11 --image_size 32 --deterministic"
+    ),
     "; raise --grad_accum": [*HUGE, "--global_batch_size", "60000"],
-    "; lower --eval_batch_size": [*HUGE, "--global_batch_size", "8", "--eval_batch_size", "60000"],
+    "; lower --eval_batch_size": [
+        *HUGE,
+        *shlex.split("--global_batch_size 8 --eval_batch_size 60000"),
+    ],
 }
 
 
@@ -251,24 +245,15 @@ def test_a_rank_may_have_no_sample_in_an_update(pair):
 
 def test_a_run_with_loader_processes_exits_at_once():
     """Older versions of PyTorch would wait 5 s for each of them."""
-    flags = [
-        "--data",
-        "synthetic/5x224x80",
-        "--model",
-        "mlp",
-        "--max_steps",
-        "2",
-        "--num_workers",
-        "4",
-    ]
+    flags = shlex.split("--data synthetic/5x224x80 --model mlp --max_steps 2 --num_workers 4")
     train(1, "run", *flags)
     assert time.time() - Path("runs/run/log.jsonl").stat().st_mtime < pick(6, 20)
 
 
 def test_synchronised_batch_statistics_are_those_of_one_rank(pair, record_property):
-    flags = [*RESNET, *EXACT, "--sync_batchnorm", "--max_steps", "5", "--log_every", "1"]
+    flags = [*RESNET, *EXACT, *shlex.split("--sync_batchnorm --max_steps 5 --log_every 1")]
     # a higher one amplifies differences in rounding
-    flags += ["--lr", "1e-4", "--lr_schedule", "constant"]
+    flags += shlex.split("--lr 1e-4 --lr_schedule constant")
     one, two = (losses(train(n, f"on-{n}", *flags, *(pair if n == 2 else []))) for n in (1, 2))
     record_property(
         "largest difference of a loss",

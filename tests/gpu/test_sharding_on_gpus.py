@@ -2,6 +2,8 @@
 speed beside DDP.
 """
 
+import shlex
+
 import pytest
 from helpers.gpu_runs import ON_CPU, command, pick, run, train
 from helpers.training_runs import records
@@ -10,51 +12,21 @@ pytestmark = pytest.mark.gpu
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 VIT = [
-    "--data",
-    "digits",
-    "--image_size",
-    "32",
-    "--model",
-    "timm/test_vit",
+    *shlex.split("--data digits --image_size 32 --model timm/test_vit"),
     "--model_args",
     "{img_size: 32}",
 ]
-VIT += [
-    "--optimizer",
-    "adamw",
-    "--lr",
-    "0.001",
-    "--global_batch_size",
-    "64",
-    "--log_every",
-    "1",
-    "--report",
-    "false",
-]
-VIT += ["--lr_schedule", "constant", "--save_every", "5", "--eval_every", "1000"]
-LARGE = [
-    "--data",
-    "synthetic/10x224x512",
-    "--model",
-    "vit_b_16",
-    "--optimizer",
-    "adamw",
-    "--mixed_precision",
-    "bf16",
-]
-LARGE += [
-    "--global_batch_size",
-    "128",
-    "--log_every",
-    "10",
-    "--max_steps",
-    "40",
-    "--report",
-    "false",
-    "--lr",
-    "1e-4",
-]
-LARGE += ["--eval_every", "1000", "--max_eval_samples", "64"]
+VIT += shlex.split(
+    "--optimizer adamw --lr 0.001 --global_batch_size 64 --log_every 1 --report false"
+)
+VIT += shlex.split("--lr_schedule constant --save_every 5 --eval_every 1000")
+LARGE = shlex.split(
+    "--data synthetic/10x224x512 --model vit_b_16 --optimizer adamw --mixed_precision bf16"
+)
+LARGE += shlex.split(
+    "--global_batch_size 128 --log_every 10 --max_steps 40 --report false --lr 1e-4"
+)
+LARGE += shlex.split("--eval_every 1000 --max_eval_samples 64")
 
 
 @pytest.fixture(autouse=True)
@@ -97,13 +69,7 @@ def test_a_sharded_run_has_the_losses_of_ddp(precision, rounding, record_propert
 def test_a_run_moves_from_fsdp_to_one_gpu_and_back(record_property):
     flags = [
         *VIT,
-        "--mixed_precision",
-        "no",
-        "--deterministic",
-        "--ema_decay",
-        "0.9",
-        "--clip_norm",
-        "1",
+        *shlex.split("--mixed_precision no --deterministic --ema_decay 0.9 --clip_norm 1"),
     ]
     whole = losses(train(1, "whole", *flags, "--max_steps", "15"))
     for processes, steps in ((2, "5"), (1, "10"), (2, "15")):
@@ -115,14 +81,7 @@ def test_a_run_moves_from_fsdp_to_one_gpu_and_back(record_property):
 def test_offloaded_parameters_train_clip_save_and_resume():
     flags = [
         *VIT,
-        "--mixed_precision",
-        "no",
-        "--clip_norm",
-        "1",
-        "--resume",
-        "auto",
-        "--ema_decay",
-        "0.9",
+        *shlex.split("--mixed_precision no --clip_norm 1 --resume auto --ema_decay 0.9"),
     ]
     offload = FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}
     for steps in ("2", "4"):

@@ -3,6 +3,7 @@
 import gzip
 import importlib
 import json
+import shlex
 import sys
 from pathlib import Path
 from statistics import median
@@ -14,24 +15,12 @@ from helpers.training_runs import same_tensors, weights
 pytestmark = pytest.mark.gpu
 
 WATCHED = "tests/gpu/watched/train.py"
-SYNTHETIC = [
-    "--eval_every",
-    "100000",
-    "--save_every",
-    "100000",
-    "--max_eval_samples",
-    "64",
-    "--lr",
-    "0.01",
-]
+SYNTHETIC = shlex.split("--eval_every 100000 --save_every 100000 --max_eval_samples 64 --lr 0.01")
 MNIST = [
     *SYNTHETIC,
     "--data",
     f"synthetic/10x28x{pick(60000, 600)}",
-    "--channels",
-    "1",
-    "--crop_padding",
-    "2",
+    *shlex.split("--channels 1 --crop_padding 2"),
 ]
 CIFAR = [
     *SYNTHETIC,
@@ -51,21 +40,12 @@ def trained(log):
     "flags",
     [
         ["--mixed_precision", "no"],
-        ["--mixed_precision", "bf16", "--data_on_device", "no"],
+        shlex.split("--mixed_precision bf16 --data_on_device no"),
         ["--mixed_precision", pick("fp16", "no"), "--clip_norm", "1"],
-        ["--mixed_precision", "no", "--loss", "binary_cross_entropy", "--flip"],
-        ["--mixed_precision", "no", "--grad_accum", "2", "--crop_padding", "2"],
-        [
-            "--mixed_precision",
-            "no",
-            "--flip",
-            "alternate",
-            "--random_erasing",
-            "0.5",
-            "--cutout",
-            "8",
-        ],
-        ["--mixed_precision", "no", "--auto_augment", "trivialaugment"],
+        shlex.split("--mixed_precision no --loss binary_cross_entropy --flip"),
+        shlex.split("--mixed_precision no --grad_accum 2 --crop_padding 2"),
+        shlex.split("--mixed_precision no --flip alternate --random_erasing 0.5 --cutout 8"),
+        shlex.split("--mixed_precision no --auto_augment trivialaugment"),
     ],
     ids=[
         *(
@@ -80,7 +60,7 @@ def trained(log):
 )
 def test_the_host_waits_for_the_gpu_in_no_update(flags):
     """PyTorch raises an error at each synchronisation, in the updates 6 to 40."""
-    flags = ["--model", "mnist_cnn", "--max_steps", "45", *SYNTHETIC, *flags]
+    flags = [*shlex.split("--model mnist_cnn --max_steps 45"), *SYNTHETIC, *flags]
     log = train(1, "run", *flags, script=WATCHED, LOCKSTEP_WATCHED="sync")
     assert log[-1]["step"] == 45
 
@@ -88,21 +68,10 @@ def test_the_host_waits_for_the_gpu_in_no_update(flags):
 def test_a_run_has_the_same_weights_with_images_on_the_gpu_and_on_the_host():
     flags = [
         *MNIST,
-        "--flip",
-        "alternate",
-        "--random_erasing",
-        "0.5",
-        "--cutout",
-        "8",
-        "--model",
-        "mlp",
+        *shlex.split("--flip alternate --random_erasing 0.5 --cutout 8 --model mlp"),
     ]
     flags += [
-        "--deterministic",
-        "--mixed_precision",
-        "no",
-        "--log_every",
-        "1",
+        *shlex.split("--deterministic --mixed_precision no --log_every 1"),
         "--max_steps",
         pick("200", "20"),
     ]
@@ -188,11 +157,7 @@ def test_the_exchange_of_gradients_overlaps_with_the_backward_pass(
         *CIFAR,
         "--model",
         pick("resnet50", "mlp"),
-        "--max_steps",
-        "40",
-        "--log_every",
-        "10",
-        "--profile",
+        *shlex.split("--max_steps 40 --log_every 10 --profile"),
     ]
     flags += ["--global_batch_size", pick("256", "32"), *pair]
     log = train(2, "run", *flags, TORCH_DIST_USE_NCCL2="1" if nccl == "NCCL2" else "0")
