@@ -92,7 +92,7 @@ def _ddp_arguments(device_type):
         ranks.device = torch.device(device_type)
         accelerator = wrapping.make_accelerator(ranks, TrainConfig(mixed_precision="no"))
         found = {}
-        torch.nn.parallel.DistributedDataParallel = lambda model, **given: found.update(given)
+        torch.nn.parallel.DistributedDataParallel = lambda net, **given: found.update(given) or net
         for state in (PartialState(), accelerator.state):
             state.distributed_type, state.num_processes = DistributedType.MULTI_GPU, 2
         accelerator.prepare(nn.Linear(1, 1))
