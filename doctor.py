@@ -9,7 +9,7 @@ Launch it exactly like train.py. The exit code is 0 if all checks are green, and
 Each red line is followed by its fix. `python doctor.py --help` lists the settings.
 """
 
-from utils.output import guard_output  # the first import: see its docstring
+from utils.output import exit_with, guard_output  # the first import: see its docstring
 
 # isort: split
 import os
@@ -23,7 +23,7 @@ from utils.checks.findings import Finding, any_red, as_json, merge, show
 from utils.checks.machine import check_machine
 from utils.config.cli import parse_args
 from utils.config.scripts import DoctorConfig
-from utils.errors import AgreedError, UserError, is_lost_rank, one_line
+from utils.errors import AgreedError, is_lost_rank, one_line
 from utils.files import expand, write_file
 from utils.launch.environment import Topology, is_launched
 from utils.launch.exits import delay_exit, exit_with_error, inform_launcher, reports_for_machine
@@ -46,25 +46,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     if topology.is_main and is_launched():
         signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(3))
 
-    def report_unconnected(error: Exception) -> None:
-        report_alone([*findings, Finding.of("connection", error)], topology, config)
-
-    def give_up(error: UserError) -> None:  # while the main thread still tries to connect
-        report_unconnected(error)
-        os._exit(1)
-
     with distributed_session("doctor.py", config) as ranks:
         try:
-            ranks.join(give_up)
+            ranks.join()
         except (ValueError, RuntimeError, OSError) as error:
-            report_unconnected(error)
-            raise SystemExit(1) from None
+            report_alone([*findings, Finding.of("connection", error)], topology, config)
+            exit_with(1)
         findings, broken = check_run(ranks, config, findings)
         if ranks.is_main:
-            machines, count = (
-                len({member.host for member in ranks.members}) or 1,
-                topology.world_size,
-            )
+            machines = len({member.host for member in ranks.members}) or 1
+            count = topology.world_size
             place = (
                 f"{count} process{'es' * (count > 1)} on {machines} machine{'s' * (machines > 1)}"
             )
@@ -96,7 +87,7 @@ def check_run(
             ("gradients", lambda: processes.gradients(ranks)),
         ]
         for place, check in checks:  # a fault found by one check can cause faults in later checks
-            ranks.mark_waiting(f"checking {place}")
+            ranks.enter_collective(f"checking {place}")
             try:
                 found = check()
             except AgreedError as error:  # raised on all ranks, which can continue

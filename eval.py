@@ -17,17 +17,17 @@ from dataclasses import replace
 
 from utils.config.cli import parse_args
 from utils.config.scripts import EvalConfig
-from utils.console import Terminal, printable
+from utils.console import printable, progress, say
 from utils.data.cache import make_dataset
 from utils.data.selection import load_split
 from utils.data.sources import absolute_data, check_source
 from utils.data.splits import Split, fingerprint_of
 from utils.files import check_output_file, expand, write_file
-from utils.predictions.tables import check_table_file, encode, rows_of_split
 from utils.ranks.accelerator import check_precision, make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
-from utils.report.writing import Evaluated, report_evaluation
+from utils.report.tables import check_table_file, encode, rows_of_split
+from utils.report.writing import run_folder_of, warned, write_report
 from utils.runs.inference import (
     Inference,
     given_settings,
@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> dict:
             check_precision(found.config, ranks)
             check_source(found.config)
         for line in warn_about_flags(flags, found):
-            Terminal(ranks.is_main).print(line)
-        split, class_names = find_split(found, flags, own_data, ranks)
+            say(line)
+        split, class_names = load_eval_split(found, flags, own_data, ranks)
         with ranks.agree():
             config, task = make_task(found.config, class_names, None)
             if flags.predictions:
@@ -96,19 +96,19 @@ def apply_flags(found: Inference, flags: EvalConfig) -> tuple[Inference, bool]:
     return with_settings(found, replace(found.config, **given)), own_data
 
 
-def find_split(
+def load_eval_split(
     found: Inference, flags: EvalConfig, own_data: bool, ranks: Ranks
 ) -> tuple[Split, list[str]]:
     """The split to evaluate, and the names of its labels, the same on all ranks; collective."""
-    config, terminal = found.config, Terminal(ranks.is_main)
+    config = found.config
     with ranks.local_main_first("loading the data"):
         split, class_names = load_split(
-            config, flags.split, found.class_names, own_data, found.record, terminal
+            config, flags.split, found.class_names, found.samples, own_data
         )
     fingerprint = fingerprint_of(split.label_fingerprint, split.content)
     ranks.check_same(fingerprint, f"different images in --data {config.data}")
     for note in split.notes:
-        terminal.print(printable(note))
+        say(printable(note))
     return split, class_names
 
 
@@ -116,9 +116,9 @@ def evaluate(
     found: Inference, flags: EvalConfig, task: Task, split: Split, ranks: Ranks
 ) -> tuple[dict, Predictions | None]:
     """The metrics of one split, and its predictions for --predictions and the page; collective."""
-    config, spec, terminal = found.config, found.spec.for_evaluation(), Terminal(ranks.is_main)
+    config, spec = found.config, found.spec.for_evaluation()
     with ranks.local_main_first("decoding images"):
-        dataset = make_dataset(split, spec, config, False, terminal.progress("decoding"))
+        dataset = make_dataset(split, spec, config, False, progress("decoding"))
     accelerator = make_accelerator(ranks, config)
     model = place_model(load_model(found, task, ranks), flags.tta, accelerator)
     loader = make_eval_loader(dataset, config, ranks)
@@ -141,8 +141,11 @@ def evaluate(
         **result,
     }
     if config.report and evaluator.predictions and ranks.is_main:
-        evaluated = Evaluated(task, split, evaluator.predictions, record, config.seed)
-        report_evaluation(found.path, evaluated, bool(flags.report), terminal.print)
+        if folder := run_folder_of(found.path):
+            with warned():
+                write_report(folder, task, split, evaluator.predictions, record)
+        elif flags.report:
+            say(f"--report has no effect: {found.path} is not in a run folder")
     return record, evaluator.predictions
 
 

@@ -12,7 +12,6 @@ from utils.output import guard_output  # the first import: see its docstring
 # isort: split
 import json
 import logging
-import shutil
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,9 +21,8 @@ from utils.config.cli import parse_args
 from utils.config.scripts import ExportConfig
 from utils.console import table
 from utils.errors import UserError, one_line
-from utils.export.card import card, config_of
-from utils.export.forms import FORMS, check_packages
-from utils.export.loaded import Loaded, compare, load
+from utils.export.card import card, compare, config_of
+from utils.export.formats import FORMATS, Loaded, load
 from utils.files import expand, new_folder, size_of
 from utils.memory import bytes_text
 from utils.ranks.session import distributed_session
@@ -43,58 +41,47 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         out = expand(flags.out)
         if out.exists() or out.is_symlink():
             raise UserError(f"--out {out}: exists", "give another path, or delete it")
-        check_packages(flags.to)
         loaded = load(find_saved(flags.ckpt, flags.weights, ranks), ranks)
         difference = write(loaded, flags.to, out)
         print(report(loaded, flags.to, out, difference))
     return {"difference": difference}
 
 
-def write(loaded: Loaded, form: str, out: Path) -> float:
-    """Write the folder `out` if the exported model equals the checkpoint; returns the result of
-    `compare`.
+def write(loaded: Loaded, name: str, out: Path) -> float:
+    """Write the folder `out` in the format `name` if the exported model equals the checkpoint;
+    returns the result of `compare`.
     """
     with new_folder(out) as folder:
         try:
-            code = FORMS[form](loaded, folder)
+            code = FORMATS[name](loaded, folder)
             path, config = folder / "config.json", config_of(loaded)
             # timm has written its own
             config |= json.loads(path.read_text()) if path.exists() else {}
             path.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-            difference = compare(loaded, form, code.predict)
-        except (UserError, OSError):
+            difference = compare(loaded, code, folder)
+        except OSError:
             raise
         except Exception as error:  # exporters and runtimes raise errors of many classes
-            model, reason, free = (
-                loaded.saved.config.model,
-                one_line(error)[:160],
-                shutil.disk_usage(folder).free,
-            )
-            if free < sum(tensor.nbytes for tensor in loaded.model.state_dict().values()):
-                problem = (
-                    f"{model} cannot be written ({reason}): {bytes_text(free)} are free on the disk"
-                )
-                raise UserError(f"--to {form}: {problem}", "free space") from error
-            raise UserError(
-                f"--to {form}: {model} cannot be exported ({reason})", "use another format"
-            ) from error
+            fix = "use another format, or check that the disk has free space"
+            if isinstance(error, ImportError):
+                fix = "pip install -c constraints.txt timm onnx onnxscript onnxruntime"
+            problem = f"{loaded.saved.config.model} cannot be exported ({one_line(error)[:160]})"
+            raise UserError(f"--to {name}: {problem}", fix) from error
         (folder / "README.md").write_text(card(loaded, code, difference), encoding="utf-8")
     return difference
 
 
-def report(loaded: Loaded, form: str, out: Path, difference: float) -> str:
+def report(loaded: Loaded, name: str, out: Path, difference: float) -> str:
     """The result as a table."""
+    model, classes = loaded.saved.config.model, len(loaded.task.class_names)
     rows = [
         ("checkpoint", loaded.saved.path),
-        (
-            "model",
-            f"{loaded.saved.config.model}, {loaded.spec.describe()}, {len(loaded.task.class_names)} classes",
-        ),
+        ("model", f"{model}, {loaded.spec.describe()}, {classes} classes"),
         ("weights", "average (ema)" if loaded.is_average else "raw"),
         ("difference", f"{difference:.1e} in probability on the same pixels"),
         ("folder", f"{out}, {bytes_text(size_of(out))}"),
     ]
-    return table(f"Exported to {form}", rows)
+    return table(f"Exported to {name}", rows)
 
 
 if __name__ == "__main__":

@@ -21,25 +21,24 @@ import numpy as np
 from utils.config.cli import parse_args
 from utils.config.scripts import PredictConfig
 from utils.config.settings import TrainConfig
-from utils.console import Terminal, printable, table
-from utils.data.augment import Augmentation, Center
+from utils.console import printable, progress, say, table
+from utils.data.check import check_images
 from utils.data.datasets import EncodedImages
 from utils.data.splits import Split, fingerprint_of
 from utils.errors import UserError
 from utils.files import check_output_file, expand, write_file
-from utils.predictions.tables import (
+from utils.ranks.accelerator import check_precision, make_accelerator
+from utils.ranks.ranks import Ranks
+from utils.ranks.session import distributed_session
+from utils.report.html import gallery
+from utils.report.tables import (
     Row,
-    check_all,
     check_table_file,
     encode,
     find_images,
     make_rows,
     result_rows,
 )
-from utils.ranks.accelerator import check_precision, make_accelerator
-from utils.ranks.ranks import Ranks
-from utils.ranks.session import distributed_session
-from utils.report.html import gallery
 from utils.runs.inference import (
     Inference,
     find_saved,
@@ -76,9 +75,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             config, task = make_task(config, found.class_names, None)
             task.check_predictions()
         found = with_settings(found, config)
-        split = find_split(flags, config, ranks)
+        split = load_images(flags, config, ranks)
         for line in [*warn_about_flags(flags, found), *map(printable, split.notes)]:
-            Terminal(ranks.is_main).print(line)
+            say(line)
         start = time.perf_counter()
         rows = predict(flags, found, task, split, ranks)
         with ranks.agree("writing the predictions"):
@@ -99,14 +98,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     return {"count": len(split), "rows": rows}
 
 
-def find_split(flags: PredictConfig, config: TrainConfig, ranks: Ranks) -> Split:
+def load_images(flags: PredictConfig, config: TrainConfig, ranks: Ranks) -> Split:
     """The images to predict, the same on all ranks; collective."""
-    progress = Terminal(ranks.is_main).progress("checking images")
     with ranks.local_main_first("checking the images"):
-        split = check_all(
-            replace(find_images(flags.paths), bits=config.image_bits), config.cache_dir, progress
-        )
-    fingerprint = fingerprint_of(split.fingerprint, split.content, *sorted(split.bad))
+        split = replace(find_images(flags.paths), bits=config.image_bits)
+        split = check_images(split, True, config.cache_dir, progress("checking images"))
+    fingerprint = fingerprint_of(split.fingerprint, split.content, *sorted(split.errors))
     ranks.check_same(fingerprint, "different images")
     return split
 
@@ -120,7 +117,7 @@ def predict(
     """
     config, spec = found.config, found.spec.for_evaluation()
     readable = split.select(np.flatnonzero(split.readable))
-    dataset = EncodedImages(readable, spec, Augmentation(0, {"center": Center(spec)}))
+    dataset = EncodedImages(readable, spec)
     # A loader process decodes whole blocks, so for a single block it would save no time.
     if len(dataset) <= config.eval_batch_size:
         config = replace(config, num_workers=0)
@@ -136,7 +133,7 @@ def predict(
     check_outputs(scores, found.path)
     if not ranks.is_main:
         return []
-    good, bad = iter(make_rows(task, top, scores, flags.top)), split.bad
+    good, bad = iter(make_rows(task, top, scores, flags.top)), split.errors
     return [Row(None, [], bad[n]) if n in bad else next(good) for n in range(len(split))]
 
 

@@ -12,11 +12,9 @@ lists the settings.
 from utils.output import guard_output  # the first import: see its docstring
 
 # isort: split
-import heapq
 import math
 import pdb
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -28,6 +26,7 @@ from torch import Tensor, nn
 import train
 from utils.config.bounds import require
 from utils.config.cli import parse_args, read_config
+from utils.config.plugin import check_plugin
 from utils.config.scripts import ReplayConfig
 from utils.config.settings import TrainConfig
 from utils.console import table
@@ -59,38 +58,19 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         distributed_session("replay.py", flags) as ranks,
         Stopping(ranks) as stopping,
     ):
-        require(
-            ranks.topology.world_size == 1,
-            "replay.py runs in one process",
-            "start it with plain python",
-        )
+        alone = ranks.topology.world_size == 1
+        require(alone, "replay.py runs in one process", "start it with plain python")
         records = read_log(expand(flags.run))
         config = make_settings(flags, records, scratch)
         ranks.threads = config.threads or ranks.threads
         torch.set_num_threads(ranks.threads)
         ranks.join()
         run = train.build(config, ranks, stopping, given=None)
-        last = run.plan.microbatches - 1
-        require(
-            flags.update <= run.updates,
-            f"--update {flags.update}: the last one of the run is {run.updates}",
-        )
-        fits = (flags.microbatch or 0) <= last
-        require(fits, f"--microbatch {flags.microbatch}: the last one of the update is {last}")
-        before = next(
-            (record["init_weights"] for record in records if "init_weights" in record), None
-        )
-        source = run.setup.source
-        same = source is None or before in (None, source.weights)
-        fix = "restore them, or choose an --update after the oldest checkpoint"
-        require(
-            same,
-            f"--init_from {run.config.init_from}: the weights have changed since the run began",
-            fix,
-        )
-        print(
-            f"replaying update {flags.update} of {flags.run} from {run.setup.resumed_from or 'the initial weights'}"
-        )
+        for flag, last in (("update", run.updates), ("microbatch", run.plan.microbatches - 1)):
+            given = getattr(flags, flag) or 0
+            require(given <= last, f"--{flag} {given}: the last one is {last}")
+        start = run.setup.resumed_from or "the initial weights"
+        print(f"replaying update {flags.update} of {flags.run} from {start}")
         print(f"updates to compute before it: {flags.update - 1 - run.state.step}")
         batches = iter(run.train_batches)
         recompute(run, batches, flags.update - 1)
@@ -102,23 +82,22 @@ def make_settings(flags: ReplayConfig, records: list[dict], scratch: str) -> Tra
     update.
     """
     folder = expand(flags.run)
-    starts = [
-        record for record in records if record["kind"] == "start" and record["step"] < flags.update
-    ]
-    require(
-        bool(starts),
-        f"--run {folder}: the log begins after update {flags.update}",
-        "name a later update",
-    )
+    starts = [each for each in records if each["kind"] == "start" and each["step"] < flags.update]
+    problem = f"--run {folder}: the log begins after update {flags.update}"
+    require(bool(starts), problem, "name a later update")
     start, config = starts[-1], read_config(folder / "config.yaml")
-    before = [
-        path for path in checkpoints_of(folder / "checkpoints") if step_of(path) < flags.update
-    ]
-    checkpoint = next((str(path) for path in reversed(before) if damage_of(path) is None), None)
+    saved = checkpoints_of(folder / "checkpoints")
+    good = (
+        each for each in reversed(saved) if step_of(each) < flags.update and not damage_of(each)
+    )
+    checkpoint = next(map(str, good), None)
+    if checkpoint is None:
+        check_plugin(folder, start["versions"])
     return replace(
         config,
         **given_settings(flags),
         cpu=flags.cpu,
+        plugin=flags.plugin,
         traceback=flags.traceback,
         output_dir=scratch,
         run_name="replay",
@@ -189,7 +168,7 @@ def compare_losses(run: Run, loss: float, flags: ReplayConfig) -> str:
     return (
         f"logged losses recomputed: {len(again)}; {len(different)} differ, the first at update {first}: "
         f"{ours[first]} instead of {logged[first]}. All bits repeat on another number of processes only "
-        "with --microbatches, and on a GPU only with that or --deterministic"
+        "with --microbatches, and on a GPU only with that or --deterministic; --init_from needs its old weights"
     )
 
 
@@ -204,24 +183,21 @@ def inspect(run: Run, batch: Batch, stop: bool) -> str:
             "next: the forward pass, in compute_loss; look at batch.images, batch.labels and run.module"
         )
         pdb.set_trace()
-    with observe_layers(run.module) as layers:
-        loss, outputs = compute_loss(run, batch)
-        run.accelerator.backward(loss * run.gradients.loss_scale(run.state.position))
+    layers = observe_layers(run.module)
+    loss, outputs = compute_loss(run, batch)
+    run.accelerator.backward(loss * run.gradients.loss_scale(run.state.position))
     rows = [("sample", f"class; the first {_LOGITS} logits")]
     for place, label, logits in zip(
-        batch.indices.tolist(), batch.labels.tolist(), outputs.tolist(), strict=True
+        batch.indices.tolist(), batch.labels.tolist(), outputs, strict=True
     ):
-        classes, numbers = (
-            label_lines(label, run.data.class_names),
-            [f"{logit:.3g}" for logit in logits[:_LOGITS]],
-        )
-        rows.append((run.data.train.describe(place), f"{', '.join(classes)}; {' '.join(numbers)}"))
+        classes = ", ".join(label_lines(label, run.data.class_names))
+        numbers = " ".join(f"{logit:.3g}" for logit in logits[:_LOGITS].tolist())
+        rows.append((run.data.train.describe(place), f"{classes}; {numbers}"))
     print(table(f"{len(batch.labels)} samples", rows))
     norms = gradient_norms(run.module)
-    largest = heapq.nlargest(
-        _ROWS, norms, lambda name: norms[name] if math.isfinite(norms[name]) else math.inf
-    )
-    print(table("Largest gradient norms", [(name, f"{norms[name]:.4g}") for name in largest]))
+    largest = sorted(norms.items(), key=lambda item: -math.inf if math.isnan(item[1]) else -item[1])
+    shown = [(name, f"{norm:.4g}") for name, norm in largest[:_ROWS]]
+    print(table("Largest gradient norms", shown))
     bad_layer = first_bad_layer(run.module, layers)
     print(bad_layer or "no layer has NaN or infinite values")
     return bad_layer
@@ -234,26 +210,17 @@ def compute_loss(run: Run, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     return run.task.loss(outputs, batch.labels), outputs
 
 
-@contextmanager
-def observe_layers(module: nn.Module) -> Iterator[Layers]:
-    """Add to the list, in the order of execution, each layer without layers of its own that runs in
-    the block.
-    """
+def observe_layers(module: nn.Module) -> Layers:
+    """A list to which each layer without layers of its own is added when it runs."""
     layers: Layers = []
 
     def observe(name: str, _layer: nn.Module, inputs: Any, outputs: Any) -> None:
         layers.append((name, _finite(inputs), _finite(outputs)))
 
-    handles = [
-        layer.register_forward_hook(partial(observe, name or type(layer).__name__))
-        for name, layer in module.named_modules()
-        if not list(layer.children())
-    ]
-    try:
-        yield layers
-    finally:
-        for handle in handles:
-            handle.remove()
+    for name, layer in module.named_modules():
+        if not list(layer.children()):
+            layer.register_forward_hook(partial(observe, name or type(layer).__name__))
+    return layers
 
 
 def gradient_norms(module: nn.Module) -> dict[str, float]:
@@ -275,10 +242,10 @@ def first_bad_layer(module: nn.Module, layers: Layers) -> str:
             return f"the input of layer {name} is NaN or infinite"
         if not outputs:
             return f"the output of layer {name} is the first with NaN or infinite values; its input is finite"
-    gradients = [name for name, norm in gradient_norms(module).items() if not norm < float("inf")]
+    bad = [name for name, norm in gradient_norms(module).items() if not math.isfinite(norm)]
     return (
-        f"the gradient of {gradients[-1]} is NaN or infinite; all layers' outputs are finite"
-        if gradients
+        f"the gradient of {bad[-1]} is NaN or infinite; all layers' outputs are finite"
+        if bad
         else ""
     )
 
@@ -286,11 +253,9 @@ def first_bad_layer(module: nn.Module, layers: Layers) -> str:
 def _finite(value: Any) -> bool:
     """Whether all floating-point tensors in a value are finite."""
     if isinstance(value, Tensor):
-        value = value.to_dense() if value.is_mkldnn else value
+        value = value.to_dense() if value.is_mkldnn else value  # oneDNN's layout
         return not value.is_floating_point() or bool(value.isfinite().all())
-    if isinstance(value, list | tuple):
-        return all(map(_finite, value))
-    return all(map(_finite, value.values())) if isinstance(value, dict) else True
+    return all(map(_finite, value)) if isinstance(value, list | tuple) else True
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 This file is the whole run: `main` starts it, `build` creates its parts, and `train` is the loop.
 """
 
-from utils.output import guard_output, leave  # the first import: see its docstring
+from utils.output import exit_with, guard_output  # the first import: see its docstring
 
 # isort: split
 import math
@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader
 
 from utils.config.cli import parse_given
 from utils.config.settings import TrainConfig
-from utils.data.batches import Batches
 from utils.data.datasets import AnyDataset, Batch, keep_on_device
 from utils.data.order import UpdateSampler, evaluation_blocks
 from utils.data.workers import make_loaders
@@ -35,22 +34,20 @@ from utils.ranks.stopping import EXIT_RESUME, Stopping
 from utils.report.writing import report_training
 from utils.runs.checkpoint import CheckpointManager
 from utils.runs.loading import make_average
-from utils.runs.log import RunLog
-from utils.runs.trackers import RunTrackers, numbers_to_send
+from utils.runs.trackers import numbers_to_send
 from utils.training.building import (
     TABLES,
     Setup,
     adapt_model,
     check_settings,
     fill_settings,
-    find_data,
+    load_splits,
     make_datasets,
     resolve,
 )
 from utils.training.dry_run import dry_run, trial
-from utils.training.evaluation import Evaluator
 from utils.training.features import features_of
-from utils.training.gradients import clip_gradients, make_gradients
+from utils.training.gradients import clip_gradients
 from utils.training.loop import (
     batches_of_update,
     evaluation_record,
@@ -59,11 +56,11 @@ from utils.training.loop import (
     synchronise,
     training_record,
 )
-from utils.training.meter import Meter, SyncInterval
+from utils.training.meter import SyncInterval
 from utils.training.optim import build_optimizer, init_optimizer, set_learning_rate
 from utils.training.run import Run, log_end, log_start
 from utils.training.schedule import due_after, learning_rate
-from utils.training.sharding import describe_shards, get_ready_to_shard
+from utils.training.sharding import get_ready_to_shard
 
 
 def main(argv: Sequence[str] | None = None) -> dict | None:
@@ -81,14 +78,14 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         log_start(run)
         if config.dry_run:
             return dry_run(run, train_update)
-        stopping.training_begins()
+        stopping.defer_signals()
         with gc_frozen(), make_profiler(run) as profiler:
             result = train(run, profiler)
         if result is None:  # the run was complete; a page may be missing
             report_training(run)
         stopped = log_end(run, result, command)
     if stopped:
-        leave(EXIT_RESUME)
+        exit_with(EXIT_RESUME)
     return result
 
 
@@ -101,59 +98,37 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     saved = checkpoints.newest()  # None if the run is new
     config, source = fill_settings(config, given, saved, checkpoints.begun, ranks)
     accelerator: Accelerator = make_accelerator(ranks, config)
-    data = find_data(config, saved, ranks)
+    data = load_splits(config, saved, ranks)
     with ranks.agree("resolving the settings"):  # the only place where they follow from the data
-        setup = resolve(config, saved, checkpoints.folder, data, source, accelerator)
-    spec, task, device = setup.spec, setup.task, accelerator.device
-    eval_spec = spec.for_evaluation()
-    train_set, eval_set = make_datasets(setup, ranks)
+        setup = resolve(config, saved, checkpoints.folder, data, source, accelerator, ranks)
+    config, images = setup.config, make_datasets(setup)
 
     with ranks.local_main_first("building the model"):  # a resumed run needs no published weights
-        names = data.class_names
         size = saved.weight_bytes if saved else None
-        model = build_model(setup.config, spec, task.outputs, size, names, train_set)
-    model, last_part, notes = adapt_model(model, setup, saved, accelerator, ranks)  # its weights
-    optimizer = build_optimizer(setup.config, model)
-    sets: Sequence[AnyDataset] = train_set, eval_set
-    if last_part is not None:  # the outputs of the other layers are computed once
-        sets = features_of(train_set, eval_set, model, last_part, setup, accelerator, ranks)
-    train_loader, eval_loader = make_batches(sets, setup, ranks)
-    whole = get_ready_to_shard(model, setup, accelerator, ranks) if accelerator.is_fsdp2 else []
+        outputs, names = setup.task.outputs, data.class_names
+        model = build_model(config, setup.spec, outputs, size, names, images[0])
+    model, last_part = adapt_model(model, setup, saved)  # its weights are final, if new
+    optimizer = build_optimizer(config, model)
+    # if only the last part is trained, the outputs of the other layers are computed once
+    sets = images if last_part is None else features_of(*images, model, last_part, setup)
+    train_loader, eval_loader = make_batches(sets, setup)
+    if accelerator.is_fsdp2:
+        get_ready_to_shard(model, setup)
     module = model  # without the wrapper, for evaluations and checkpoints
 
     model, optimizer, train_loader, eval_loader = accelerator.prepare(
         model, optimizer, train_loader, eval_loader
     )  # fmt: skip
-    sharding = describe_shards(model, whole, setup.config, ranks) if whole else ""
     optimizer = init_optimizer(optimizer, accelerator)  # without the wrapper, unless fp16
-    average = make_average(module, setup.config.ema_decay)  # of `prepare`'s weights
-    folder = checkpoints.restore(setup.config, saved, accelerator, module, optimizer, average)
-    with ranks.agree("opening the log"):
-        log = RunLog(folder, ranks.is_main, setup.state, setup.updates, task)
-    return Run(
-        setup=setup,
-        ranks=ranks,
-        stopping=stopping,
-        accelerator=accelerator,
-        checkpoints=checkpoints,
-        model=model,
-        module=module,
-        optimizer=optimizer,
-        gradients=make_gradients(setup, model, module, accelerator),
-        average=average,
-        train_batches=Batches(train_loader, spec, setup.config, device, True, task.outputs),
-        evaluator=Evaluator(ranks, accelerator, module, eval_loader, eval_spec, task, setup.config),
-        meter=Meter(task, device, setup.state.since_log, ranks.is_main, optimizer),
-        log=log,
-        trackers=RunTrackers(accelerator, setup.config, folder, setup.state.run_id, log.say),
-        notes=notes,
-        sharding=sharding,
-    )
+    average = make_average(module, config.ema_decay)  # of `prepare`'s weights
+    folder = checkpoints.restore(config, saved, accelerator, module, optimizer, average)
+    loaders = train_loader, eval_loader
+    return Run(setup, stopping, checkpoints, folder, model, module, optimizer, average, loaders)
 
 
-def make_batches(sets: Sequence[AnyDataset], setup: Setup, ranks: Ranks) -> list[DataLoader]:
+def make_batches(sets: Sequence[AnyDataset], setup: Setup) -> list[DataLoader]:
     """The training and evaluation loaders, with the batches of all ranks, for `prepare`."""
-    config, state = setup.config, setup.state
+    config, state, ranks = setup.config, setup.state, setup.ranks
     with ranks.agree():
         train_set, eval_set = keep_on_device(sets, config, ranks.device)
     updates = max(1, setup.updates - state.step)  # one, even if the run is complete, for a dry run
@@ -174,7 +149,7 @@ def train(run: Run, profiler: profile | None) -> dict | None:
         result = evaluate(run)
         save(run)
     run.meter.restart()
-    interval = SyncInterval(state.step)
+    interval, saved = SyncInterval(state.step), state.seconds
     while not run.ended and not run.stopping.agreed:
         train_update(run, batches)
         run.log.advance()
@@ -184,15 +159,16 @@ def train(run: Run, profiler: profile | None) -> dict | None:
         due = due_after(config, state, run.updates)
         if not (any(due) or interval.due(state.step)):
             continue
-        since_save = synchronise(run, interval)
+        synchronise(run, interval)
         if due.log or run.ended:
             log(run, "train", training_record(run))
         if due.evaluate or run.ended:
             result = evaluate(run)
-        is_late = since_save >= (config.save_seconds or math.inf)
+        is_late = state.seconds - saved >= (config.save_seconds or math.inf)
         is_last = run.ended or run.stopping.agreed
         if due.save or is_late or is_last or state.best_step == state.step:
             save(run)
+            saved = state.seconds
         run.meter.restart()
     return result
 
@@ -209,7 +185,7 @@ def train_update(run: Run, batches: Iterator[Batch]) -> None:
             run.accelerator.backward(loss * gradients.loss_scale(state.position))
         run.meter.add(loss, outputs, batch)
     gradients.reduce()
-    clip_gradients(run.accelerator, run.model, config)
+    run.meter.grad_norm = clip_gradients(run.accelerator, run.model, config)
     run.optimizer.step()
     run.optimizer.zero_grad()
     if run.average:
@@ -226,7 +202,7 @@ def evaluate(run: Run) -> dict | None:
     state.owes_evaluation = True
     if run.stopping.agreed:
         return None
-    run.ranks.mark(f"after update {state.step}, evaluating")
+    run.ranks.enter(f"after update {state.step}, evaluating")
     kinds = ["raw", "ema"] if average else ["raw"]
     for weights in kinds:
         keep = run.config.report and weights == kinds[-1]
@@ -256,7 +232,6 @@ def save(run: Run) -> None:
     with run.checkpoints.writing(run.state, files) as folder:
         if folder:  # on the main process; with FSDP2 on all ranks
             run.accelerator.save_state(folder)
-    run.meter.restart_save_clock()
     run.stopping.agreed = run.ranks.any_rank(run.stopping.agreed or bool(run.stopping.request))
     if run.ended or run.stopping.agreed:  # no save follows
         run.checkpoints.wait()

@@ -21,7 +21,6 @@ range.
 """
 
 import argparse
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -33,12 +32,11 @@ from common import (
     in_turns,
     last_json,
     launch,
-    make_parser,
-    markdown,
+    numbers,
+    over,
+    parse_flags,
     rates,
-    ratios,
     report,
-    run,
     spread,
     train,
 )
@@ -63,10 +61,10 @@ MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": st
 def ours(processes: int, args: argparse.Namespace, **more) -> list[dict]:
     """The log of train.py with the peers' network, SGD and batch size."""
     sgd = flags(optimizer="sgd", lr=0.01, momentum=0, weight_decay=0, lr_schedule="constant")
-    where = flags(
-        data=args.mnist, mixed_precision=args.mixed_precision, threads=1, max_eval_samples=256
+    work = flags(
+        data=args.mnist, model="mnist_cnn", batch_size=128, threads=1, max_eval_samples=256
     )
-    return train(processes, *flags(model="mnist_cnn", batch_size=128), *sgd, *where, *flags(**more))
+    return train(processes, *sgd, *work, *flags(mixed_precision=args.mixed_precision, **more))
 
 
 def epoch_rate(processes: int, args: argparse.Namespace) -> float:
@@ -82,51 +80,43 @@ def stretch_rate(processes: int, args: argparse.Namespace) -> float:
 
 def peer_rate(name: str, processes: int, args: argparse.Namespace) -> float:
     """Images per second of a peer, from its line of JSON."""
-    tutorial = [
-        sys.executable,
-        args.peers / "mnist_ddp_baseline.py",
-        *flags(root=args.mnist_idx, epochs=1),
-    ]
+    own, idx = launch(processes), flags(root=args.mnist_idx)
+    tutorial = flags(epochs=1, processes=processes, threads=1)
     commands = {
-        "tutorial": [*tutorial, *flags(processes=processes, threads=1)],
-        "hugging_face": [
-            *launch(processes),
-            args.peers / "hf_style.py",
-            *flags(data=args.mnist, epochs=1),
-        ],
-        "lightning": [
-            args.lightning_python,
-            args.peers / "lightning_style.py",
-            *flags(root=args.mnist_idx),
-        ],
+        "tutorial": [sys.executable, args.peers / "mnist_ddp_baseline.py", *idx, *tutorial],
+        "hugging_face": [*own, args.peers / "hf_style.py", *flags(data=args.mnist, epochs=1)],
+        "lightning": [args.lightning_python, args.peers / "lightning_style.py", *idx],
     }
     # Stop after the numbers: a peer that does not close its process group may abort when it exits.
-    lines, _ = run(
+    found = last_json(
         commands[name], until=lambda line: line.startswith("{"), env={"OMP_NUM_THREADS": "1"}
     )
-    return last_json(lines)["images_per_second"]
+    return found["images_per_second"]
 
 
 def limit_rate(processes: int, args: argparse.Namespace) -> float:
     """Images per second of the step alone, at the precision of train.py."""
-    numbers = [processes, 128, 1, int(args.precision == "bf16")]
-    lines, _ = run([sys.executable, "-c", LIMIT, args.peers, *numbers], env=MALLOC)
-    return last_json(lines)["images_per_second"]
+    given = [processes, 128, 1, int(args.precision == "bf16")]
+    return last_json([sys.executable, "-c", LIMIT, args.peers, *given], env=MALLOC)[
+        "images_per_second"
+    ]
 
 
 def measure(args: argparse.Namespace) -> tuple[dict, dict]:
     """Images per second by (side, processes): over epochs, and paired with the limit."""
     sides = {(OURS, n): partial(epoch_rate, n, args) for n in args.processes}
     for name in args.sides:
-        counts = [n for n in args.processes if name != "lightning" or n == 2]
-        sides |= {(name, n): partial(peer_rate, name, n, args) for n in counts if name != "limit"}
-    epochs, pairs = in_turns(sides, args.rounds) if len(sides) > len(args.processes) else {}, {}
+        for n in args.processes:
+            if name != "limit" and (name != "lightning" or n == 2):
+                sides[name, n] = partial(peer_rate, name, n, args)
+    # A round of ours alone compares nothing.
+    epochs, pairs = in_turns(sides, args.rounds) if {*args.sides} - {"limit"} else {}, {}
     for n in args.processes if "limit" in args.sides else ():
-        pair = {
+        ours_and_limit = {
             (OURS, n): partial(stretch_rate, n, args),
             ("limit", n): partial(limit_rate, n, args),
         }
-        pairs |= in_turns(pair, args.rounds)
+        pairs |= in_turns(ours_and_limit, args.rounds)
     return epochs, pairs
 
 
@@ -135,106 +125,34 @@ def rows(results: dict[tuple[str, int], list[float]]) -> list[list]:
     lines = []
     for (name, n), theirs in results.items():
         if name != OURS:
-            mine = results[OURS, n]
-            seconds = [f"{MNIST_IMAGES / median(side):.1f}" for side in (mine, theirs)]
-            lines.append(
-                [
-                    name,
-                    n,
-                    spread(mine),
-                    spread(theirs),
-                    *seconds,
-                    spread(ratios(mine, theirs), ".2f"),
-                ]
-            )
+            pair = results[OURS, n], theirs
+            seconds = [f"{MNIST_IMAGES / median(side):.1f}" for side in pair]
+            lines.append([name, n, *map(spread, pair), *seconds, over(*pair)])
     return lines
 
 
-def devices(epochs: dict[tuple[str, int], list[float]], processes: list[int]) -> str:
-    """A table like that of the tutorials: seconds per epoch on one device and on several, and the
-    speed-up.
-    """
-    lines = []
-    for name in dict.fromkeys(name for name, _ in epochs):
-        if all((name, n) in epochs for n in processes):
-            seconds = [f"{MNIST_IMAGES / median(epochs[name, n]):.1f}" for n in processes]
-            gains = [
-                spread(ratios(epochs[name, n], epochs[name, processes[0]]), ".2f")
-                for n in processes[1:]
-            ]
-            lines.append([name, *seconds, *gains])
-    header = [f"on {n}, s per epoch" for n in processes] + [
-        f"speed-up on {n}" for n in processes[1:]
-    ]
-    return markdown(["", *header], lines)
-
-
-def available(args: argparse.Namespace) -> list[str]:
-    """The sides of --sides that can run on this machine; prints which cannot."""
-    found = args.sides.split(",")
-    has = (
-        subprocess.run(
-            [args.lightning_python, "-c", "import lightning"], capture_output=True
-        ).returncode
-        == 0
-    )
-    if "lightning" in found and not has:
-        print(
-            f"lightning is left out: {args.lightning_python} does not have it; set --lightning_python"
-        )
-        found.remove("lightning")
-    return found
-
-
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument(
-        "--peers", type=Path, metavar="DIR", required=True, help="the scripts to compare with"
+    args = parse_flags(
+        __doc__,
+        ["peers", "mnist_idx", "mnist"],
+        peers=(Path, "folder with the scripts to compare with"),
+        mnist_idx=(Path, "MNIST, a torchvision root"),
+        mnist=(Path, "folder with MNIST's parquet files"),
+        processes=("1,2", "how many, on CPUs or GPUs"),
+        sides=(",".join(SIDES), "sides to compare with"),
+        mixed_precision=(str, "precision of our side, as for train.py"),
+        lightning_python=(sys.executable, "a Python that has lightning installed"),
     )
-    parser.add_argument(
-        "--mnist_idx", type=Path, metavar="DIR", required=True, help="MNIST, a torchvision root"
-    )
-    parser.add_argument(
-        "--mnist", type=Path, metavar="DIR", required=True, help="MNIST's parquet files"
-    )
-    parser.add_argument(
-        "--processes", default="1,2", help="how many, on CPUs or GPUs (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--sides", default=",".join(SIDES), help="sides to compare with (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--mixed_precision",
-        help="precision of our side, as for train.py (default: that of train.py)",
-    )
-    parser.add_argument(
-        "--lightning_python", default=sys.executable, help="a Python that has lightning installed"
-    )
-    args = parser.parse_args()
-    args.processes = sorted(map(int, args.processes.split(",")))
-    if not set(args.sides.split(",")) <= set(SIDES):
-        parser.error(f"--sides must be some of {','.join(SIDES)}")
-    args.sides = available(args)
+    args.processes, args.sides = numbers(args.processes), args.sides.split(",")
+    if not set(args.sides) <= set(SIDES):
+        raise SystemExit(f"--sides must be some of {','.join(SIDES)}")
     # A run of one update decodes images that are not in the cache yet, and logs the precision.
     args.precision = ours(1, args, max_steps=1)[0]["precision"]
     epochs, pairs = measure(args)
-    columns = [
-        "against",
-        "processes",
-        "ours, images/s",
-        "theirs",
-        "ours, s per epoch",
-        "theirs",
-        "ours over theirs",
-    ]
-    named = {
-        f"{what}: {name}, {n}": v
-        for what, by in (("epoch", epochs), ("pair", pairs))
-        for (name, n), v in by.items()
-    }
-    report(args, columns, rows(epochs) + rows(pairs), named)
-    if epochs and len(args.processes) > 1:
-        print(f"\nOne device and several:\n\n{devices(epochs, args.processes)}")
+    columns = ["against", "processes", "ours, images/s", "theirs", "ours, s per epoch", "theirs"]
+    named = {("epoch", *key): found for key, found in epochs.items()}
+    named |= {("pair", *key): found for key, found in pairs.items()}
+    report(args, [*columns, "ours over theirs"], rows(epochs) + rows(pairs), named)
 
 
 if __name__ == "__main__":

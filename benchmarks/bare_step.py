@@ -19,14 +19,14 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from itertools import repeat
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from common import ROOT, parse_flags
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(ROOT))
 from utils.config.settings import TrainConfig
 from utils.data.spec import InputSpec
 from utils.memory import keep_freed_memory
@@ -47,19 +47,12 @@ def make_model(
 
         model = timm.create_model(args.model, num_classes=CLASSES, in_chans=args.channels)
         model = model.to(device, memory_format=torch.channels_last)
-        settings = {
-            "lr": config.lr,
-            "momentum": config.momentum,
-            "weight_decay": config.weight_decay,
-        }
-        return model, create_optimizer_v2(model, opt="sgd", **settings)
-    spec = InputSpec(
-        args.image_size,
-        args.image_size,
-        args.channels,
-        [0.5] * args.channels,
-        [0.5] * args.channels,
-    )
+        optimizer = create_optimizer_v2(
+            model, "sgd", config.lr, config.weight_decay, config.momentum
+        )
+        return model, optimizer
+    half = [0.5] * args.channels
+    spec = InputSpec(args.image_size, args.image_size, args.channels, half, half)
     model = build_model(config, spec, classes=CLASSES).to(device)
     return model, build_optimizer(config, model)
 
@@ -77,9 +70,8 @@ def make_batches(args: argparse.Namespace, device: torch.device) -> Iterable[tup
         while True:
             for images, labels in loader:
                 yield images.contiguous(memory_format=torch.channels_last), labels
-    images = torch.randn(
-        args.batch_size, args.channels, args.image_size, args.image_size, device=device
-    )
+    shape = args.batch_size, args.channels, args.image_size, args.image_size
+    images = torch.randn(shape, device=device)
     labels = torch.randint(CLASSES, (args.batch_size,), device=device)
     yield from repeat((images.contiguous(memory_format=torch.channels_last), labels))
 
@@ -122,45 +114,30 @@ def timed(step, steps: int, device: torch.device) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    args = parse_flags(
+        __doc__,
+        rounds=None,
+        exchange=("none", "none, ddp or data_parallel"),
+        batch_size=(128, "of each process"),
+        mixed_precision=("no", "no, bf16 or fp16"),
+        model=("mnist_cnn", "name of the model"),
+        image_size=(28, "pixels of a side"),
+        channels=(1, "of the images"),
+        library=("lockstep", "lockstep or timm: of model and optimizer"),
+        photos=(str, "an image folder for timm's loader"),
+        num_workers=(4, "of timm's loader"),
+        steps=(150, "timed updates"),
+        warmup=(30, "updates before them"),
     )
-    parser.add_argument("--exchange", choices=("none", "ddp", "data_parallel"), default="none")
-    parser.add_argument(
-        "--batch_size", type=int, default=128, help="of each process (default: %(default)s)"
-    )
-    parser.add_argument("--mixed_precision", choices=("no", "bf16", "fp16"), default="no")
-    parser.add_argument("--model", default="mnist_cnn", help="(default: %(default)s)")
-    parser.add_argument(
-        "--image_size", type=int, default=28, help="pixels of a side (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--channels", type=int, default=1, help="of the images (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--library", choices=("lockstep", "timm"), default="lockstep", help="of model and optimizer"
-    )
-    parser.add_argument("--photos", metavar="FOLDER", help="an image folder for timm's loader")
-    parser.add_argument(
-        "--num_workers", type=int, default=4, help="of timm's loader (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=150, help="timed updates (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--warmup", type=int, default=30, help="updates before them (default: %(default)s)"
-    )
-    args = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
     cuda, processes = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", 1))
     torch.backends.cudnn.benchmark = True
-    if cuda:
-        torch.set_float32_matmul_precision("high")  # as train.py does
     device = (
         torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     )
     if cuda:
+        torch.set_float32_matmul_precision("high")  # as train.py does
         torch.cuda.set_device(device)
     if processes > 1:
         dist.init_process_group("nccl" if cuda else "gloo")
@@ -168,13 +145,12 @@ def main() -> None:
     timed(step, args.warmup, device)
     if cuda:
         torch.cuda.reset_peak_memory_stats()  # cuDNN has tried its kernels
-    rate = torch.tensor(
-        [args.steps * args.batch_size / timed(step, args.steps, device)], device=device
-    )
+    seconds = timed(step, args.steps, device)
+    rate = torch.tensor([args.steps * args.batch_size / seconds], device=device)
     if processes > 1:
         dist.all_reduce(rate)  # the sum over the processes
+    memory = torch.cuda.max_memory_allocated() if cuda else None
     if int(os.environ.get("RANK", 0)) == 0:
-        memory = torch.cuda.max_memory_allocated() if cuda else None
         print(json.dumps({"images_per_second": rate.item(), "gpu_memory": memory}), flush=True)
     if processes > 1:
         dist.destroy_process_group()

@@ -9,13 +9,23 @@ process has one thread. The hashes are those of the weights after the last updat
 digits of SHA-256. A ratio compares rates of the same round.
 """
 
-import argparse
 import hashlib
 from functools import partial
 from pathlib import Path
 from statistics import harmonic_mean
 
-from common import flags, in_turns, make_parser, rates, ratios, report, spread, train
+from common import (
+    flags,
+    in_turns,
+    latest_checkpoint,
+    numbers,
+    over,
+    parse_flags,
+    rates,
+    report,
+    spread,
+    train,
+)
 
 MICROBATCHES = 8
 MODELS = {
@@ -40,9 +50,8 @@ def measure(model: str, kind: str, processes: int) -> dict:
     found: list[str] = []
 
     def hash_weights(folder: Path) -> None:
-        checkpoints = folder / "checkpoints"
-        file = checkpoints / (checkpoints / "latest").read_text().strip() / "model.safetensors"
-        found.append(hashlib.sha256(file.read_bytes()).hexdigest()[:10])
+        weights = (latest_checkpoint(folder) / "model.safetensors").read_bytes()
+        found.append(hashlib.sha256(weights).hexdigest()[:10])
 
     records = train(processes, *settings, then=hash_weights)
     return {"rate": harmonic_mean(rates(records)), "hash": found[0]}
@@ -61,27 +70,20 @@ def rows(results: dict[tuple[str, str, int], list[dict]]) -> list[list]:
         hashes = {
             k: ", ".join(sorted({run["hash"] for run in results[model, k, processes]})) for k in by
         }
-        costs = [spread(ratios(by[FIXED], by[k]), ".2f") for k in (ACCUMULATED, USUAL)]
+        costs = [over(by[FIXED], by[k]) for k in (ACCUMULATED, USUAL)]
         lines.append([model, processes, hashes[FIXED], hashes[USUAL], spread(by[FIXED]), *costs])
     return lines
 
 
 def main() -> None:
-    parser: argparse.ArgumentParser = make_parser(__doc__, rounds=3)
-    parser.add_argument("--processes", default="1,2,4", help="how many (default: %(default)s)")
-    parser.add_argument("--models", default=",".join(MODELS), help="which (default: %(default)s)")
-    args = parser.parse_args()
-    kinds, counts = (FIXED, ACCUMULATED, USUAL), map(int, args.processes.split(","))
+    how_many, models = ("1,2,4", "how many"), (",".join(MODELS), "which")
+    args = parse_flags(__doc__, rounds=3, processes=how_many, models=models)
+    kinds, counts = (FIXED, ACCUMULATED, USUAL), numbers(args.processes)
     names = [(model, kind, n) for n in counts for model in args.models.split(",") for kind in kinds]
     results = in_turns({name: partial(measure, *name) for name in names}, args.rounds)
     header = ["model", "processes", "weights with --microbatches 8", "weights as usual", "images/s"]
     header += ["against accumulation", "against the usual exchange"]
-    report(
-        args,
-        header,
-        rows(results),
-        {" ".join(map(str, name)): found for name, found in results.items()},
-    )
+    report(args, header, rows(results), results)
 
 
 if __name__ == "__main__":

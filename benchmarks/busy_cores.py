@@ -12,28 +12,26 @@ A rate is the median over stretches of 20 updates, without the first. A ratio co
 same round. The load average shows how busy the machine was before.
 """
 
-import json
 import os
 import subprocess
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 
 from common import (
-    ROOT,
     flags,
     in_turns,
     kill,
     last_json,
-    launch,
-    make_parser,
+    numbers,
+    over,
+    parse_flags,
     rates,
-    ratios,
     report,
-    run,
     spread,
+    train,
 )
 
 STRETCH, STRETCHES = 20, 4
@@ -74,45 +72,30 @@ def rate(side: str, processes: int, load: str, mnist: Path) -> dict:
 
 
 def our_rate(processes: int, env: dict, mnist: Path) -> float:
-    sgd = flags(
-        model="mnist_cnn", batch_size=128, lr=0.01, lr_schedule="constant", max_eval_samples=256
-    )
-    much = flags(data=mnist, max_steps=STRETCH * STRETCHES, log_every=STRETCH, run_name="run")
-    with TemporaryDirectory(prefix="lockstep-") as folder:
-        run([*launch(processes), ROOT / "train.py", *sgd, *much, "--output_dir", folder], env=env)
-        log = (Path(folder) / "run" / "log.jsonl").read_text().splitlines()
-    return median(rates([json.loads(line) for line in log]))
+    sgd = flags(model="mnist_cnn", batch_size=128, lr=0.01, lr_schedule="constant")
+    much = flags(max_steps=STRETCH * STRETCHES, log_every=STRETCH, max_eval_samples=256)
+    return median(rates(train(processes, *flags(data=mnist), *sgd, *much, env=env)))
 
 
 def plain_rate() -> float:
-    lines, _ = run([sys.executable, "-c", PLAIN, 128, STRETCH, STRETCHES])
-    return last_json(lines)["images_per_second"]
+    plain = [sys.executable, "-c", PLAIN, 128, STRETCH, STRETCHES]
+    return last_json(plain)["images_per_second"]
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument(
-        "--mnist", type=Path, metavar="DIR", required=True, help="MNIST's parquet files"
-    )
-    parser.add_argument(
-        "--processes", default="1,2", help="numbers of processes (default: %(default)s)"
-    )
-    args = parser.parse_args()
-    cases = [(side, n) for n in map(int, args.processes.split(",")) for side in WAITING] + [
-        ("plain", 1)
-    ]
-    keys = [(side, n, load) for side, n in cases for load in ("idle", "busy")]
+    data, how_many = (Path, "folder with MNIST's parquet files"), ("1,2", "numbers of processes")
+    args = parse_flags(__doc__, ["mnist"], mnist=data, processes=how_many)
+    cases = [*product(WAITING, numbers(args.processes)), ("plain", 1)]
+    keys = [(*case, load) for case in cases for load in ("idle", "busy")]
     results = in_turns({key: partial(rate, *key, args.mnist) for key in keys}, args.rounds)
     found = {key: [turn["images_per_second"] for turn in turns] for key, turns in results.items()}
     rows = []
-    for side, n, load in keys:
-        ours = ratios(found["passive", n, load], found[side, n, load])
-        loads = [turn["load"] for turn in results[side, n, load]]
-        rows.append(
-            [side, n, load, spread(found[side, n, load]), spread(ours, ".2f"), spread(loads, ".1f")]
-        )
+    for key in keys:
+        ours = over(found["passive", *key[1:]], found[key])
+        loads = [turn["load"] for turn in results[key]]
+        rows.append([*key, spread(found[key]), ours, spread(loads, ".1f")])
     header = ["side", "processes", "beside", "images/s", "passive over this", "load average"]
-    report(args, header, rows, {" ".join(map(str, key)): turns for key, turns in results.items()})
+    report(args, header, rows, results)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ A stage lasts until the slowest rank has finished it. The whole time ends with t
 the new ranks.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -23,14 +22,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-BEGUN = time.time()  # when this process started, before the slow imports
-ROOT = Path(__file__).resolve().parent.parent
+import psutil
+from common import (
+    ROOT,
+    flags,
+    in_turns,
+    kill,
+    note_times,
+    parse_flags,
+    report,
+    spread,
+    temporary,
+)
+
+BEGUN = time.time()  # before the slow imports
 EVENTS = ("joined", "notice", "lost")
 # the mark that ends each stage; the first two are of the old ranks, the others of the new ones
 STAGES = {
@@ -51,36 +60,21 @@ def run_rank(folder: Path, root: Path, argv: list[str]) -> None:
     """Train with these arguments; append the times of the stages to a file in `folder`."""
     sys.path.insert(0, str(root))
     with (folder / f"rank-{os.getpid()}.jsonl").open("a", buffering=1) as file:
+        noted = set()
 
         def note(name: str, at: float) -> None:
-            file.write(json.dumps([name, at]) + "\n")
-
-        def noting(owner: object, name: str) -> None:
-            function, noted = getattr(owner, name), []
-
-            def call(*arguments, **keywords):
-                try:
-                    return function(*arguments, **keywords)
-                finally:
-                    if not noted:
-                        note(name, time.time())
-                        noted.append(name)
-
-            setattr(owner, name, call)
+            if name not in noted:
+                noted.add(name)
+                file.write(json.dumps([name.removesuffix(" ended"), at]) + "\n")
 
         note("begun", BEGUN)
         import train
 
         note("imported", time.time())
-        for owner, name in (
-            (train.Ranks, "join"),
-            (train.CheckpointManager, "newest"),
-            (train, "make_datasets"),
-            (train, "build"),
-            (train, "train_update"),
-            (train, "train"),
-        ):
-            noting(owner, name)
+        note_times(train.Ranks, "join", note)
+        note_times(train.CheckpointManager, "newest", note)
+        for name in ("make_datasets", "build", "train_update", "train"):
+            note_times(train, name, note)
         train.main(argv)
 
 
@@ -94,39 +88,32 @@ class Launchers:
     """The launchers of one run."""
 
     def __init__(self, folder: Path, root: Path, settings: list[str]):
-        self.folder, self.root, self.settings = folder, root, settings
+        self.folder, self.root, self.settings = folder, root, [*settings, *flags(output_dir=folder)]
         # Only scripts in the folder of train.py end as train.py does.
         self.script = Path(shutil.copy(__file__, root / f"come_back_{os.getpid()}.py"))
         self.running: list[subprocess.Popen] = []
 
     def start(self) -> None:
-        from common import flags
-
-        options = flags(
-            nnodes="1:3", nproc_per_node=1, max_restarts=100, rdzv_backend="c10d", rdzv_id="run"
-        )
-        options += flags(rdzv_endpoint=self.folder / "store", rdzv_conf=CONF)
-        command = [str(Path(sys.executable).with_name("torchrun")), *options]
-        command += [str(self.script), "--rank", str(self.folder), str(self.root), *self.settings]
+        options = flags(nnodes="1:3", nproc_per_node=1, max_restarts=100, rdzv_backend="c10d")
+        options += flags(rdzv_id="run", rdzv_endpoint=self.folder / "store", rdzv_conf=CONF)
+        command = [Path(sys.executable).with_name("torchrun"), *options, self.script]
+        command += ["--rank", self.folder, self.root, *self.settings]
         shared = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_WORKER_IDENTICAL": "1"}
+        shared["PYTHONPATH"] = str(ROOT / "benchmarks")
         with (self.folder / f"launcher-{len(self.running)}.txt").open("a") as out:
             self.running.append(
-                subprocess.Popen(command, env=os.environ | shared, stdout=out, stderr=out)
+                subprocess.Popen(
+                    list(map(str, command)), env=os.environ | shared, stdout=out, stderr=out
+                )
             )
 
     def ranks(self) -> list[int]:
         """The process IDs of the ranks, in the order of the launchers."""
-        import psutil
-
         found = []
         for launcher in self.running:
             with suppress(psutil.NoSuchProcess):  # it has just ended
-                ranks = [
-                    rank
-                    for rank in psutil.Process(launcher.pid).children()
-                    if rank.status() != "zombie"
-                ]
-                found += [rank.pid for rank in ranks]
+                ranks = psutil.Process(launcher.pid).children()
+                found += [rank.pid for rank in ranks if rank.status() != "zombie"]
         return found
 
     def wait_until(self, count: int, other_than: set[int] = frozenset()) -> list[int]:
@@ -136,40 +123,24 @@ class Launchers:
         deadline = time.time() + 300
         while time.time() < deadline:
             ranks = [pid for pid in self.ranks() if pid not in other_than]
-            if len(ranks) == count and all(
-                "train_update" in times_of(self.folder, pid) for pid in ranks
-            ):
+            updated = ["train_update" in times_of(self.folder, pid) for pid in ranks]
+            if len(ranks) == count and all(updated):
                 return ranks
             time.sleep(0.05)
-        raise SystemExit(
-            "\n".join(file.read_text()[-3000:] for file in self.folder.glob("launcher-*.txt"))
-        )
+        outputs = self.folder.glob("launcher-*.txt")
+        raise SystemExit("\n".join(file.read_text()[-3000:] for file in outputs))
 
-    def end(self) -> None:
-        import psutil
-
+    def close(self) -> None:
         self.script.unlink()
         for launcher in self.running:
-            with suppress(psutil.NoSuchProcess):
-                for process in [*psutil.Process(launcher.pid).children(), launcher]:
-                    process.kill()
+            kill(launcher.pid)
             launcher.wait()
-
-
-@contextmanager
-def launchers(root: Path, settings: list[str]) -> Iterator[Launchers]:
-    with TemporaryDirectory(prefix="lockstep-") as folder:
-        machines = Launchers(Path(folder), root, [*settings, "--output_dir", folder])
-        try:
-            yield machines
-        finally:
-            machines.end()
 
 
 def measure(root: Path, settings: list[str]) -> dict[str, dict[str, float]]:
     """The seconds of each stage, by event."""
     found = {}
-    with launchers(root, settings) as machines:
+    with temporary() as folder, closing(Launchers(folder, root, settings)) as machines:
         machines.start()
         machines.start()
         ranks = machines.wait_until(2)
@@ -202,8 +173,6 @@ def measure(root: Path, settings: list[str]) -> dict[str, dict[str, float]]:
 
 def wait_for_exit(rank: int) -> float:
     """Wait until the process has ended, reaped or not; returns the time."""
-    import psutil
-
     with suppress(psutil.NoSuchProcess):
         while psutil.Process(rank).status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.02)
@@ -213,41 +182,26 @@ def wait_for_exit(rank: int) -> float:
 def main() -> None:
     if sys.argv[1:2] == ["--rank"]:
         return run_rank(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
-    from common import flags, in_turns, make_parser, report, spread
-
-    parser: argparse.ArgumentParser = make_parser(__doc__)
-    parser.add_argument(
-        "--mnist", type=Path, metavar="DIR", required=True, help="MNIST's parquet files"
-    )
-    parser.add_argument(
-        "--before", type=Path, metavar="CHECKOUT", help="another checkout of this repository"
-    )
-    args = parser.parse_args()
-    settings = flags(
-        config=ROOT / "recipes/mnist.yaml", data=args.mnist, run_name="run", resume="auto"
-    )
-    settings += flags(microbatches=4, epochs=1000, save_seconds=5, log_every=1)
+    data, before = (Path, "folder with MNIST's parquet files"), (Path, "another checkout")
+    args = parse_flags(__doc__, ["mnist"], mnist=data, before=before)
+    settings = flags(config=ROOT / "recipes/mnist.yaml", data=args.mnist, run_name="run")
+    settings += flags(resume="auto", microbatches=4, epochs=1000, save_seconds=5, log_every=1)
     sides = {"now": partial(measure, ROOT, settings)}
     if args.before:
         sides["before"] = partial(measure, args.before.resolve(), settings)
     results = in_turns(sides, args.rounds)
+    columns = [(event, side) for event in EVENTS for side in sides]
     rows = [
         [
             stage,
             *(
                 spread([each[event][stage] for each in results[side]], ".1f")
-                for event in EVENTS
-                for side in sides
+                for event, side in columns
             ),
         ]
         for stage in [*STAGES, "whole"]
     ]
-    report(
-        args,
-        ["Seconds", *(f"{event}, {side}" for event in EVENTS for side in sides)],
-        rows,
-        results,
-    )
+    report(args, ["Seconds", *map(", ".join, columns)], rows, results)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from threading import Timer
+from typing import Any
 
 import psutil
-import torch
-import torchvision
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,6 +29,9 @@ MNIST_IMAGES = 60_000  # in the training split
 
 def machine() -> dict:
     """The machine and the library versions of a measurement."""
+    import torch
+    import torchvision
+
     found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     return {
         "cpu": found[1] if found else platform.machine(),
@@ -70,6 +72,11 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     return [a / b for a, b in zip(ours, theirs, strict=True)]
 
 
+def over(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """The same as text."""
+    return spread(ratios(ours, theirs), ".2f")
+
+
 def spread(values: Sequence[float], form: str = ",.0f") -> str:
     """The median; if there are several values, also the lowest and the highest in brackets."""
     if len(values) == 1:
@@ -83,30 +90,53 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence]) -> str:
     return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
 
 
-def make_parser(doc: str, rounds: int = 5) -> argparse.ArgumentParser:
-    """A parser with the flags that all benchmarks have; `doc` is the script's docstring."""
+def parse_flags(
+    doc: str, needs: Sequence[str] = (), rounds: int | None = 5, **flags: tuple[Any, str]
+) -> argparse.Namespace:
+    """The flags of the command line; `doc` is the script's docstring.
+
+    `flags` has the default and the help of each flag. A class in place of the default is the type
+    of a flag that has none; `needs` names those that are required. A flag whose default is False
+    takes no value. All benchmarks have --rounds and --json, unless `rounds` is None.
+    """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--rounds", type=int, default=rounds, help="runs of each side (default: %(default)s)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to FILE")
-    return parser
+    if rounds:
+        flags["rounds"] = rounds, "runs of each side"
+        flags["json"] = Path, "also write all numbers to this file"
+    for name, (default, text) in flags.items():
+        if default is False:
+            parser.add_argument(f"--{name}", action="store_true", help=text)
+        elif isinstance(default, type):
+            parser.add_argument(f"--{name}", type=default, required=name in needs, help=text)
+        else:
+            text += " (default: %(default)s)"
+            parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
+    return parser.parse_args()
 
 
 def report(
-    args: argparse.Namespace, header: Sequence[str], rows: Sequence[Sequence], results: dict
+    args: argparse.Namespace, header: Sequence[str], rows: Sequence[Sequence], results: Mapping
 ) -> None:
-    """Print the table and the machine, and write all numbers to --json if it is set."""
+    """Print the table and the machine, and write all numbers to --json if it is set.
+
+    A key of the results that is a tuple is written as its parts.
+    """
     print(f"{markdown(header, rows)}\n\n{machine_line()}")
     if args.json:
+        names = [name if isinstance(name, str) else ", ".join(map(str, name)) for name in results]
         record = {
             "machine": machine(),
             "settings": {k: str(v) for k, v in vars(args).items()},
-            "results": results,
+            "results": dict(zip(names, results.values(), strict=True)),
         }
         args.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def numbers(text: str) -> list[int]:
+    """The numbers of a flag such as --processes 1,2, ascending."""
+    return sorted(map(int, text.split(",")))
 
 
 def launch(processes: int) -> list[str]:
@@ -115,15 +145,14 @@ def launch(processes: int) -> list[str]:
 
     Several processes run on CPUs if there are too few GPUs for them.
     """
+    from torch import cuda
+
     if processes == 1:
         return [sys.executable]
-    config = (
-        ROOT
-        / "accelerate_configs"
-        / ("2gpu.yaml" if torch.cuda.device_count() >= processes else "2cpu.yaml")
-    )
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    return [*launcher, "--num_processes", str(processes)]
+    device = "gpu" if cuda.device_count() >= processes else "cpu"
+    config = ROOT / f"accelerate_configs/2{device}.yaml"
+    where = flags(config_file=config, num_processes=processes)
+    return [sys.executable, "-m", "accelerate.commands.launch", *where]
 
 
 def run(
@@ -141,13 +170,10 @@ def run(
     """
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` runs
     command, lines, begun = [str(word) for word in command], [], time.perf_counter()
-    pipes = {
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-        "text": True,
-        "errors": "replace",
-    }
-    with subprocess.Popen(command, env={**os.environ, **(env or {})}, **pipes) as process:
+    environment, pipe = {**os.environ, **(env or {})}, subprocess.PIPE
+    with subprocess.Popen(
+        command, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
         clock = Timer(seconds, kill, [process.pid])
         try:
             clock.start()
@@ -168,9 +194,9 @@ def run(
     return lines, taken
 
 
-def last_json(lines: Sequence[tuple[float, str]]) -> dict:
-    """The last line of JSON, parsed."""
-    return json.loads([line for _, line in lines if line.startswith("{")][-1])
+def last_json(command: Sequence, **how: Any) -> dict:
+    """Run a command, as `run` does; returns the last line of JSON that it printed, parsed."""
+    return json.loads([line for _, line in run(command, **how)[0] if line.startswith("{")][-1])
 
 
 def kill(pid: int) -> None:
@@ -185,37 +211,55 @@ def kill(pid: int) -> None:
 
 def flags(**settings) -> list[str]:
     """Settings as command-line flags, without those that are None."""
-    return [
-        word
-        for name, value in settings.items()
-        if value is not None
-        for word in (f"--{name}", str(value))
-    ]
+    given = {f"--{name}": str(value) for name, value in settings.items() if value is not None}
+    return [word for pair in given.items() for word in pair]
 
 
-def train(processes: int, *settings: str, then: Callable[[Path], None] | None = None) -> list[dict]:
-    """Train with train.py in a temporary folder; returns the records of its log.
+def train(
+    processes: int, *settings: str, then: Callable[[Path], None] | None = None, **how: Any
+) -> list[dict]:
+    """Train with train.py in a temporary folder, as `run` does; returns the records of its log.
 
     `then` is called with the run folder before it is deleted.
     """
-    with TemporaryDirectory(prefix="lockstep-") as folder:
-        run(
-            [
-                *launch(processes),
-                ROOT / "train.py",
-                *settings,
-                "--output_dir",
-                folder,
-                "--run_name",
-                "run",
-            ]
-        )
+    with temporary() as folder:
+        place = flags(output_dir=folder, run_name="run")
+        run([*launch(processes), ROOT / "train.py", *settings, *place], **how)
         if then:
-            then(Path(folder) / "run")
-        return [
-            json.loads(line)
-            for line in (Path(folder) / "run" / "log.jsonl").read_text().splitlines()
-        ]
+            then(folder / "run")
+        return read_log(folder / "run")
+
+
+@contextmanager
+def temporary() -> Iterator[Path]:
+    """A folder that is deleted at the end of the block."""
+    with TemporaryDirectory(prefix="lockstep-") as folder:
+        yield Path(folder)
+
+
+def read_log(run_folder: Path) -> list[dict]:
+    """The records of a run's log."""
+    return [json.loads(line) for line in (run_folder / "log.jsonl").read_text().splitlines()]
+
+
+def latest_checkpoint(run_folder: Path) -> Path:
+    """The last checkpoint of a run."""
+    checkpoints = run_folder / "checkpoints"
+    return checkpoints / (checkpoints / "latest").read_text().strip()
+
+
+def note_times(owner: object, name: str, note: Callable[[str, float], None]) -> None:
+    """Make a function of a module or class note when it is called and when it has returned."""
+    function = getattr(owner, name)
+
+    def noting(*arguments, **keywords):
+        note(f"{name} called", time.time())
+        try:
+            return function(*arguments, **keywords)
+        finally:
+            note(f"{name} ended", time.time())
+
+    setattr(owner, name, noting)
 
 
 def rates(log: Sequence[dict]) -> list[float]:

@@ -10,89 +10,100 @@ evaluation, to five digits and without its duration. Hashes are only comparable 
 the same libraries. Exits with code 1 if one differs.
 """
 
-import argparse
 import csv
 import hashlib
 import json
 import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from common import ROOT, flags, launch, make_parser, report, run
+from common import (
+    ROOT,
+    flags,
+    latest_checkpoint,
+    launch,
+    parse_flags,
+    read_log,
+    report,
+    run,
+    temporary,
+)
 from safetensors.numpy import load_file
 from tqdm import tqdm
 
-DIGITS = flags(max_steps=40, log_every=10, eval_every=20)
-CIFAR = flags(
-    max_train_samples=2000, max_eval_samples=500, max_steps=20, log_every=5, eval_every=20
-)
-PHOTOS = flags(image_size=64, max_steps=6, global_batch_size=16, log_every=2, num_workers=1)
+DIGITS = {"max_steps": 40, "log_every": 10, "eval_every": 20}
+CIFAR = {
+    "max_train_samples": 2000,
+    "max_eval_samples": 500,
+    "max_steps": 20,
+    "log_every": 5,
+    "eval_every": 20,
+}
+PHOTOS = {
+    "image_size": 64,
+    "max_steps": 6,
+    "global_batch_size": 16,
+    "log_every": 2,
+    "num_workers": 1,
+}
 # Name: processes and settings. {cifar10}, {photos} and {labels} stand for data, {digits} for the
 # folder of that run.
 RUNS = {
     "digits": (1, DIGITS),
     "digits, accumulation": (
         2,
-        [*DIGITS, *flags(model="mlp", grad_accum=2, clip_norm=1, optimizer="adamw")],
+        DIGITS | {"model": "mlp", "grad_accum": 2, "clip_norm": 1, "optimizer": "adamw"},
     ),
-    "microbatches on one process": (1, [*DIGITS, *flags(microbatches=4, label_smoothing=0.1)]),
-    "microbatches on two": (2, [*DIGITS, *flags(microbatches=4, label_smoothing=0.1)]),
+    "microbatches on one process": (1, DIGITS | {"microbatches": 4, "label_smoothing": 0.1}),
+    "microbatches on two": (2, DIGITS | {"microbatches": 4, "label_smoothing": 0.1}),
     "CIFAR-10, mixing and average": (
         2,
-        [
-            *CIFAR,
-            *flags(
-                data="{cifar10}",
-                model="fastnet",
-                mixup=0.2,
-                cutmix=1,
-                ema_decay=0.9,
-                crop_padding=4,
-            ),
-        ],
+        CIFAR
+        | {
+            "data": "{cifar10}",
+            "model": "fastnet",
+            "mixup": 0.2,
+            "cutmix": 1,
+            "ema_decay": 0.9,
+            "crop_padding": 4,
+        },
     ),
     "CIFAR-10, policy": (
         1,
-        [
-            *CIFAR,
-            *flags(
-                data="{cifar10}",
-                model="mnist_cnn",
-                auto_augment="trivialaugment",
-                random_erasing=0.5,
-            ),
-        ],
+        CIFAR
+        | {
+            "data": "{cifar10}",
+            "model": "mnist_cnn",
+            "auto_augment": "trivialaugment",
+            "random_erasing": 0.5,
+        },
     ),
-    "photographs": (1, [*PHOTOS, *flags(data="{photos}", model="resnet18")]),
+    "photographs": (1, PHOTOS | {"data": "{photos}", "model": "resnet18"}),
     "photographs, drop path": (
         2,
-        [
-            *PHOTOS,
-            *flags(
-                data="{photos}",
-                model="timm/test_vit",
-                optimizer="muon",
-                drop_path=0.1,
-                image_size=160,
-            ),
-        ],
+        PHOTOS
+        | {
+            "data": "{photos}",
+            "model": "timm/test_vit",
+            "optimizer": "muon",
+            "drop_path": 0.1,
+            "image_size": 160,
+        },
     ),
     "multilabel": (
         2,
-        [
-            *PHOTOS,
-            *flags(
-                data="{labels}",
-                task="multilabel",
-                loss="focal",
-                pos_weight="balanced",
-                eval_fraction=0.2,
-            ),
-        ],
+        PHOTOS
+        | {
+            "data": "{labels}",
+            "task": "multilabel",
+            "loss": "focal",
+            "pos_weight": "balanced",
+            "eval_fraction": 0.2,
+        },
     ),
     "fine-tuning": (
         2,
-        [*DIGITS, *flags(init_from="{digits}", freeze="conv1", layer_decay=0.8, optimizer="adamw")],
+        DIGITS
+        | {"init_from": "{digits}", "freeze": "conv1", "layer_decay": 0.8, "optimizer": "adamw"},
     ),
 }
 
@@ -101,9 +112,7 @@ def write_labels(photos: Path, path: Path) -> None:
     """A CSV file that gives each photograph the label of its folder, and every other one a second
     label.
     """
-    images = sorted(
-        image for image in photos.rglob("*") if image.suffix.lower() in (".jpg", ".jpeg")
-    )
+    images = sorted(path for path in photos.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg"))
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["path", "label"])
@@ -113,47 +122,41 @@ def write_labels(photos: Path, path: Path) -> None:
 
 def fingerprint(folder: Path) -> str:
     """The SHA-256 of a run's last weights and evaluation."""
-    checkpoints, found = folder / "checkpoints", hashlib.sha256()
-    checkpoint = checkpoints / (checkpoints / "latest").read_text().strip()
+    checkpoint, found = latest_checkpoint(folder), hashlib.sha256()
     for file in ("model.safetensors", "ema.safetensors"):
         tensors = load_file(checkpoint / file) if (checkpoint / file).exists() else {}
         for name in sorted(tensors):
             found.update(f"{name} {tensors[name].dtype} {tensors[name].shape}".encode())
             found.update(tensors[name].tobytes())
-    records = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
-    last = [record for record in records if record["kind"] == "eval"][-1]
+    last = [record for record in read_log(folder) if record["kind"] == "eval"][-1]
     for name in sorted(last.keys() - {"seconds", "time"}):
-        found.update(
-            f"{name} {last[name]:.5g}".encode()
-            if isinstance(last[name], float)
-            else str(last[name]).encode()
-        )
+        value = last[name]
+        found.update((f"{name} {value:.5g}" if isinstance(value, float) else str(value)).encode())
     return found.hexdigest()
 
 
 def main() -> None:
-    parser: argparse.ArgumentParser = make_parser(__doc__, rounds=1)
-    parser.add_argument(
-        "--cifar10", type=Path, required=True, metavar="DIR", help="folder with parquet files"
+    args = parse_flags(
+        __doc__,
+        ["cifar10", "photos"],
+        rounds=1,
+        cifar10=(Path, "folder with parquet files"),
+        photos=(Path, "image folder"),
+        compare=(Path, "a file that --json has written before"),
     )
-    parser.add_argument("--photos", type=Path, required=True, metavar="DIR", help="image folder")
-    parser.add_argument(
-        "--compare", type=Path, metavar="FILE", help="a file that --json has written before"
-    )
-    args = parser.parse_args()
     found: dict[str, str] = {}
-    with TemporaryDirectory(prefix="lockstep-") as temporary:
-        folder = Path(temporary)
+    with temporary() as folder:
         write_labels(args.photos, folder / "labels.csv")
         places = {"cifar10": args.cifar10.absolute(), "photos": args.photos.absolute()}
         places |= {"labels": folder / "labels.csv", "digits": folder / "digits"}
         for name, (processes, settings) in tqdm(RUNS.items()):
-            words = [word.format(**places) if word.startswith("{") else word for word in settings]
-            own = flags(
-                output_dir=folder, run_name=name.replace(",", "").replace(" ", "-"), threads=1
-            )
+            words = [
+                word.format(**places) if word[0] == "{" else word for word in flags(**settings)
+            ]
+            run_name = name.replace(",", "").replace(" ", "-")
+            own = flags(output_dir=folder, run_name=run_name, threads=1)
             run([*launch(processes), ROOT / "train.py", "--cpu", *words, *own])
-            found[name] = fingerprint(folder / own[3])
+            found[name] = fingerprint(folder / run_name)
     before = json.loads(args.compare.read_text())["results"] if args.compare else {}
     differs = [name for name in found if before and before.get(name) != found[name]]
     words = {name: "differs" if name in differs else "equal" * bool(before) for name in found}

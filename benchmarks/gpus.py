@@ -22,9 +22,9 @@ in which kernels are tried.
 import argparse
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import harmonic_mean
-from tempfile import TemporaryDirectory
 
 import torch
 from common import (
@@ -33,12 +33,12 @@ from common import (
     in_turns,
     last_json,
     launch,
-    make_parser,
+    over,
+    parse_flags,
     rates,
-    ratios,
     report,
-    run,
     spread,
+    temporary,
     train,
 )
 from input_pipeline import make_photographs
@@ -62,12 +62,10 @@ def measure_train(
     All batches have the same size, because cuDNN would search for kernels when a smaller one comes.
     """
     steps = repeat * args.steps
-    times = flags(
-        max_steps=steps, log_every=max(1, steps // 4), eval_every=steps, max_eval_samples=64
-    )
+    times = flags(max_steps=steps, log_every=max(1, steps // 4), eval_every=steps, save_every=steps)
     work = flags(data=data, batch_size=batch_size, mixed_precision=args.mixed_precision, lr=0.01)
-    work += flags(save_every=steps, report=False)
-    log = train(processes, *times, *work, *flags(drop_last=True, **settings))
+    work += flags(drop_last=True, max_eval_samples=64, report=False, **settings)
+    log = train(processes, *times, *work)
     memory = [record.get("gpu_memory") for record in log if record["kind"] == "train"][-1]
     return {"images_per_second": harmonic_mean(rates(log)), "gpu_memory": memory}
 
@@ -77,10 +75,10 @@ def measure_step(args: argparse.Namespace, batch_size: int, repeat: int = 1, **s
     steps = repeat * args.steps
     given = flags(batch_size=batch_size, mixed_precision=args.mixed_precision, **settings)
     given += flags(steps=steps, warmup=max(2, steps // 4))
-    return last_json(run([*launch(1), ROOT / "benchmarks" / "bare_step.py", *given])[0])
+    return last_json([*launch(1), ROOT / "benchmarks/bare_step.py", *given])
 
 
-def sides(args: argparse.Namespace, photos: str) -> dict[str, dict[str, Callable[[], dict]]]:
+def sides(args: argparse.Namespace, photos: Path) -> dict[str, dict[str, Callable[[], dict]]]:
     """The functions that run in a round, by kind and side."""
     network = {"model": args.model, "image_size": args.image_size}
     count, size, gpus = args.batch_size * args.steps, args.image_size, torch.cuda.device_count()
@@ -92,14 +90,16 @@ def sides(args: argparse.Namespace, photos: str) -> dict[str, dict[str, Callable
             ALONE: partial(alone, args.batch_size, channels=3, **network),
         },
         "photographs": {
-            OURS: partial(ours, photos, args.batch_size, num_workers=args.num_workers, **network)
+            OURS: partial(
+                ours, str(photos), args.batch_size, num_workers=args.num_workers, **network
+            )
         },
         "small images": {
             OURS: partial(ours, f"synthetic/10x28x{small_count}", args.small_batch_size, **SMALL),
             ALONE: partial(alone, args.small_batch_size, **SMALL),
         },
     }
-    if has_timm():
+    if find_spec("timm"):
         theirs = partial(alone, args.batch_size, library="timm", channels=3, **network)
         found["generated"][TIMM] = theirs
         found["photographs"][TIMM] = partial(
@@ -116,25 +116,6 @@ def sides(args: argparse.Namespace, photos: str) -> dict[str, dict[str, Callable
     return {kind: side for kind, side in found.items() if kind in args.kinds.split(",")}
 
 
-def two_classes(folder: Path, count: int) -> None:
-    """Make an image folder of `count` pictures with the two classes of its split `train`."""
-    made = Path(make_photographs(folder, 500, 400, noise=12, count=count)) / "class"
-    for number in range(count):
-        (folder / "train" / f"{number % 2}").mkdir(parents=True, exist_ok=True)
-        (made / f"{number}.jpg").rename(folder / "train" / f"{number % 2}" / f"{number}.jpg")
-    made.rmdir()
-
-
-def has_timm() -> bool:
-    """Whether timm is installed; prints a line if it is not."""
-    try:
-        import timm
-    except ImportError:
-        print("timm is left out, because it is not installed")
-        return False
-    return bool(timm.__version__)
-
-
 def rows(results: dict[str, dict[str, list[dict]]]) -> list[list[str]]:
     """The table: a row for each side of each kind, with our ratio to it and its memory."""
     table = []
@@ -144,57 +125,33 @@ def rows(results: dict[str, dict[str, list[dict]]]) -> list[list[str]]:
             for name, rounds in by_side.items()
         }
         for name, rounds in by_side.items():
-            ratio = "" if name == OURS else spread(ratios(rate[OURS], rate[name]), ".2f")
+            ratio = "" if name == OURS else over(rate[OURS], rate[name])
             memory = [found["gpu_memory"] / 1e9 for found in rounds if found["gpu_memory"]]
-            table.append(
-                [kind, name, spread(rate[name]), ratio, spread(memory, ".2f") if memory else ""]
-            )
+            cells = [kind, name, spread(rate[name]), ratio]
+            table.append([*cells, spread(memory, ".2f") if memory else ""])
     return table
 
 
 def main() -> None:
-    parser = make_parser(__doc__, rounds=3)
-    parser.add_argument(
-        "--kinds",
-        default="generated,photographs,small images,all GPUs",
-        help="(default: %(default)s)",
+    precision = "bf16" if torch.cuda.is_available() else "no"
+    args = parse_flags(
+        __doc__,
+        rounds=3,
+        kinds=("generated,photographs,small images,all GPUs", "which to run"),
+        model=("resnet50", "a model of torchvision and timm"),
+        image_size=(224, "pixels of a side"),
+        batch_size=(256, "of each process"),
+        small_batch_size=(1024, "of small images"),
+        steps=(80, "updates; small images: times ten"),
+        num_workers=(8, "loader processes"),
+        photos_count=(2048, "distinct photographs"),
+        mixed_precision=(precision, "no, bf16 or fp16"),
     )
-    parser.add_argument(
-        "--model", default="resnet50", help="a model of torchvision and timm (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--image_size", type=int, default=224, help="pixels of a side (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--batch_size", type=int, default=256, help="of each process (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--small_batch_size", type=int, default=1024, help="of small images (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=80,
-        help="updates; small images: times ten (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--num_workers", type=int, default=8, help="loader processes (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--photos_count", type=int, default=2048, help="distinct photographs (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--mixed_precision", help="no, bf16 or fp16 (default: bf16 on GPUs, else no)"
-    )
-    args = parser.parse_args()
-    args.mixed_precision = args.mixed_precision or ("bf16" if torch.cuda.is_available() else "no")
-    with TemporaryDirectory(prefix="lockstep-") as made:
-        photos = Path(made) / "photos"
+    with temporary() as photos:
         if "photographs" in args.kinds:
-            two_classes(photos, args.photos_count)
+            make_photographs(photos / "train", 500, 400, 12, args.photos_count, classes=2)
         results = {
-            kind: in_turns(by_side, args.rounds)
-            for kind, by_side in sides(args, str(photos)).items()
+            kind: in_turns(by_side, args.rounds) for kind, by_side in sides(args, photos).items()
         }
     report(args, ["Images", "Side", "Images/s", "Ours over it", "GB"], rows(results), results)
 

@@ -20,17 +20,17 @@ A ratio is ours divided by theirs in the same round. A cell is the median of the
 range.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from statistics import median
 
 import numpy as np
 import torch
-from common import ROOT, in_turns, make_parser, ratios, report, spread
+from common import ROOT, in_turns, over, parse_flags, report, spread, temporary
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from torchvision import datasets, io
@@ -43,13 +43,13 @@ from utils.data.batches import Batches
 from utils.data.datasets import DecodedImages, EncodedImages, ResidentImages
 from utils.data.order import Plan, UpdateSampler
 from utils.data.spec import InputSpec
-from utils.data.splits import Files, whole_split
-from utils.data.workers import make_loader
+from utils.data.splits import Files, Split, whole_split
+from utils.data.workers import make_loaders
 from utils.memory import keep_freed_memory
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 DEVICE, THREADS = torch.device("cpu"), 1
-OURS, ON_DEVICE, BARE = "ours", "ours, --data_on_device yes", "bare decode_jpeg"
+Sides = dict[str, Callable[[], float]]  # each a pass over the images, in images per second
 
 
 def rate(batches) -> float:
@@ -60,59 +60,55 @@ def rate(batches) -> float:
     return count / (time.perf_counter() - begun)
 
 
-def ours(dataset: Dataset, spec: InputSpec, batch_size: int, config: TrainConfig) -> Batches:
+def ours(dataset: Dataset, spec: InputSpec, batch_size: int, config: TrainConfig) -> Callable:
+    """A pass over the batches of Lockstep."""
     plan = Plan(len(dataset), batch_size, microbatches=1, seed=0, in_pairs=config.mixes)
-    loader = make_loader(
-        dataset, UpdateSampler(plan, 1, plan.updates_per_epoch), config, THREADS, DEVICE
-    )
-    return Batches(loader, spec, config, DEVICE, training=True, outputs=10)
+    sampler = UpdateSampler(plan, 1, plan.updates_per_epoch)
+    (loader,) = make_loaders([(dataset, sampler)], config, THREADS, DEVICE)
+    return partial(rate, Batches(loader, spec, config, DEVICE, training=True, outputs=10))
 
 
-def photographs(folder: str) -> dict[str, Callable[[], float]]:
-    """The sides for photographs: a pass over all of them, in images per second."""
+def theirs(dataset: Dataset, batch_size: int, **options) -> Callable:
+    """A pass over the batches of a loader of PyTorch."""
+    return partial(rate, DataLoader(dataset, batch_size, shuffle=True, **options))
+
+
+def timms(folder: Path, **options) -> Callable:
+    """A pass over the batches of timm's loader."""
+    from timm.data import create_dataset, create_loader
+
+    options |= {"num_workers": 0, "persistent_workers": False, "device": DEVICE}
+    dataset = create_dataset("", root=folder, is_training=True)
+    return partial(rate, create_loader(dataset, 224, 32, is_training=True, **options))
+
+
+def split_of(folder: Path) -> Split:
+    """All images of an image folder."""
+    paths = [path for path, _ in datasets.ImageFolder(folder).samples]
+    return whole_split("train", Files(paths), np.zeros(len(paths)), "made")
+
+
+def photographs(folder: Path) -> Sides:
+    """The sides for photographs."""
     normalise = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
     change = [v2.RandomResizedCrop(224, antialias=True), v2.RandomHorizontalFlip()]
+    pil, decode = datasets.folder.pil_loader, partial(io.decode_image, mode="RGB")
     references = {
-        "torchvision, PIL backend": (
-            datasets.folder.pil_loader,
-            [*change, v2.PILToTensor(), *normalise],
-        ),
-        "torchvision, tensor backend": (
-            datasets.folder.pil_loader,
-            [v2.PILToTensor(), *change, *normalise],
-        ),
-        "torchvision, decode_image": (partial(io.decode_image, mode="RGB"), [*change, *normalise]),
+        "torchvision, PIL backend": (pil, [*change, v2.PILToTensor(), *normalise]),
+        "torchvision, tensor backend": (pil, [v2.PILToTensor(), *change, *normalise]),
+        "torchvision, decode_image": (decode, [*change, *normalise]),
     }
-    sides = {}
+    spec, config = InputSpec(224, 224, 3, MEAN, STD), TrainConfig(num_workers=0, flip=True)
+    split, augmentation = split_of(folder), make_augmentation(config, spec, training=True)
+    encoded = [io.read_file(path).clone() for path in split.images.paths]
+    sides = {"ours": ours(EncodedImages(split, spec, augmentation), spec, 32, config)}
+    sides["bare decode_jpeg"] = lambda: rate([io.decode_jpeg(d, "RGB")[None]] for d in encoded)
     for name, (load, transforms) in references.items():
         dataset = datasets.ImageFolder(folder, v2.Compose(transforms), loader=load)
-        sides[name] = partial(rate, DataLoader(dataset, 32, shuffle=True))
-    paths = [path for path, _ in dataset.samples]
-    spec, config = InputSpec(224, 224, 3, MEAN, STD), TrainConfig(num_workers=0, flip=True)
-    split = whole_split("train", Files(paths), np.zeros(len(paths)), "made")
-    mine = EncodedImages(split, spec, make_augmentation(config, spec, training=True))
-    sides[OURS] = partial(rate, ours(mine, spec, 32, config))
-    encoded = [io.read_file(path).clone() for path in paths]
-    sides[BARE] = lambda: rate([io.decode_jpeg(data, "RGB")[None]] for data in encoded)
-    return sides | timm_sides(folder)
-
-
-def timm_sides(folder: str) -> dict[str, Callable[[], float]]:
-    """timm's loader with and without colour jitter, if timm is installed."""
-    try:
-        from timm.data import create_dataset, create_loader
-    except ImportError:
-        return {}
-    sides = {}
-    for name, jitter in (("timm", 0.4), ("timm without colour jitter", 0.0)):
-        options = {
-            "color_jitter": jitter,
-            "num_workers": 0,
-            "persistent_workers": False,
-            "device": DEVICE,
-        }
-        dataset = create_dataset("", root=folder, is_training=True)
-        sides[name] = partial(rate, create_loader(dataset, 224, 32, is_training=True, **options))
+        sides[name] = theirs(dataset, 32)
+    if find_spec("timm"):
+        sides["timm"] = timms(folder)
+        sides["timm without colour jitter"] = timms(folder, color_jitter=0.0)
     return sides
 
 
@@ -129,9 +125,7 @@ class InMemory(Dataset):
         return self.transform(self.images[index]), 0
 
 
-def small(
-    side: int, channels: int, padding: int, batch_size: int, flip: bool
-) -> dict[str, Callable[[], float]]:
+def small(side: int, channels: int, padding: int, batch_size: int, flip: bool) -> Sides:
     """The sides for small images: ours on 50,000 images, the others, which are slower, on fewer."""
     pixels = np.random.default_rng(0).integers(0, 256, (50_000, side, side, channels), np.uint8)
     spec = InputSpec(side, side, channels, MEAN[:channels], STD[:channels])
@@ -141,91 +135,75 @@ def small(
     normalise = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(spec.mean, spec.std)]
     pictures = [Image.fromarray(image.squeeze()) for image in some]
     tensors = list(torch.from_numpy(some).permute(0, 3, 1, 2).contiguous())
-    sides = {
-        "torchvision, PIL backend": InMemory(pictures, [*change, v2.PILToTensor(), *normalise]),
-        "torchvision, tensor backend": InMemory(tensors, [*change, *normalise]),
-    }
-    sides = {
-        name: partial(rate, DataLoader(dataset, batch_size, shuffle=True))
-        for name, dataset in sides.items()
-    }
+    on_pil = InMemory(pictures, [*change, v2.PILToTensor(), *normalise])
     augmentation = make_augmentation(config, spec, training=True)
     mine = DecodedImages(pixels, np.zeros(len(pixels), np.int64), augmentation)
-    sides[ON_DEVICE] = partial(rate, ours(ResidentImages(mine, DEVICE), spec, batch_size, config))
-    return sides | {OURS: partial(rate, ours(mine, spec, batch_size, config))}
-
-
-def make_photographs(folder: Path, width: int, height: int, noise: float, count: int = 64) -> str:
-    """Make an image folder of pictures that JPEG compresses about as well as photographs; returns
-    its path.
-    """
-    random = np.random.default_rng(0)
-    (folder / "class").mkdir(parents=True)
-    for number in range(count):
-        coarse = Image.fromarray(random.integers(0, 256, (12, 16, 3), np.uint8)).resize(
-            (width, height), Image.BICUBIC
-        )
-        noisy = np.asarray(coarse) + random.normal(0, noise, (height, width, 1))
-        Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(
-            folder / "class" / f"{number}.jpg", quality=92
-        )
-    return str(folder)
-
-
-def table(form: str, results: dict[str, list[float]]) -> list[list[str]]:
-    """A row for each side of one kind of data, the fastest first."""
-    order = sorted(results, key=lambda name: -sorted(results[name])[len(results[name]) // 2])
-    against = {
-        name: "" if name == OURS else spread(ratios(results[OURS], results[name]), ".2f")
-        for name in order
+    on_device = ResidentImages(mine, DEVICE)
+    return {
+        "ours": ours(mine, spec, batch_size, config),
+        "ours, --data_on_device yes": ours(on_device, spec, batch_size, config),
+        "torchvision, PIL backend": theirs(on_pil, batch_size),
+        "torchvision, tensor backend": theirs(InMemory(tensors, [*change, *normalise]), batch_size),
     }
-    return [[form, name, spread(results[name]), against[name]] for name in order]
 
 
-def measure(made: Path, args: argparse.Namespace) -> None:
-    # The sizes of ImageNet photographs, about 110 kB each, and of camera photographs, about 2 MB
-    # each.
-    folder = args.photos or make_photographs(made / "photographs", 500, 375, noise=12)
+def make_photographs(
+    folder: Path, width: int, height: int, noise: float, count: int = 64, classes: int = 1
+) -> Path:
+    """Make an image folder of pictures that JPEG compresses about as well as photographs; returns
+    it.
+    """
+    random, size = np.random.default_rng(0), (width, height)
+    for number in range(count):
+        coarse = Image.fromarray(random.integers(0, 256, (12, 16, 3), np.uint8))
+        noisy = np.asarray(coarse.resize(size, Image.BICUBIC))
+        noisy = noisy + random.normal(0, noise, (height, width, 1))
+        file = folder / str(number % classes) / f"{number}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(file, quality=92)
+    return folder
+
+
+def run_forms(
+    doc: str, make: Callable[[Path, Path], dict[str, Callable[[], Sides]]], header: str, sort: bool
+) -> None:
+    """Run a benchmark of one core and print its table.
+
+    `make` returns, given a folder for files and that of the photographs, a function for each form of data, which
+    makes its sides. The first side is compared with the others. `sort`: the fastest comes first.
+    """
+    args = parse_flags(doc, rounds=7, photos=(Path, "an image folder; else it is generated"))
+    rows, results = [], {}
+    torch.set_num_threads(THREADS)
+    keep_freed_memory()  # as in train.py; here it applies to all sides
+    with temporary() as made:
+        # The size of ImageNet photographs, about 110 kB each.
+        photos = args.photos or make_photographs(made / "photographs", 500, 375, noise=12)
+        for form, make_sides in make(made, photos).items():
+            sides = make_sides()
+            for side in sides.values():
+                side()  # warms up
+            first, found = next(iter(sides)), in_turns(sides, args.rounds)
+            names = sorted(found, key=lambda name: -median(found[name])) if sort else found
+            for name in names:
+                compared = "" if name == first else over(found[first], found[name])
+                rows.append([form, name, spread(found[name]), compared])
+            results[form] = found
+        report(args, ["Images", "Pipeline", "Images/s of one core", header], rows, results)
+
+
+def make_forms(made: Path, photos: Path) -> dict[str, Callable[[], Sides]]:
+    # The size of photographs of a camera, about 2 MB each.
     large = make_photographs(made / "large", 4000, 3000, noise=4, count=32)
-    forms = {
-        "photographs": partial(photographs, folder),
+    return {
+        "photographs": partial(photographs, photos),
         "large photographs": partial(photographs, large),
         "colour 32x32": partial(small, 32, 3, 4, 256, flip=True),
         "grey 28x28": partial(small, 28, 1, 2, 128, flip=False),
     }
-    rows, results = in_forms(forms, args.rounds, table)
-    report(args, ["Images", "Pipeline", "Images/s of one core", "Ours over it"], rows, results)
 
 
-def in_forms(
-    forms: dict[str, Callable], rounds: int, table: Callable
-) -> tuple[list[list], dict[str, dict]]:
-    """The rows of `table` and the rates of each form's sides, each of which runs once before to
-    warm up.
-    """
-    rows, results = [], {}
-    for form, make in forms.items():
-        sides = make()
-        for side in sides.values():
-            side()
-        results[form] = in_turns(sides, rounds)
-        rows += table(form, results[form])
-    return rows, results
-
-
-def main() -> None:
-    parser = make_parser(__doc__, rounds=7)
-    parser.add_argument(
-        "--photos",
-        metavar="FOLDER",
-        help="photographs as an image folder (default: generated ones)",
-    )
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    keep_freed_memory()  # as in train.py; here it applies to all sides
-    with TemporaryDirectory(prefix="lockstep-") as made:
-        measure(Path(made), args)
-
+main = partial(run_forms, __doc__, make_forms, "Ours over it", sort=True)
 
 if __name__ == "__main__":
     main()

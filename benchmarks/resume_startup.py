@@ -6,67 +6,35 @@ epoch.
 
 It trains a small network to 1 % of an epoch of synthetic images, and resumes that run to 99 %. Then
 it resumes from both checkpoints in turn, each time in a new run, for one update, which is a
-hundredth of the epoch. With each resume, it also computes the order of the epoch alone, each time
-in a new process: by `permutation`, which does not depend on the position, so that its two columns
-differ only by noise, and by `UpdateSampler`, until its first microbatch.
+hundredth of the epoch.
 
 Everything runs in one thread. If other programs slow the machine down, compare the processor times.
-Memory is resident memory in MB of 10^6 bytes. The memory of the order does not include what the
-process used before.
+Memory is resident memory in MB of 10^6 bytes.
 """
 
-import argparse
-import json
-import multiprocessing
 import os
-import platform
-import re
 import subprocess
 import sys
 import time
-from collections import defaultdict
-from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import count
 from math import sqrt
 from pathlib import Path
-from statistics import mean, median, stdev
-from tempfile import TemporaryDirectory
+from statistics import mean, stdev
 
-import numpy as np
 import psutil
-from tqdm import tqdm
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from utils.data.order import Plan, UpdateSampler, permutation
+from common import ROOT, flags, in_turns, parse_flags, report, spread, temporary
 
 PLACES = {"1 %": 1, "99 %": 99}  # finished updates of the hundred in the epoch
 BATCH = 1000  # samples of one forward pass
 
 
-def train(samples: int, runs: Path, *flags: str) -> dict[str, float]:
+def train(samples: int, runs: Path, **more) -> dict[str, float]:
     """Run train.py until it exits; returns the time and memory that it took."""
-    command = [
-        sys.executable,
-        str(Path(__file__).resolve().parent.parent / "train.py"),
-        "--model",
-        "mlp",
-    ]
-    command += [
-        "--data",
-        f"synthetic/10x1x{samples}",
-        "--global_batch_size",
-        str(samples // 100),
-        "--threads",
-        "1",
-    ]
-    command += [
-        "--batch_size",
-        str(BATCH),
-        "--lr_schedule",
-        "constant",
-        "--max_eval_samples",
-        "100",
-    ]
-    command += ["--log_every", "1", "--output_dir", str(runs), *flags]
+    work = flags(model="mlp", data=f"synthetic/10x1x{samples}", global_batch_size=samples // 100)
+    work += flags(batch_size=BATCH, lr_schedule="constant", threads=1, max_eval_samples=100)
+    place = flags(log_every=1, output_dir=runs, **more)
+    command = [sys.executable, str(ROOT / "train.py"), *work, *place]
     updated, lines, begun = None, [], time.perf_counter()
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -83,128 +51,37 @@ def train(samples: int, runs: Path, *flags: str) -> dict[str, float]:
     if process.returncode or updated is None:
         raise SystemExit(f"{' '.join(command)} failed:\n{''.join(lines[-20:])}")
     return {
-        "Resume, start of the process to the end of its first update, s": updated - begun,
-        "Resume, processor time until then, s": used.user + used.system,
-        "Resume, peak memory of the process, MB": usage.ru_maxrss * 1024 / 1e6,
+        "start of the process to the end of its first update, s": updated - begun,
+        "processor time until then, s": used.user + used.system,
+        "peak memory of the process, MB": usage.ru_maxrss * 1024 / 1e6,
     }
-
-
-def make_order(samples: int, step: int, whole: bool) -> dict[str, float]:
-    """Compute the `whole` order, or the sampler's first microbatch of update `step`; returns time
-    and memory.
-    """
-    permutation(1, seed=0, epoch=0)  # numpy imports its random module on first use
-    plan, before = (
-        Plan(samples, samples // 100, microbatches=samples // 100 // BATCH, seed=0),
-        resident("VmRSS"),
-    )
-    begun = time.process_time()
-    if whole:
-        name, held = "Order alone", permutation(samples, plan.seed, epoch=0)
-    else:
-        name, held = "Sampler's first microbatch", iter(UpdateSampler(plan, 1, 1, step))
-        next(held)
-    seconds, peak, kept = (
-        time.process_time() - begun,
-        resident("VmHWM") - before,
-        resident("VmRSS") - before,
-    )
-    return {
-        f"{name}, processor time, s": seconds,
-        f"{name}, peak memory, MB": peak,
-        f"{name}, memory kept, MB": kept,
-    }
-
-
-def resident(field: str) -> float:
-    """This process's resident memory in MB: VmRSS now, VmHWM at its peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024 / 1e6
-
-
-def measure(samples: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """The numbers of all rounds, by quantity and by place."""
-    results = defaultdict(lambda: {place: [] for place in PLACES})
-    fresh = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1)
-    bar = tqdm(total=len(PLACES) * (1 + rounds))
-    with TemporaryDirectory(prefix="lockstep-") as folder, fresh, bar:
-        for place, step in PLACES.items():
-            bar.set_description(f"training to {place}")
-            train(
-                samples,
-                Path(folder),
-                "--run_name",
-                "whole",
-                "--resume",
-                "auto",
-                "--max_steps",
-                str(step),
-            )
-            bar.update()
-        for number in range(rounds):
-            # in alternating order, so that a drift cancels out
-            for place in sorted(PLACES, reverse=number % 2 == 1):
-                bar.set_description(f"resuming at {place}")
-                step, checkpoint = (
-                    PLACES[place],
-                    f"{folder}/whole/checkpoints/step-{PLACES[place]:08d}",
-                )
-                name = ("--run_name", f"{number}-from-{step}", "--max_steps", str(step + 1))
-                taken = train(samples, Path(folder), "--resume", checkpoint, *name)
-                for whole in (True, False):
-                    taken |= fresh.submit(make_order, samples, step, whole).result()
-                for what, value in taken.items():
-                    results[what][place].append(value)
-                bar.update()
-    return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--samples",
-        type=int,
-        default=10_000_000,
-        help="a multiple of 100000 (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=7, help="resumes from each place (default: %(default)s)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to FILE")
-    args = parser.parse_args()
+    args = parse_flags(__doc__, rounds=7, samples=(10_000_000, "a multiple of 100000"))
     if args.samples < 1 or args.samples % (100 * BATCH) or args.rounds < 2:
-        parser.error(f"--samples must be a multiple of {100 * BATCH}, and --rounds at least 2")
-    if args.json and not args.json.absolute().parent.is_dir():
-        parser.error(f"--json {args.json}: its folder does not exist")
-    results = measure(args.samples, args.rounds)
-    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    machine = f"{os.cpu_count()} x {cpu[1] if cpu else platform.machine()}"
-    print(
-        f"{args.samples} samples, {args.rounds} resumes from each place, {machine}, numpy {np.__version__}\n"
-    )
-    print(
-        "| Median (lowest to highest) | at 1 % | at 99 % | 99 % less 1 %, mean ± standard error |"
-    )
-    print("| --- | --- | --- | --- |")
-    for what, at in results.items():
-        cells = [
-            f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-            for values in at.values()
-        ]
-        later = [last - first for first, last in zip(*at.values(), strict=True)]
-        print(
-            f"| {what} | {' | '.join(cells)} | {mean(later):+.2f} ± {stdev(later) / sqrt(len(later)):.2f} |"
-        )
-    if args.json:
-        record = {
-            "samples": args.samples,
-            "machine": machine,
-            "numpy": np.__version__,
-            "results": results,
-        }
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        raise SystemExit(f"--samples must be a multiple of {100 * BATCH}, and --rounds at least 2")
+    with temporary() as folder:
+        for step in PLACES.values():
+            train(args.samples, folder, run_name="whole", resume="auto", max_steps=step)
+        numbers = count()
+
+        def resume(step: int) -> dict[str, float]:
+            checkpoint = folder / f"whole/checkpoints/step-{step:08d}"
+            new = {"run_name": f"run-{next(numbers)}", "max_steps": step + 1}
+            return train(args.samples, folder, resume=checkpoint, **new)
+
+        sides = {place: partial(resume, step) for place, step in PLACES.items()}
+        results = in_turns(sides, args.rounds)
+    rows = []
+    for what in results["1 %"][0]:
+        first, last = ([taken[what] for taken in rounds] for rounds in results.values())
+        later = [b - a for a, b in zip(first, last, strict=True)]
+        error = stdev(later) / sqrt(len(later))
+        cells = [spread(first, ".2f"), spread(last, ".2f"), f"{mean(later):+.2f} ± {error:.2f}"]
+        rows.append([what, *cells])
+    header = [f"{args.samples} samples", *PLACES, "99 % less 1 %, mean ± standard error"]
+    report(args, header, rows, results)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from common import make_parser, report, spread
+from common import ROOT, parse_flags, report, spread
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(ROOT))
 from utils.config.settings import TrainConfig
 from utils.data.spec import InputSpec
 from utils.files import put_in_place, sync, write_file
@@ -31,14 +31,7 @@ from utils.training.optim import build_optimizer
 
 SPEC = InputSpec(height=224, width=224, channels=3, mean=[0.5] * 3, std=[0.5] * 3)
 STEPS = ("write", "hash", "fsync", "rename")
-HEADER = [
-    "model, optimizer",
-    "MB",
-    "save_state, s",
-    "SHA-256, s",
-    "fsync, s",
-    "manifest, rename, s",
-]
+HEADER = "model, optimizer", "MB", "save_state, s", "SHA-256, s", "fsync, s", "manifest, rename, s"
 
 
 def seconds(action: Callable, *arguments) -> float:
@@ -78,32 +71,26 @@ def measure(
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument(
-        "--models", default="resnet50:sgd,vit_l_16:adamw", help="(default: %(default)s)"
+    args = parse_flags(
+        __doc__,
+        models=("resnet50:sgd,vit_l_16:adamw", "models and their optimizers"),
+        folder=(tempfile.gettempdir(), "on the disk to measure"),
+        epoch_seconds=(float, "training time of an epoch"),
     )
-    parser.add_argument(
-        "--folder", help="on the disk to measure (default: the system's folder for temporary files)"
-    )
-    parser.add_argument("--epoch_seconds", type=float, help="training time of an epoch")
-    args = parser.parse_args()
     rows, results = [], {}
     for pair in args.models.split(","):
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             size, steps = measure(*pair.split(":"), Path(folder), args.rounds)
         results[pair] = steps
-        row = [
-            pair.replace(":", ", "),
-            f"{size:.0f}",
-            *(spread(steps[step], ".2f") for step in STEPS),
-        ]
+        row = [pair.replace(":", ", "), f"{size:.0f}"]
+        row += [spread(steps[step], ".2f") for step in STEPS]
         if args.epoch_seconds:
             whole = [sum(times) / args.epoch_seconds for times in zip(*steps.values(), strict=True)]
             waits = [time / args.epoch_seconds for time in steps["write"]]
             row += [spread(whole, ".1%"), spread(waits, ".1%")]
         rows.append(row)
     shares = ["whole save / epoch", "wait / epoch"] if args.epoch_seconds else []
-    report(args, HEADER + shares, rows, results)
+    report(args, [*HEADER, *shares], rows, results)
 
 
 if __name__ == "__main__":

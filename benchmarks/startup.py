@@ -16,24 +16,33 @@ ms, of the rank with the highest peak. 1 GB = 10^9 bytes.
 """
 
 import argparse
-import functools
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-BEGUN = time.time()  # when this process started, before the slow imports
-ROOT = Path(__file__).resolve().parent.parent
+from common import (
+    ROOT,
+    flags,
+    in_turns,
+    launch,
+    note_times,
+    parse_flags,
+    report,
+    run,
+    spread,
+    temporary,
+)
+
+BEGUN = time.time()  # before the slow imports
 STAGES = {  # the event that ends each stage
     "launcher, interpreter": "begun",
     "imports": "imported",
     "settings, ranks connect": "load_data called",
-    "data: sources, decoded images": "make_dataset ended",
+    "data: sources, decoded images": "make_datasets ended",
     "model, optimizer, run folder": "train called",
     "first update": "train_update ended",
     "evaluation, checkpoint": "train ended",
@@ -49,28 +58,20 @@ def run_rank(folder: Path, argv: list[str]) -> None:
     at, peak = {"begun": BEGUN}, {"RssAnon": 0, "RssFile": 0}
     sys.path.insert(0, str(ROOT))
     import train
+    from utils.training import building
 
     at["imported"] = time.time()
     threading.Thread(target=sample_memory, args=(peak,), daemon=True).start()
-    for name in ("load_data", "make_dataset", "train", "train_update"):
-        setattr(train, name, noting(getattr(train, name), name, at))
+
+    def note(name: str, now: float) -> None:
+        at[name] = at.get(name, now) if name.endswith("called") else now
+
+    note_times(building, "load_data", note)
+    for name in ("make_datasets", "train", "train_update"):
+        note_times(train, name, note)
     train.main(argv)
-    (folder / f"rank-{os.environ.get('RANK', 0)}.json").write_text(
-        json.dumps({"at": at, "peak": peak})
-    )
-
-
-def noting(function: Callable, name: str, at: dict[str, float]) -> Callable:
-    """Wrap a function to record in `at` when it is first called and when it last returned."""
-
-    @functools.wraps(function)
-    def noted(*arguments, **keywords):
-        at.setdefault(f"{name} called", time.time())
-        result = function(*arguments, **keywords)
-        at[f"{name} ended"] = time.time()
-        return result
-
-    return noted
+    found = json.dumps({"at": at, "peak": peak})
+    (folder / f"rank-{os.environ.get('RANK', 0)}.json").write_text(found)
 
 
 def sample_memory(peak: dict[str, int]) -> None:
@@ -87,17 +88,13 @@ def train_once(
     processes: int, caches: Path, *settings: str
 ) -> tuple[dict[str, float], list[dict[str, int]]]:
     """Run train.py once; returns the seconds of its stages, and each rank's peaks of memory."""
-    from common import flags, launch, run
-
-    with TemporaryDirectory(prefix="lockstep-") as folder:
+    with temporary() as folder:
         places = flags(output_dir=folder, run_name="run", cache_dir=caches)
         begun = time.time()
         command = [*launch(processes), __file__, "--rank", folder, *settings, *places]
         run(command, env={"HF_HOME": str(caches / "huggingface")})
-        ended, ranks = (
-            time.time(),
-            [json.loads(file.read_text()) for file in Path(folder).glob("rank-*.json")],
-        )
+        ended = time.time()
+        ranks = [json.loads(file.read_text()) for file in folder.glob("rank-*.json")]
     assert len(ranks) == processes
     seconds, before = {}, begun
     for stage, event in STAGES.items():
@@ -110,23 +107,24 @@ def train_once(
 
 def measure_start(args: argparse.Namespace) -> None:
     """Print the stages of first and later starts, on one and on two processes."""
-    from common import flags, in_turns, report, spread
-
-    settings = flags(
-        config=ROOT / "recipes/mnist.yaml", data=args.mnist, max_steps=1, max_eval_samples=1000
-    )
+    recipe = ROOT / "recipes/mnist.yaml"
+    settings = flags(config=recipe, data=args.mnist, max_steps=1, max_eval_samples=1000)
 
     def first(processes: int) -> dict[str, float]:
-        with TemporaryDirectory(prefix="lockstep-") as caches:
-            return train_once(processes, Path(caches), *settings)[0]
+        with temporary() as caches:
+            return later(processes, caches)
 
-    with TemporaryDirectory(prefix="lockstep-") as kept:
-        sides = {"first use": partial(first, 1), "first use, 2 processes": partial(first, 2)}
-        for name, processes in {"later": 1, "later, 2 processes": 2}.items():
-            sides[name] = lambda processes=processes: train_once(processes, Path(kept), *settings)[
-                0
-            ]
-        sides["later"]()  # fills the caches that the later runs use
+    def later(processes: int, caches: Path) -> dict[str, float]:
+        return train_once(processes, caches, *settings)[0]
+
+    with temporary() as kept:
+        later(1, kept)  # fills the caches that the later runs use
+        sides = {
+            "first use": partial(first, 1),
+            "first use, 2 processes": partial(first, 2),
+            "later": partial(later, 1, kept),
+            "later, 2 processes": partial(later, 2, kept),
+        }
         results = in_turns(sides, args.rounds)
     rows = [
         [stage, *(spread([seconds[stage] for seconds in runs], ".2f") for runs in results.values())]
@@ -137,16 +135,12 @@ def measure_start(args: argparse.Namespace) -> None:
 
 def measure_memory(args: argparse.Namespace) -> None:
     """Print the peaks of memory with a data set of --gigabytes and with a tenth of it."""
-    from common import flags, in_turns, report, spread
-
-    with TemporaryDirectory(prefix="lockstep-") as folder:
+    model = flags(model="mlp", model_args="{hidden: 8}", epochs=1, global_batch_size=256, lr=0.001)
+    with temporary() as folder:
         sides = {}
         for size in (args.gigabytes / 10, args.gigabytes):
-            place = Path(folder, f"{size:g}")
+            place = folder / f"{size:g}"
             write_table(place / "table", round(size * 1e9 / (SIDE * SIDE * 3)))
-            model = flags(
-                model="mlp", model_args="{hidden: 8}", epochs=1, global_batch_size=256, lr=0.001
-            )
             settings = [*flags(data=place / "table"), *model]
             for processes in (1, 2):
                 sides[size, processes] = partial(train_once, processes, place, *settings)
@@ -159,7 +153,7 @@ def measure_memory(args: argparse.Namespace) -> None:
         ]
         rows.append([f"{size:g} GB", processes, *(spread(values, ".2f") for values in most)])
     header = ["Decoded pixels", "Processes", "Private memory of a rank, GB", "Mapped by a rank, GB"]
-    report(args, header, rows, {str(side): runs for side, runs in results.items()})
+    report(args, header, rows, results)
 
 
 def write_table(folder: Path, count: int) -> None:
@@ -176,10 +170,8 @@ def write_table(folder: Path, count: int) -> None:
     random, images = np.random.default_rng(0), []
     for _ in range(256):
         file = io.BytesIO()
-        pixels = (
-            random.integers(0, 256, (8, 8, 3), np.uint8).repeat(SIDE // 8, 0).repeat(SIDE // 8, 1)
-        )
-        Image.fromarray(pixels).save(file, "PNG")
+        pixels = Image.fromarray(random.integers(0, 256, (8, 8, 3), np.uint8))
+        pixels.resize((SIDE, SIDE), Image.NEAREST).save(file, "PNG")
         images.append({"bytes": file.getvalue(), "path": None})
     kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
     folder.mkdir(parents=True)
@@ -192,17 +184,13 @@ def write_table(folder: Path, count: int) -> None:
 def main() -> None:
     if sys.argv[1:2] == ["--rank"]:
         return run_rank(Path(sys.argv[2]), sys.argv[3:])
-    from common import make_parser
-
-    parser = make_parser(__doc__)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--mnist", type=Path, metavar="DIR", help="measure the start, with MNIST's parquet files"
+    args = parse_flags(
+        __doc__,
+        mnist=(Path, "measure the start, with the folder of MNIST's parquet files"),
+        gigabytes=(float, "measure memory, with this many GB of decoded pixels"),
     )
-    what.add_argument(
-        "--gigabytes", type=float, metavar="N", help="measure memory, with N GB of decoded pixels"
-    )
-    args = parser.parse_args()
+    if bool(args.mnist) == bool(args.gigabytes):
+        raise SystemExit("give either --mnist or --gigabytes")
     measure_start(args) if args.mnist else measure_memory(args)
 
 

@@ -11,8 +11,7 @@ and read the same files: --mnist_idx, as read by torchvision.datasets.MNIST.
 
 The time is measured from the start of the command to the line of the first evaluation that reaches
 --target. Our side then continues to its last checkpoint, which is timed too; the tutorial is
-stopped. With --mnist, a folder with MNIST's parquet files, our side is also timed on these files
-with an empty cache, so that each run first decodes 70,000 PNG images.
+stopped.
 """
 
 import argparse
@@ -24,42 +23,42 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 
-from common import ROOT, flags, in_turns, launch, make_parser, report, run, spread
+from common import (
+    ROOT,
+    flags,
+    in_turns,
+    launch,
+    parse_flags,
+    read_log,
+    report,
+    run,
+    spread,
+    temporary,
+)
 
 # A line of train.py, such as: update 13  eval (hold-out)  accuracy 0.1944  loss 2.2401
 EVALUATION = r"update \d+\s+eval .*?accuracy (\S+)"
-OURS, DECODING, TUTORIAL = "ours", "ours, decoding PNG images first", "tutorial"
+OURS, TUTORIAL = "ours", "tutorial"
 
 
-def ours(args: argparse.Namespace, seeds: count, **data) -> dict[str, float]:
+def ours(args: argparse.Namespace, seeds: count) -> dict[str, float]:
     """Seconds of train.py to the target, in all and of training alone, and the final accuracy."""
-    with TemporaryDirectory(prefix="lockstep-") as folder:
-        data |= {"max_steps": args.max_steps}
-        place = flags(
-            output_dir=folder, run_name="run", cache_dir=f"{folder}/cache", seed=next(seeds)
-        )
-        settings = [
-            *flags(config=args.config, threads=1, mixed_precision=args.mixed_precision, **data),
-            *place,
-        ]
-        lines, whole = run(
-            [*launch(args.processes), ROOT / "train.py", *settings], seconds=args.cap
-        )
-        log = [
-            json.loads(line)
-            for line in (Path(folder) / "run" / "log.jsonl").read_text().splitlines()
-        ]
-    evaluated = [
-        (at, float(found[1])) for at, line in lines if (found := re.match(EVALUATION, line))
-    ]
+    settings = flags(config=args.config, threads=1, mixed_precision=args.mixed_precision)
+    settings += flags(data="torchvision/MNIST", data_dir=args.mnist_idx)
+    settings += flags(max_steps=args.max_steps, seed=next(seeds), run_name="run")
+    with temporary() as folder:
+        place = flags(output_dir=folder, cache_dir=folder / "cache")
+        command = [*launch(args.processes), ROOT / "train.py", *settings, *place]
+        lines, whole = run(command, seconds=args.cap)
+        log = read_log(folder / "run")
+    found = [(at, re.match(EVALUATION, line)) for at, line in lines]
+    evaluated = [(at, float(match[1])) for at, match in found if match]
     reached = [at for at, accuracy in evaluated if accuracy >= args.target]
-    training = [record["seconds"] for record in log if record["kind"] == "train"][-1]
     return {
         "reached": min(reached, default=math.inf),
         "whole": whole,
-        "training": training,
+        "training": [record["seconds"] for record in log if record["kind"] == "train"][-1],
         "accuracy": evaluated[-1][1],
     }
 
@@ -73,12 +72,9 @@ def tutorial(args: argparse.Namespace) -> dict[str, float]:
         return bool(epochs) and epochs[-1]["accuracy"] >= args.target
 
     settings = flags(root=args.mnist_idx, processes=args.processes, threads=1, epochs=10_000)
+    command = [sys.executable, args.peers / "mnist_ddp_baseline.py", *settings]
     try:
-        _, reached = run(
-            [sys.executable, args.peers / "mnist_ddp_baseline.py", *settings],
-            reaches,
-            seconds=args.cap,
-        )
+        _, reached = run(command, reaches, seconds=args.cap)
     except TimeoutError:
         reached = math.inf
     last = epochs[-1] if epochs else {"train_s": math.nan, "accuracy": math.nan, "epoch": 0}
@@ -98,13 +94,11 @@ def rows(results: dict[str, list[dict]], cap: float) -> list[list]:
     for name, runs in results.items():
         times, mine = ([run["reached"] for run in results[side]] for side in (name, OURS))
         reached = sum(map(math.isfinite, times))
-        shown = f"not within {cap:.0f}" if math.isinf(median(times)) else spread(times, ".1f")
-        least = [min(median(times), cap) / time for time in mine]
-        more = (
-            "at least " * math.isinf(median(times)) + spread(least, ".1f")
-            if name == TUTORIAL
-            else ""
-        )
+        never, more = math.isinf(median(times)), ""
+        shown = f"not within {cap:.0f}" if never else spread(times, ".1f")
+        if name == TUTORIAL:
+            least = spread([min(median(times), cap) / time for time in mine], ".1f")
+            more = f"at least {least}" if never else least
         ends = spread([run["whole"] for run in runs], ".1f") if "whole" in runs[0] else ""
         training = spread([run["training"] for run in runs], ".1f")
         accuracy = spread([run["accuracy"] for run in runs], ".2%")
@@ -113,55 +107,24 @@ def rows(results: dict[str, list[dict]], cap: float) -> list[list]:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument(
-        "--mnist_idx", type=Path, metavar="DIR", required=True, help="MNIST, a torchvision root"
+    args = parse_flags(
+        __doc__,
+        ["mnist_idx"],
+        mnist_idx=(Path, "MNIST, a torchvision root"),
+        peers=(Path, "folder with the tutorial's mnist_ddp_baseline.py"),
+        processes=(2, "how many on each side"),
+        target=(0.985, "test accuracy"),
+        max_steps=(int, "updates of our side, if not those of the recipe"),
+        cap=(3600.0, "seconds after which a side is stopped"),
+        config=(ROOT / "recipes/mnist_fast.yaml", "recipe of our side"),
+        mixed_precision=(str, "precision of our side, as for train.py"),
     )
-    parser.add_argument("--mnist", type=Path, metavar="DIR", help="MNIST's parquet files")
-    parser.add_argument(
-        "--peers", type=Path, metavar="DIR", help="folder with the tutorial's mnist_ddp_baseline.py"
-    )
-    parser.add_argument(
-        "--processes", type=int, default=2, help="how many on each side (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--target", type=float, default=0.985, help="test accuracy (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--max_steps", type=int, help="updates of our side (default: those of the recipe)"
-    )
-    parser.add_argument(
-        "--cap",
-        type=float,
-        default=3600,
-        help="seconds after which a side is stopped (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--config",
-        type=Path,
-        default=ROOT / "recipes" / "mnist_fast.yaml",
-        help="recipe of our side",
-    )
-    parser.add_argument(
-        "--mixed_precision",
-        help="precision of our side, as for train.py (default: that of train.py)",
-    )
-    args = parser.parse_args()
-    sides = {OURS: partial(ours, args, count(), data="torchvision/MNIST", data_dir=args.mnist_idx)}
-    if args.mnist:
-        sides[DECODING] = partial(ours, args, count(), data=args.mnist)
-    results = in_turns(sides, args.rounds)
+    results = in_turns({OURS: partial(ours, args, count())}, args.rounds)
     if args.peers:
         results |= in_turns({TUTORIAL: partial(tutorial, args)}, 1)
-    header = [
-        "",
-        f"to {args.target:.1%}, s",
-        "reached by",
-        "of it training, s",
-        "whole command, s",
-        "test accuracy",
-    ]
-    report(args, [*header, "over ours"], rows(results, args.cap), results)
+    header = ["", f"to {args.target:.1%}, s", "reached by", "of it training, s"]
+    header += ["whole command, s", "test accuracy", "over ours"]
+    report(args, header, rows(results, args.cap), results)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -11,17 +12,17 @@ from helpers.make_data import CPU, encoded, pictures, smooth
 from torchvision.transforms.v2 import functional as F
 
 from utils.config.settings import TrainConfig
-from utils.data.augment import AUGMENTATIONS, ShiftAndFlip, crop_box, make_augmentation
+from utils.data.augment import AUGMENTATIONS, Center, ShiftAndFlip, crop_box, make_augmentation
 from utils.data.batches import Batches
 from utils.data.cache import make_dataset
 from utils.data.datasets import DecodedImages, ResidentImages
 from utils.data.decode import LARGE
 from utils.data.draws import Draws
-from utils.data.erasing import Cutout
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
 from utils.data.splits import whole_split
-from utils.data.workers import make_loader
+from utils.data.transforms import Cutout
+from utils.data.workers import make_loaders
 
 N = 1 << 16
 INDICES = np.arange(N)
@@ -44,29 +45,26 @@ def shifted_and_flipped(image, random, padding, flip):
 @pytest.mark.parametrize("padding, flip", [(0, True), (2, False), (3, True)])
 def test_shift_and_flip_equals_a_loop_over_images(channels, padding, flip):
     images = pictures(40, (7, 9))[..., :channels].copy()
-    operation = ShiftAndFlip(InputSpec(7, 9, channels, [0], [1]), padding, flip)
+    operation = ShiftAndFlip(padding, flip)
     random = uniform(40, 3)
     expected = [
         shifted_and_flipped(*pair, padding, flip) for pair in zip(images, random, strict=True)
     ]
     used = random[:, (0 if padding else 2) : (3 if flip else 2)]  # as many as its streams
-    assert (
-        operation.batch(torch.from_numpy(images), operation.prepare(used)).numpy()
-        == np.stack(expected)
-    ).all()
+    assert (operation.batch(torch.from_numpy(images), used).numpy() == np.stack(expected)).all()
 
 
 def test_shifts_are_all_equally_likely_and_half_of_the_images_are_mirrored():
     count = N // 4
     images = torch.zeros(count, 5, 5, 1, dtype=torch.uint8)
     images[:, 2, 2] = 1
-    shift = ShiftAndFlip(InputSpec(5, 5, 1, [0], [1]), 2, False)
-    counts = shift.batch(images, shift.prepare(uniform(count, 2))).double().sum(0).flatten()
+    shift = ShiftAndFlip(2, False)
+    counts = shift.batch(images, uniform(count, 2)).double().sum(0).flatten()
     assert counts.sum() == count  # never out of sight
     assert ((counts / count - 1 / 25).abs() < 5 * math.sqrt(1 / 25 / count)).all()
     images = torch.arange(2, dtype=torch.uint8)[None, None, :, None].expand(count, 1, 2, 1)
-    flip = ShiftAndFlip(InputSpec(1, 2, 1, [0], [1]), 0, True)
-    mirrored = flip.batch(images, flip.prepare(uniform(count, 1)))[:, 0, 0, 0].double().mean()
+    flip = ShiftAndFlip(0, True)
+    mirrored = flip.batch(images, uniform(count, 1))[:, 0, 0, 0].double().mean()
     assert abs(mirrored - 0.5) < 5 * 0.5 / math.sqrt(count)
 
 
@@ -127,10 +125,10 @@ def both_ends(augmentation, images, microbatch):
     random, changed = augmentation.draw(microbatch), images[microbatch.indices]
     single = changed.clone()
     for place, pixels in enumerate(changed):
-        own = {name: numbers[place : place + 1] for name, numbers in random.items()}
-        single[place : place + 1] = augmentation.change(pixels[None].clone(), own)
+        own = [numbers[place : place + 1] for numbers in random]
+        single[place : place + 1] = augmentation.apply(pixels[None].clone(), own)
     if augmentation.batched:
-        return single, augmentation.batch(changed, augmentation.prepare(microbatch))
+        return single, augmentation.apply(changed, random)
     dataset = DecodedImages(images.numpy(), np.arange(len(images)), augmentation)
     return single, dataset.__getitems__(microbatch).images
 
@@ -144,7 +142,7 @@ def test_a_batch_is_changed_like_its_single_images_bit_for_bit(name, channels):
     spec = InputSpec(20, 24, channels, [0.3] * channels, [1] * channels)
     for settings in CASES[name]:
         made = make_augmentation(TrainConfig(seed=4, **settings), spec, True)
-        assert list(made.operations) == names and made.batched == set(names).issubset(BATCHED)
+        assert len(made.transforms) == len(names) and made.batched == set(names).issubset(BATCHED)
         single, batch = both_ends(made, images, Microbatch(0, 1, 0, numbers))
         assert torch.equal(single, batch) and single.dtype == torch.uint8
         assert (single != images[numbers]).any((1, 2, 3)).sum() > 0.1 * count
@@ -178,7 +176,7 @@ def changed_by_hand(image, seed, epoch, index, spec, is_cropped):
             .numpy()
         )
     moved = torch.from_numpy(shifted_and_flipped(image, draw(1, 2, 3), 2, True).copy())
-    (cut,) = Cutout(spec, 8).change(
+    (cut,) = Cutout(spec, 8).batch(
         moved[None], Draws(seed, epoch, np.array([index])).uniform(*Cutout.streams)
     )
     return cut
@@ -207,7 +205,7 @@ def test_small_images_and_photographs_are_changed_by_the_same_flags_in_the_same_
     microbatches = [
         Microbatch(0, 2, number, part) for number, part in enumerate(np.split(order, [12]))
     ]
-    loader = make_loader(dataset, Given(microbatches), config, CPU.threads, CPU.device)
+    loader = make_loaders([(dataset, Given(microbatches))], config, CPU.threads, CPU.device)[0]
     batches = list(Batches(loader, spec, config, CPU.device, training=True))
     assert torch.cat([batch.labels for batch in batches]).tolist() == order.tolist()
     found = (
@@ -218,14 +216,16 @@ def test_small_images_and_photographs_are_changed_by_the_same_flags_in_the_same_
 
 
 def test_each_flag_has_effect_at_any_size_and_by_default_only_photographs_are_cropped():
+    def made(spec, training=True, **settings):
+        return make_augmentation(TrainConfig(**settings), spec, training).transforms
+
     small = InputSpec(96, 96, 1, [0], [1])
-    assert make_augmentation(TrainConfig(), SPEC, True).operations["crop"].min_scale == 0.08
-    assert make_augmentation(TrainConfig(), small, True).operations == {}
-    for spec in (SPEC, small):
-        for name, settings in ENABLED.items():
-            assert name in make_augmentation(TrainConfig(**settings[0]), spec, True).operations
-        assert "crop" not in make_augmentation(TrainConfig(min_scale=1.0), spec, True).operations
-        assert "crop" not in make_augmentation(TrainConfig(min_scale=0.5), spec, False).operations
+    assert made(SPEC)[0].min_scale == 0.08 and made(small) == []
+    for spec, settings in product((SPEC, small), ENABLED.values()):
+        kinds = list(map(type, made(spec, **settings[0])))
+        assert kinds != list(map(type, made(spec, min_scale=1.0)))
+    for made_of in (made(SPEC, min_scale=1.0), made(SPEC, False, min_scale=0.5)):
+        assert [type(transform) for transform in made_of] == [Center]
 
 
 # -- datasets and loaders
@@ -314,7 +314,7 @@ def test_an_empty_batch_passes_through_everything():
     decoded = DecodedImages(pictures(5, channels=1)[..., None], np.arange(5))
     for dataset, spec in ((decoded, small), (photograph_set(photographs(2)), SPEC)):
         given = Given([Microbatch(0, 0, 0, np.zeros(0, np.int64))])
-        loader = make_loader(dataset, given, config, CPU.threads, CPU.device)
+        loader = make_loaders([(dataset, given)], config, CPU.threads, CPU.device)[0]
         (batch,) = Batches(loader, spec, config, CPU.device, training=True)
         assert batch.images.shape == (0, spec.channels, spec.height, spec.width)
         assert batch.images.dtype == torch.float32 and batch.labels.dtype == torch.int64

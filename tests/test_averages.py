@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import records, refused, same_tensors, train_run, weights, working_in
+from helpers.training_runs import (
+    records,
+    refused,
+    same_tensors,
+    train_run,
+    weights,
+    words,
+    working_in,
+)
 
 import eval
 import train
@@ -19,31 +27,9 @@ from utils.runs.manifest import checkpoints_of
 
 DECAY = 0.3  # the warm-up reaches it at the fourth update
 # Batch statistics, and an integer buffer. Four updates an epoch, the last one smaller.
-FLAGS = [
-    "--data",
-    "digits",
-    "--image_size",
-    "16",
-    "--model",
-    "timm/test_resnet",
-    "--lr",
-    "0.02",
-    "--threads",
-    "1",
-]
-FLAGS += ["--max_train_samples", "350", "--max_eval_samples", "70", "--global_batch_size", "100"]
-FLAGS += [
-    "--eval_batch_size",
-    "16",
-    "--max_steps",
-    "9",
-    "--log_every",
-    "2",
-    "--eval_every",
-    "4",
-    "--save_every",
-    "3",
-]
+FLAGS = words("--data digits --image_size 16 --model timm/test_resnet --lr 0.02 --threads 1")
+FLAGS += words("--max_train_samples 350 --max_eval_samples 70 --global_batch_size 100")
+FLAGS += words("--eval_batch_size 16 --max_steps 9 --log_every 2 --eval_every 4 --save_every 3")
 FLAGS += ["--keep", "9"]
 EMA = [*FLAGS, "--ema_decay", str(DECAY)]
 FILE = "ema.safetensors"
@@ -182,7 +168,7 @@ def test_an_average_that_starts_late_starts_from_the_weights(in_folder):
     shutil.copytree("runs/without", "runs/late")
     before = weights("late")
     (outcome,) = run_ranks(
-        1, train.main, ["--run_name", "late", *EMA, "--resume", "auto", "--max_steps", "10"]
+        1, train.main, ["--run_name", "late", *EMA, *words("--resume auto --max_steps 10")]
     )
     assert "ema_decay was None in the checkpoint, now " in outcome.out
     last = weights("late")
@@ -196,8 +182,6 @@ def test_an_average_that_starts_late_starts_from_the_weights(in_folder):
 
 
 def test_what_a_run_does_not_have_is_refused_in_one_line(in_folder):
-    line = refused(eval.main, "--ckpt", "runs/without", "--weights", "ema")
+    line = refused(eval.main, *words("--ckpt runs/without --weights ema"))
     assert ": has no average of the weights; use --weights raw" in line
-    assert (
-        "weights" not in returned(1, eval.main, ["--ckpt", "runs/without", "--weights", "raw"])[0]
-    )
+    assert "weights" not in returned(1, eval.main, words("--ckpt runs/without --weights raw"))[0]

@@ -29,7 +29,7 @@ import train
 import utils.data.check as check
 from utils.config.settings import TrainConfig
 from utils.data.check import check_images
-from utils.data.record import FILE, read_record
+from utils.data.samples import FILE, read_samples
 from utils.data.selection import load_data
 from utils.data.splits import Files, whole_split
 
@@ -109,20 +109,20 @@ def test_a_whole_image_passes_and_one_without_its_end_does_not(kind):
         ("text", b"no image"),
     ):
         Path(name).write_bytes(content)
-    assert sorted(checked(["whole", "cut", "empty", "text"]).bad) == [1, 2, 3]
+    assert sorted(checked(["whole", "cut", "empty", "text"]).errors) == [1, 2, 3]
 
 
 def test_a_file_with_bytes_after_its_end_passes():
     """Some cameras write such files; only a decoder can tell."""
     for kind in ("jpeg", "png", "webp"):
         Path(kind).write_bytes(encoded(smooth(64, 48), kind) + b"\1" * 9000)
-    assert checked(["jpeg", "png", "webp"]).bad == {}
+    assert checked(["jpeg", "png", "webp"]).errors == {}
 
 
 def test_only_a_full_check_decodes_what_looks_whole():
     (path,) = image_folder("data", {"cat": 1}, size=(SIDE, SIDE))
     spoil(path)
-    assert checked([path]).bad == {} and list(checked([path], full=True).bad) == [0]
+    assert checked([path]).errors == {} and list(checked([path], full=True).errors) == [0]
 
 
 def test_special_files_are_found_without_being_opened():
@@ -131,7 +131,7 @@ def test_special_files_are_found_without_being_opened():
     os.symlink("/dev/zero", "data/cat/device.png")
     os.symlink("nothing", "data/cat/link.png")
     paths = sorted(Path("data/cat").iterdir())
-    assert {paths[row].name: reason for row, reason in checked(paths).bad.items()} == {
+    assert {paths[row].name: reason for row, reason in checked(paths).errors.items()} == {
         "pipe.png": "not a regular file",
         "device.png": "not a regular file",
         "link.png": "No such file or directory",
@@ -143,12 +143,12 @@ def test_a_check_is_made_once_until_a_file_changes(monkeypatch):
     looked, look = [], check._ends_of_file
     monkeypatch.setattr(check, "_ends_of_file", lambda path: looked.append(path) or look(path))
     first = checked(paths)
-    assert (checked(paths).ends == first.ends).all() and len(looked) == 4
+    assert (checked(paths).checksums == first.checksums).all() and len(looked) == 4
     status = paths[2].stat()
     Image.fromarray(pictures(1, seed=9)[0]).save(paths[2])
     os.utime(paths[2], ns=(status.st_atime_ns, status.st_mtime_ns))
     again = checked(paths)
-    assert len(looked) == 8 and np.flatnonzero(again.ends != first.ends).tolist() == [2]
+    assert len(looked) == 8 and np.flatnonzero(again.checksums != first.checksums).tolist() == [2]
 
 
 @pytest.mark.parametrize(
@@ -159,9 +159,9 @@ def test_a_damaged_result_of_a_check_is_replaced(content):
     first = checked(paths)
     (kept,) = Path("cache/checked").iterdir()
     kept.write_text(content)
-    assert (checked(paths).ends == first.ends).all() and json.loads(kept.read_text())[
+    assert (checked(paths).checksums == first.checksums).all() and json.loads(kept.read_text())[
         "ends"
-    ] == first.ends.tolist()
+    ] == first.checksums.tolist()
 
 
 def test_many_images_are_checked_by_several_processes_with_the_same_result():
@@ -169,8 +169,8 @@ def test_many_images_are_checked_by_several_processes_with_the_same_result():
     cut(paths[33])
     many = [path for _ in range(300) for path in paths]
     few, all_of_them = checked(paths), checked(many)
-    assert (all_of_them.ends == np.tile(few.ends, 300)).all()
-    assert sorted(all_of_them.bad) == [33 + 40 * n for n in range(300)]
+    assert (all_of_them.checksums == np.tile(few.checksums, 300)).all()
+    assert sorted(all_of_them.errors) == [33 + 40 * n for n in range(300)]
 
 
 # -- refuse
@@ -295,7 +295,7 @@ def test_another_image_of_its_class_takes_the_place_of_a_deleted_one_in_a_resume
         assert records(name, "eval")[-1]["count"] == 5
     assert losses("run") == pytest.approx(losses("two"), rel=1e-5) and len(losses("run")) == 9
     assert losses("run")[:4] == losses("on1")[:4] and losses("run")[4:] != losses("on1")[4:]
-    record = read_record(max(Path("runs/run/checkpoints").glob("step-*")) / FILE)
+    record = read_samples(max(Path("runs/run/checkpoints").glob("step-*")) / FILE)
     data = load_data(TrainConfig(data="data", bad_images="skip"), record)
     names = [data.train.describe(place) for place in range(len(data.train))]
     assert len(set(names)) == len(names) - 1 and data.train.readable.all()
@@ -309,11 +309,15 @@ def test_another_image_of_its_class_takes_the_place_of_a_deleted_one_in_a_resume
 )
 def test_the_image_in_a_place_stays_the_same_when_another_one_goes_too(labels):
     split = whole_split("train", np.zeros((40, 2, 2), np.uint8), labels, "")
-    first = replace(split, bad=dict.fromkeys(range(10), "gone")).replace_unreadable().rows
+    first = replace(split, errors=dict.fromkeys(range(10), "gone")).replace_unreadable().image_index
     assert (first[:10] % 2 == np.arange(10) % 2).all() and (first[10:] == np.arange(10, 40)).all()
     assert len(set(first[:10])) > 5
     also = next(row for row in range(10, 40) if row not in first[:10])
-    second = replace(split, bad=dict.fromkeys([*range(10), also], "gone")).replace_unreadable().rows
+    second = (
+        replace(split, errors=dict.fromkeys([*range(10), also], "gone"))
+        .replace_unreadable()
+        .image_index
+    )
     assert np.flatnonzero(first != second).tolist() == [also]
 
 
@@ -396,7 +400,7 @@ def test_a_small_data_set_with_bad_images_is_decoded_without_them():
 
 def test_a_change_of_one_byte_near_either_end_of_a_large_file_shows():
     (path,) = image_folder("data", {"cat": 1}, size=(SIDE, SIDE), kind="bmp")
-    data, before = path.read_bytes(), checked([path]).ends
+    data, before = path.read_bytes(), checked([path]).checksums
     for place in (60, len(data) - 3):
         path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-        assert (checked([path]).ends != before).all()
+        assert (checked([path]).checksums != before).all()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers.make_data import image_folder
 from helpers.ranks import run_ranks
-from helpers.training_runs import MLP, records, refused, same_tensors, train_run, weights
+from helpers.training_runs import MLP, records, refused, same_tensors, train_run, weights, words
 from safetensors.torch import save_file
 
 import eval
@@ -27,28 +27,8 @@ from utils.ranks.ranks import Ranks
 from utils.runs.manifest import newest_good, write_manifest
 from utils.runs.metadata import read_checkpoint
 
-FLAGS = [
-    "--model",
-    "mlp",
-    "--global_batch_size",
-    "12",
-    "--threads",
-    "1",
-    "--lr",
-    "0.01",
-    "--run_name",
-    "run",
-]
-FLAGS += [
-    "--max_train_samples",
-    "48",
-    "--save_every",
-    "2",
-    "--max_steps",
-    "9",
-    "--eval_every",
-    "99",
-]
+FLAGS = words("--model mlp --global_batch_size 12 --threads 1 --lr 0.01 --run_name run")
+FLAGS += words("--max_train_samples 48 --save_every 2 --max_steps 9 --eval_every 99")
 
 
 def _train_with_a_bad_sample(flags, step, rank):
@@ -80,7 +60,7 @@ def test_a_nan_or_infinite_loss_names_update_rank_and_samples_and_saves_nothing(
     # the order by hand: update 6 is the second of the second epoch, cut into equal microbatches
     microbatch = np.split(permutation(48, 0, 1)[12:24], processes * accum)[(rank + 1) * accum - 1]
     # --max_train_samples took a random subset: rows are positions in the whole split
-    rows = load_data(parse_args(TrainConfig, "train.py", FLAGS)).train.rows[microbatch]
+    rows = load_data(parse_args(TrainConfig, "train.py", FLAGS)).train.image_index[microbatch]
     assert sorted(records("run", "bad_loss")[0]["samples"]) == sorted(rows.tolist())
     assert newest_good(Path("runs/run")).name == "step-00000004"
     assert all(tensor.isfinite().all() for tensor in weights("run").values())

@@ -15,68 +15,42 @@ import torch
 import torch.distributed as dist
 from helpers.make_data import encoded, pictures
 from helpers.ranks import returned, run_ranks, start_ranks
-from helpers.training_runs import records, refused, same_tensors, slow_train, train_run, weights
+from helpers.training_runs import (
+    records,
+    refused,
+    same_tensors,
+    slow_train,
+    train_run,
+    weights,
+    words,
+)
 from helpers.waiting import SOON, until
 from torch import nn
 
 import replay
 import train
-from utils.data.order import Plan, fold_in
+from utils.data.order import fold_in
 from utils.models.small import MLP
 from utils.models.zoo import OWN_MODELS
 from utils.runs.manifest import checkpoints_of, sha256_of
 from utils.training import tree_sum
 from utils.training.gradients import Exchange
-from utils.training.loop import balance, watch_ranks
+from utils.training.loop import times_of_ranks
 
 # 4 updates an epoch, the last of 50 samples, which 8 microbatches do not divide evenly.
-SIZES = [
-    "--data",
-    "digits",
-    "--image_size",
-    "16",
-    "--max_train_samples",
-    "350",
-    "--max_eval_samples",
-    "70",
-]
-SIZES += [
-    "--global_batch_size",
-    "100",
-    "--eval_batch_size",
-    "16",
-    "--microbatches",
-    "8",
-    "--max_steps",
-    "9",
-]
-SIZES += [
-    "--log_every",
-    "2",
-    "--eval_every",
-    "5",
-    "--save_every",
-    "3",
-    "--keep",
-    "9",
-    "--crop_padding",
-    "2",
-    "--flip",
-]
-SIZES += ["--mixup", "0.4", "--cutmix", "1", "--random_erasing", "0.3", "--label_smoothing", "0.1"]
+SIZES = words("--data digits --image_size 16 --max_train_samples 350 --max_eval_samples 70")
+SIZES += words("--global_batch_size 100 --eval_batch_size 16 --microbatches 8 --max_steps 9")
+SIZES += words("--log_every 2 --eval_every 5 --save_every 3 --keep 9 --crop_padding 2 --flip")
+SIZES += words("--mixup 0.4 --cutmix 1 --random_erasing 0.3 --label_smoothing 0.1")
 SMALL_VIT = "{img_size: 16, patch_size: 4, embed_dim: 32, depth: 2, num_heads: 2, drop_rate: 0.1}"
 MODELS = {
-    "mnist_cnn": ["--model", "mnist_cnn", "--clip_norm", "0.5"],  # dropout
-    "resnet": ["--model", "timm/test_resnet", "--lr", "0.02"],  # batch statistics
+    "mnist_cnn": words("--model mnist_cnn --clip_norm 0.5"),  # dropout
+    "resnet": words("--model timm/test_resnet --lr 0.02"),  # batch statistics
     "vit": [
-        "--model",
-        "timm/vit_tiny_patch16_224",
-        "--optimizer",
-        "adamw",
-        "--model_args",
+        *words("--model timm/vit_tiny_patch16_224 --optimizer adamw --model_args"),
         SMALL_VIT,
     ],
-    "resnet18": ["--model", "resnet18", "--max_steps", "5"],
+    "resnet18": words("--model resnet18 --max_steps 5"),
 }
 
 
@@ -117,12 +91,12 @@ def test_any_number_of_processes_trains_to_the_same_bits(model, topologies):
 
 
 # 3 updates, the last of 3 samples: one of 4 microbatches is empty.
-FEW = [*SIZES, "--max_train_samples", "203", "--microbatches", "4", "--max_steps", "4"]
+FEW = [*SIZES, *words("--max_train_samples 203 --microbatches 4 --max_steps 4")]
 
 
 @pytest.mark.full
 def test_bf16_and_an_empty_microbatch_give_the_same_bits():
-    flags = [*FEW, "--model", "mnist_cnn", "--mixed_precision", "bf16"]
+    flags = [*FEW, *words("--model mnist_cnn --mixed_precision bf16")]
     for processes in (1, 2, 4):
         train_run(processes, f"on-{processes}", *flags)
     assert_same_run("on-1", "on-2")
@@ -142,37 +116,9 @@ def test_photographs_decoded_by_loader_processes_give_the_same_bits():
                         : 400 if (split, name, place) == ("train", "dog", 4) else None
                     ]
                 )
-    flags = [
-        "--data",
-        "photos",
-        "--bad_images",
-        "skip",
-        "--image_size",
-        "64",
-        "--num_workers",
-        "2",
-        "--flip",
-    ]
-    flags += [
-        "--color_jitter",
-        "0.3",
-        "--cutmix",
-        "1",
-        "--model",
-        "timm/test_resnet",
-        "--max_steps",
-        "5",
-    ]
-    flags += [
-        "--global_batch_size",
-        "16",
-        "--microbatches",
-        "4",
-        "--log_every",
-        "1",
-        "--eval_every",
-        "3",
-    ]
+    flags = words("--data photos --bad_images skip --image_size 64 --num_workers 2 --flip")
+    flags += words("--color_jitter 0.3 --cutmix 1 --model timm/test_resnet --max_steps 5")
+    flags += words("--global_batch_size 16 --microbatches 4 --log_every 1 --eval_every 3")
     train_run(1, "one", *flags)
     train_run(2, "two", *flags)
     assert Path("runs/two/bad_images.json").exists()
@@ -222,7 +168,7 @@ def train_unusual(flags: list[str]) -> None:
 
 @pytest.mark.parametrize("microbatches", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_unused_and_shared_parameters_and_buffers_of_any_type_give_the_same_bits(microbatches):
-    flags = [*SIZES, "--model", "unusual", "--max_steps", "4", "--microbatches", str(microbatches)]
+    flags = [*SIZES, *words("--model unusual --max_steps 4 --microbatches"), str(microbatches)]
     # the third update has one sample: the other microbatches are empty
     flags += ["--max_train_samples", "201"]
     for processes in (1, microbatches):
@@ -240,26 +186,11 @@ def test_the_norm_of_the_summed_gradient_is_clipped():
     """Plain gradient descent: a step is as long as the learning rate times the clipped norm."""
     flags = [
         *SIZES,
-        "--model",
-        "mlp",
-        "--lr",
-        "0.5",
-        "--lr_schedule",
-        "constant",
-        "--momentum",
-        "0",
-        "--save_every",
+        *words("--model mlp --lr 0.5 --lr_schedule constant --momentum 0 --save_every"),
     ]
     flags += [
         "1",
-        "--clip_norm",
-        "0.01",
-        "--warmup_steps",
-        "0",
-        "--weight_decay",
-        "0",
-        "--max_steps",
-        "2",
+        *words("--clip_norm 0.01 --warmup_steps 0 --weight_decay 0 --max_steps 2"),
     ]
     train_run(2, "run", *flags, "--microbatches", "4")
     before, after = weights("run", file="../step-00000001/model.safetensors"), weights("run")
@@ -282,9 +213,7 @@ def collectives(flags: list[str]) -> int:
 
 def test_a_rank_with_fewer_microbatches_enters_as_many_collectives():
     """Otherwise, ranks that wait for a rank that hangs would name a different one."""
-    assert (
-        len(set(returned(3, collectives, [*SIZES, "--model", "mlp", "--microbatches", "4"]))) == 1
-    )
+    assert len(set(returned(3, collectives, [*SIZES, *words("--model mlp --microbatches 4")]))) == 1
 
 
 def failing(flags: list[str]) -> None:
@@ -308,7 +237,7 @@ def failing(flags: list[str]) -> None:
 def test_an_error_between_two_microbatches_of_a_rank_ends_the_others_within_seconds():
     begun = time.monotonic()
     first, second = run_ranks(
-        2, failing, [*SIZES, "--model", "mlp", "--microbatches", "4", "--timeout", "300"]
+        2, failing, [*SIZES, *words("--model mlp --microbatches 4 --timeout 300")]
     )
     assert time.monotonic() - begun < SOON
     assert first.code == 2 and "another process of this run exited" in first.err
@@ -352,44 +281,27 @@ def test_a_killed_run_with_unequal_shares_that_moves_ends_with_the_same_bits():
         until(lambda saved=saved: (Path("runs/run/checkpoints") / f"step-{saved:08d}").is_dir())
         launch.kill(signal.SIGKILL)
         launch.finish()
-    train_run(3, "run", *flags, "--resume", "auto", "--shares", "1,1,6")
+    train_run(3, "run", *flags, *words("--resume auto --shares 1,1,6"))
     assert_same_run("whole", "run")
 
 
-def test_a_rank_that_another_waits_for_is_named_once_with_shares_to_try():
-    said, exchange = [], Exchange(torch.device("cpu"))
+def test_records_have_the_seconds_that_each_rank_computed_and_waited():
+    exchange = Exchange(torch.device("cpu"))
 
-    def recorded(microbatches=16, waits=(0.5, 0.5), exchanges=(5.5, 0.5), seconds=8):
+    def recorded():
         """The fields of a record of two ranks. This process is the second one."""
-        exchange.marks += [100.0, 100.0 + exchanges[1]]
+        exchange.marks += [100.0, 100.5]
         exchange.add_up()
         run = SimpleNamespace(
             gradients=SimpleNamespace(exchange=exchange),
-            accelerator=SimpleNamespace(num_processes=2),
-            meter=SimpleNamespace(wait=waits[1]),
-            ranks=SimpleNamespace(gather=lambda own: [(exchanges[0], waits[0]), own]),
-            plan=Plan(64, 64, microbatches, 0),
-            log=SimpleNamespace(say=said.append),
+            meter=SimpleNamespace(totals={"wait": 0.5}),
+            ranks=SimpleNamespace(gather=lambda own: [(5.5, 0.5), own]),
         )
-        return watch_ranks(run, seconds)
+        return times_of_ranks(run, 8)
 
     assert recorded() == {}  # the first record has other work in it
-    for _ in range(9):
+    for _ in range(2):
         assert recorded() == {"computing": [2.0, 7.0], "waiting": [5.0, 0.0]}
-    # after 30 seconds
-    assert said == ["rank 0 waits for rank 1 for 71% of the computing time; try --shares 12,4"]
-    exchange.computed = [0.0, 0.0]
-    recorded(microbatches=2, seconds=50)
-    assert len(said) == 1  # 44 and 49 seconds: nearly equal
-    exchange.computed = [0.0, 0.0]
-    recorded(microbatches=2, waits=(0.5, 30), exchanges=(30.5, 1), seconds=60)
-    assert len(said) == 1  # the second rank waits for data, which other shares would not change
-    exchange.computed = [0.0, 0.0]
-    recorded(microbatches=2, exchanges=(30.5, 0.5), seconds=40)
-    assert said[1:] == [
-        "rank 0 waits for rank 1 for 77% of the computing time; use more --microbatches"
-    ]
-    assert balance([12, 4], [3.0, 3.0]) == [12, 4] and balance([1, 1], [1.0, 9.0]) == [1, 1]
 
 
 def in_the_order_of_all_reduce(flags: list[str]) -> None:
@@ -405,7 +317,7 @@ def in_the_order_of_all_reduce(flags: list[str]) -> None:
 
 @pytest.mark.full
 def test_with_an_all_reduce_instead_the_bits_differ():
-    flags = [*SIZES, "--model", "mlp", "--microbatches", "4", "--run_name"]
+    flags = [*SIZES, *words("--model mlp --microbatches 4 --run_name")]
     train_run(1, "one", *flags[:-1])
     returned(4, in_the_order_of_all_reduce, [*flags, "all-reduce"])
     one, other = weights("one"), weights("all-reduce")
@@ -418,11 +330,11 @@ def test_with_an_all_reduce_instead_the_bits_differ():
     [
         (["--microbatches", "6"], "--microbatches must be a power of two, got 6"),
         (
-            ["--microbatches", "8", "--grad_accum", "2"],
+            words("--microbatches 8 --grad_accum 2"),
             "--microbatches and --grad_accum cannot be used together",
         ),
         (
-            ["--microbatches", "8", "--batch_size", "2"],
+            words("--microbatches 8 --batch_size 2"),
             "--microbatches and --batch_size cannot be used together",
         ),
         (
@@ -430,15 +342,15 @@ def test_with_an_all_reduce_instead_the_bits_differ():
             "--microbatches and --sync_batchnorm cannot be used together",
         ),
         (
-            ["--microbatches", "8", "--comm_hook", "bf16"],
+            words("--microbatches 8 --comm_hook bf16"),
             "--microbatches and --comm_hook cannot be used together",
         ),
         (
-            ["--microbatches", "8", "--global_batch_size", "4"],
+            words("--microbatches 8 --global_batch_size 4"),
             "cannot be divided into 8 microbatches",
         ),
         (
-            ["--microbatches", "8", "--shares", "5", "3"],
+            words("--microbatches 8 --shares 5 3"),
             "--shares 5,3 is for 2 processes and --microbatches 8, not for 1 and 8; correct it",
         ),
         (
@@ -474,7 +386,7 @@ class BufferByRank(MLP):
 
 def train_drawn_by_rank(flags: list[str], model: type = DrawnByRank) -> None:
     OWN_MODELS["drawn"] = model
-    train.main([*flags, "--model", "drawn", "--max_steps", "2"])
+    train.main([*flags, *words("--model drawn --max_steps 2")])
 
 
 def test_ranks_that_draw_different_weights_are_refused():
@@ -486,13 +398,13 @@ def test_ranks_that_draw_different_weights_are_refused():
     ordinary = [flag for flag in SIZES if flag not in ("--microbatches", "8")]
     returned(2, train_drawn_by_rank, ordinary)  # DDP copies the weights of rank 0
     # for which that is too late
-    features = ["--max_train_samples", "100", "--threads", "1", "--freeze", "backbone"]
+    features = words("--max_train_samples 100 --threads 1 --freeze backbone")
     line = refused(train_drawn_by_rank, *features, processes=2)
     assert "rank 1 has different weights at the start than rank 0" in line
 
 
 def test_a_resume_keeps_the_threads_and_the_microbatches():
-    flags = [*SIZES, "--model", "mlp", "--run_name", "run"]
+    flags = [*SIZES, *words("--model mlp --run_name run")]
     train_run(1, "run", *flags[:-2], "--max_steps", "3")
     again = [*flags, "--resume", "auto"]
     assert "--microbatches needs the same threads per process: 1, not 2" in refused(
@@ -505,35 +417,19 @@ def test_a_resume_keeps_the_threads_and_the_microbatches():
     "more", [pytest.param(["--microbatches", "4"], marks=pytest.mark.full), []]
 )
 def test_a_replay_computes_the_logged_losses_again(more):
-    flags = [
-        "--data",
-        "digits",
-        "--model",
-        "mnist_cnn",
-        "--max_train_samples",
-        "350",
-        "--threads",
-        "1",
-    ]
-    flags += ["--global_batch_size", "128", "--cache_dir", "decoded"]
+    flags = words("--data digits --model mnist_cnn --max_train_samples 350 --threads 1")
+    flags += words("--global_batch_size 128 --cache_dir decoded")
     train_run(
         2,
         "run",
         *flags,
-        "--max_steps",
-        "7",
-        "--log_every",
-        "1",
-        "--save_every",
-        "3",
-        "--keep",
-        "9",
+        *words("--max_steps 7 --log_every 1 --save_every 3 --keep 9"),
         *more,
     )
     logged = {record["step"]: record["loss"] for record in records("run", "train")}
     for update, samples, again in ((2, 128, 2), (6, 350 - 2 * 128, 3)):
         (outcome,) = run_ranks(
-            1, replay.main, ["--run", "runs/run", "--cpu", "--update", str(update)]
+            1, replay.main, [*words("--run runs/run --cpu --update"), str(update)]
         )
         assert outcome.code == 0, outcome.err
         assert sum(outcome.value["losses"]) / samples == logged[update]
@@ -544,14 +440,14 @@ def test_a_replay_computes_the_logged_losses_again(more):
     assert not list(Path("home").rglob("*.npy"))  # the run's folder of decoded images is used
     log = Path("runs/run/log.jsonl")
     log.write_text(log.read_text().replace(f'"loss": {logged[6]}', '"loss": 7.0'))
-    (outcome,) = run_ranks(1, replay.main, ["--run", "runs/run", "--cpu", "--update", "6"])
+    (outcome,) = run_ranks(1, replay.main, words("--run runs/run --cpu --update 6"))
     assert (
         f"1 differ, the first at update 6: {logged[6]} instead of 7.0. All bits repeat"
         in outcome.out
     )
     assert "and on a GPU only with that or --deterministic" in outcome.out
     log.write_text(log.read_text() + "half\n")
-    line = refused(replay.main, "--run", "runs/run", "--cpu", "--update", "6")
+    line = refused(replay.main, *words("--run runs/run --cpu --update 6"))
     assert "runs/run/log.jsonl: line " in line and line.endswith(" is damaged; delete it")
 
 
@@ -594,18 +490,9 @@ def test_a_replay_changes_nothing_in_the_run_even_if_it_is_killed():
     train_run(
         1,
         "run",
-        "--model",
-        "mlp",
-        "--threads",
-        "1",
-        "--max_steps",
-        "5",
-        "--save_every",
-        "5",
-        "--keep",
-        "2",
+        *words("--model mlp --threads 1 --max_steps 5 --save_every 5 --keep 2"),
     )
-    before, flags = contents(Path("runs/run")), ["--run", "runs/run", "--cpu", "--update"]
+    before, flags = contents(Path("runs/run")), words("--run runs/run --cpu --update")
     launch = start_ranks(1, slow_replay, [*flags, "4"])
     until(Path("begun").exists)
     launch.kill(signal.SIGKILL)
@@ -618,7 +505,7 @@ def test_a_replay_changes_nothing_in_the_run_even_if_it_is_killed():
         "microbatch-0-of-update-1.png"
     ]
     for more, line in (
-        (["9"], "--update 9: the last one of the run is 5"),
+        (["9"], "--update 9: the last one is 5"),
         (["1", "--microbatch", "1"], "is 0"),
     ):
         (outcome,) = run_ranks(1, replay.main, [*flags, *more])
@@ -643,24 +530,13 @@ def spoiled(seed: int) -> float:
 
 
 def test_a_nan_is_found_at_its_layer_with_the_printed_command():
-    flags = [
-        "--model",
-        "mnist_cnn",
-        "--threads",
-        "1",
-        "--max_steps",
-        "9",
-        "--log_every",
-        "1",
-        "--save_every",
-        "4",
-    ]
+    flags = words("--model mnist_cnn --threads 1 --max_steps 9 --log_every 1 --save_every 4")
     (outcome,) = run_ranks(
-        1, broken, train.main, [*flags, "--run_name", "run", "--eval_every", "9", "--cpu"]
+        1, broken, train.main, [*flags, *words("--run_name run --eval_every 9 --cpu")]
     )
     assert outcome.code == 2
     command = re.search(r"python\S* \S*replay.py (.*)", outcome.err)[1].split()
-    assert command == ["--run", "runs/run", "--update", "7", "--microbatch", "0", "--cpu"]
+    assert command == words("--run runs/run --update 7 --microbatch 0 --cpu")
     (outcome,) = run_ranks(1, broken, replay.main, command)
     assert outcome.value["first_bad_layer"].startswith(
         "the output of layer fc2 is the first with NaN"

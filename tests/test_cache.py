@@ -5,9 +5,7 @@ import re
 import resource
 import shutil
 import signal
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -97,7 +95,9 @@ def test_a_table_in_the_place_of_another_of_the_same_size_and_time_is_decoded_an
     for expected in (pixels, np.roll(pixels, 20, 0)):
         split, status = load_data(config).train, file.stat()
         found = np.asarray(decode_all(split, 8, 8, 3, "cache", iter))
-        assert (found == expected[split.rows]).all() and (split.labels == labels[split.rows]).all()
+        assert (found == expected[split.image_index]).all() and (
+            split.labels == labels[split.image_index]
+        ).all()
         os.replace(other, file)
         os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
         assert (
@@ -116,7 +116,7 @@ def test_a_changed_image_to_which_a_table_refers_is_decoded_anew():
             TrainConfig(data="table.parquet", image_column="image", cache_dir="cache")
         ).train
         assert (
-            decode_all(split, 8, 8, 3, "cache", iter) == pictures(30, seed=seed)[split.rows]
+            decode_all(split, 8, 8, 3, "cache", iter) == pictures(30, seed=seed)[split.image_index]
         ).all()
 
 
@@ -131,14 +131,10 @@ def test_a_subset_and_both_parts_of_a_hold_out_get_their_own_rows():
         whole = split_of(images)
         parts += [whole, *(whole.select(np.array(rows)) for rows in ([30, 2, 44], [2, 30, 44]))]
     for part in parts:
-        assert (decode_all(part, 8, 8, 3, "cache", iter) == expected[part.rows]).all()
+        assert (decode_all(part, 8, 8, 3, "cache", iter) == expected[part.image_index]).all()
     assert (
         decode_all(split_of(expected[..., 0]), 8, 8, 1, "cache", None)[..., 0] == expected[..., 0]
     ).all()
-
-
-def fill_up(path):
-    shutil.disk_usage = lambda folder: SimpleNamespace(free=100)
 
 
 def make_a_file(path):
@@ -162,7 +158,6 @@ def decode_after(trouble, split):
 @pytest.mark.parametrize(
     ("trouble", "reason"),
     [
-        (fill_up, r"0\.1 MB needed, 0\.0 MB free"),
         (make_a_file, "Not a directory"),
         (lock, "Permission denied"),
         (limit_files, "File too large"),
@@ -173,7 +168,7 @@ def test_a_cache_that_cannot_be_written_is_named_with_the_reason_and_the_fix(
 ):
     split, _ = folder_split("photos", 300)
     (outcome,) = run_ranks(1, decode_after, trouble, split)
-    line = rf"cache/decoded: decoded images cannot be cached \({reason}\); .*--cache_dir DIR"
+    line = rf"cache/decoded: cannot be used as a cache \({reason}\); .*--cache_dir DIR"
     assert re.search(line, outcome.err), outcome.err
     assert cached_files() == []
 
@@ -222,43 +217,22 @@ def decode_and_signal_itself(split, number):
     return decode_all(split, 8, 8, 3, "cache", half_way).sum(dtype=int)
 
 
-def test_what_a_killed_process_was_writing_goes_after_a_day_and_what_a_live_one_writes_stays(
-    monkeypatch,
-):
+def test_a_cache_is_right_after_a_kill_and_with_two_writers_at_once(monkeypatch):
     monkeypatch.setattr(cache, "_CHUNK", 10)
     split, expected = folder_split("photos", 95)
     start_ranks(1, decode_and_signal_itself, split, signal.SIGKILL).finish()
     (left,) = cached_files()
-    decode_all(split, 8, 8, 1, "cache", iter)
-    assert len(cached_files()) == 2 and left in cached_files()
-    os.utime(Path("cache/decoded", left), (0, time.time() - 25 * 3600))
     stopped = start_ranks(1, decode_and_signal_itself, split, signal.SIGSTOP)
     os.waitpid(stopped.pids[0], os.WUNTRACED)
-    writing, array = sorted(cached_files(), key=lambda name: name.endswith(".npy"))
-    assert left != writing and left.endswith(".partial") and writing.endswith(".partial")
+    (writing,) = {*cached_files()} - {left}
+    assert left.endswith(".partial") and writing.endswith(".partial")
     # the file that the stopped one is writing
     assert (decode_all(split, 8, 8, 3, "cache", iter) == expected).all()
-    assert len(cached_files()) == 3 and {writing, array} < set(cached_files())
+    assert len(cached_files()) == 3 and {writing, left} < set(cached_files())
     stopped.kill(signal.SIGCONT)
     assert stopped.finish()[0].value == expected.sum(dtype=int)
-    assert [name.endswith(".npy") for name in cached_files()] == [True, True]
+    assert sorted(Path(name).suffix for name in cached_files()) == [".npy", ".partial"]
     assert (decode_all(split, 8, 8, 3, "cache", None) == expected).all()
-
-
-def test_files_that_no_run_has_used_for_a_month_are_deleted_when_another_is_written():
-    used, unused, third = (
-        folder_split(name, seed=seed)[0] for seed, name in enumerate(("used", "unused", "third"))
-    )
-    for split in (used, unused):
-        decode_all(split, 8, 8, 3, "cache", iter)
-    for name in cached_files():
-        os.utime(Path("cache/decoded", name), (0, time.time() - 31 * 24 * 3600))
-    decode_all(used, 8, 8, 3, "cache", iter)
-    assert len(cached_files()) == 2
-    decode_all(third, 8, 8, 3, "cache", iter)
-    assert [
-        sum(each.cache_key in name for name in cached_files()) for each in (used, unused, third)
-    ] == [1, 0, 1]
 
 
 def decode_and_name_the_decoders(split):
@@ -302,17 +276,14 @@ def damage(path, kind):
 
 
 @pytest.mark.parametrize("kind", ["empty", "header", "shape", "dtype", "short", "long"])
-def test_a_damaged_file_of_the_cache_is_rebuilt_and_reported(kind, capsys):
+def test_a_damaged_file_of_the_cache_is_rebuilt(kind):
     (split, expected), counting = folder_split("photos"), Counting()
     decode_all(split, 8, 8, 3, "cache", counting)
     path = Path("cache/decoded", cached_files()[0])
     good = path.read_bytes()
     damage(path, kind)
-    assert capsys.readouterr().out == ""
     for _ in range(2):
         assert (decode_all(split, 8, 8, 3, "cache", counting) == expected).all()
-    said = capsys.readouterr().out
-    assert said.startswith(f"{path}: damaged (") and said.count("\n") == 1
     assert counting.calls == 2 and path.read_bytes() == good
 
 
@@ -325,13 +296,12 @@ def decode_on_each_rank(split, expected):
     return bool((pixels == expected).all())
 
 
-def test_two_ranks_repair_a_cache_and_one_of_them_reports_it():
+def test_two_ranks_repair_a_cache():
     data = folder_split("photos", 95)
     decode_all(data[0], 8, 8, 3, "cache", iter)
     damage(Path("cache/decoded", cached_files()[0]), "short")
     outcomes = run_ranks(2, decode_on_each_rank, *data)
     assert [outcome.value for outcome in outcomes] == [True, True], outcomes
-    assert [outcome.out.count("damaged") for outcome in outcomes] == [1, 0]
 
 
 def test_a_cache_that_two_ranks_cannot_write_is_one_line_of_one_rank():

@@ -146,8 +146,8 @@ def test_a_run_that_is_past_its_end_says_so_and_ends_well():
     train_run(1, "run", *FLAGS, "--max_steps", "6")
     flags = ["--run_name", "run", "--resume", "auto", *FLAGS, "--max_steps", "4"]
     outcomes = run_ranks(2, train.main, flags)
-    assert [o.code for o in outcomes] == [0, 0]
-    assert "all 6 updates were already done" in outcomes[0].out
+    assert [o.code for o in outcomes] == [0, 0], outcomes[0].err
+    assert "--max_steps 4 after update 6 of 4; raise it to continue" in outcomes[0].out
 
 
 def test_going_back_to_an_older_checkpoint_forgets_the_later_ones():

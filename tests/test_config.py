@@ -52,6 +52,7 @@ def test_a_flag_beats_the_config_file_wherever_either_stands():
         (("--mean", "-0.5", "1e-3", ".5", "--flip"), "mean", [-0.5, 1e-3, 0.5]),
         (("--mean", "-0.1,0.2,0.3", "--flip"), "mean", [-0.1, 0.2, 0.3]),
         (("--mean", ".5,.5,.5"), "mean", [0.5] * 3),
+        (("--mean", "0.5,", "0.5,", "0.5"), "mean", [0.5] * 3),
         (("--run_name", "r.3_é it's"), "run_name", "r.3_é it's"),
     ],
 )
@@ -247,7 +248,7 @@ HUGE = "1" + "0" * 26
         (("--pos_weight", "-1,2"), "--pos_weight must be above 0, got [-1, 2]"),
         (("--feature_views", "1000000000"), "--feature_views must be at most 1000, got 1000000000"),
         (("--mean", "half"), "--mean must be numbers such as 0.5 0.5 0.5, got half"),
-        (("--mean", "[.inf]"), "--mean must be a finite number, got [inf]"),
+        (("--mean", "[.inf]"), "--mean must be a finite number, got inf"),
     ],
 )
 def test_other_values_are_refused_with_the_limit_or_an_example(flags, text, capsys):

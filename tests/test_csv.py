@@ -66,7 +66,7 @@ def opened(data: str, **settings):
 def samples(source, split: str = "train") -> list[tuple[str, str]]:
     """The path of each image, relative to the working directory, and the name of its class."""
     found = source.split(split)
-    paths = [os.path.relpath(found.images.paths[row]) for row in found.rows]
+    paths = [os.path.relpath(found.images.paths[row]) for row in found.image_index]
     return [
         (path, source.class_names[label]) for path, label in zip(paths, found.labels, strict=True)
     ]

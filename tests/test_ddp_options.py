@@ -5,7 +5,7 @@ about.
 import pytest
 import torch
 from helpers.ranks import returned
-from helpers.training_runs import records, refused, train_run, weights
+from helpers.training_runs import records, refused, train_run, weights, words
 from torch import nn
 
 import train
@@ -88,26 +88,8 @@ def test_a_step_of_one_sample_on_all_processes_together_is_refused():
 
 @pytest.mark.full
 def test_a_run_with_synchronised_batch_statistics_has_the_losses_of_one_process():
-    flags = [
-        "--model",
-        "resnet18",
-        "--global_batch_size",
-        "14",
-        "--max_steps",
-        "5",
-        "--log_every",
-        "1",
-    ]
-    flags += [
-        "--threads",
-        "1",
-        "--lr",
-        "0.0005",
-        "--max_train_samples",
-        "61",
-        "--max_eval_samples",
-        "20",
-    ]
+    flags = words("--model resnet18 --global_batch_size 14 --max_steps 5 --log_every 1")
+    flags += words("--threads 1 --lr 0.0005 --max_train_samples 61 --max_eval_samples 20")
     for processes in (1, 2):  # the fifth update has 3 + 2 samples
         train_run(processes, f"on-{processes}", *flags, "--sync_batchnorm")
     alone, both = ([line["loss"] for line in records(f"on-{n}", "train")] for n in (1, 2))
@@ -150,14 +132,7 @@ def train_changing(name: str, always: bool, *flags: str) -> None:
     settings += [
         "--run_name",
         name,
-        "--max_steps",
-        "5",
-        "--log_every",
-        "1",
-        "--threads",
-        "1",
-        "--lr",
-        "0.01",
+        *words("--max_steps 5 --log_every 1 --threads 1 --lr 0.01"),
     ]
     train.main([*settings, *flags])
 
@@ -194,19 +169,8 @@ class Refusing(Changing):
 
 def train_refusing(*flags: str) -> None:
     utils.models.zoo.OWN_MODELS["mlp"] = Refusing
-    settings = [
-        "--model",
-        "mlp",
-        "--threads",
-        "1",
-        "--lr",
-        "0.01",
-        "--weight_decay",
-        "0.1",
-        "--optimizer",
-        "adamw",
-    ]
-    settings += ["--global_batch_size", "24", "--max_train_samples", "25", "--max_steps", "6"]
+    settings = words("--model mlp --threads 1 --lr 0.01 --weight_decay 0.1 --optimizer adamw")
+    settings += words("--global_batch_size 24 --max_train_samples 25 --max_steps 6")
     train.main([*settings, "--find_unused_parameters", *flags])
 
 

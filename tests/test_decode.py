@@ -21,7 +21,7 @@ from torchvision.transforms import InterpolationMode, v2
 from utils.config.settings import TrainConfig
 from utils.data.augment import Crop, crop_box
 from utils.data.cache import decode_all, make_dataset
-from utils.data.decode import EVAL_CROP, LARGE, center, center_factor, decode, peek
+from utils.data.decode import LARGE, center, center_factor, decode, peek
 from utils.data.order import Microbatch
 from utils.data.selection import load_data
 from utils.data.spec import InputSpec
@@ -318,11 +318,11 @@ def test_a_table_row_without_an_image_is_an_error_that_names_it():
 
 
 @pytest.mark.parametrize("size", [(24, 40), (40, 24), (17, 90), (200, 133), (8, 8)])
-@pytest.mark.parametrize("share", [1.0, EVAL_CROP])
-def test_the_centre_of_an_image_of_any_size_is_what_pillow_cuts_out(size, share):
+def test_the_centre_of_an_image_of_any_size_is_what_pillow_cuts_out(size):
     picture = pictures(1, size)[0]
-    ours = center(torch.from_numpy(picture), 32, 48, share).numpy().astype(int)
-    scale = max(32 / size[0], 48 / size[1]) / share
+    spec = InputSpec(32, 48, 3, [0.5] * 3, [0.5] * 3)
+    ours = center(torch.from_numpy(picture), spec).numpy().astype(int)
+    scale = max(32 / size[0], 48 / size[1])
     height, width = max(32, round(size[0] * scale)), max(48, round(size[1] * scale))
     resized = np.asarray(
         Image.fromarray(picture).resize((width, height), Image.Resampling.BILINEAR)
@@ -420,7 +420,7 @@ def test_training_crops_are_resized_as_the_weights_were(interpolation):
     spec = InputSpec(224, 224, 3, [0.5] * 3, [0.5] * 3, interpolation=interpolation)
     dataset = make_dataset(split_of([raw]), spec, TrainConfig(seed=3), True, iter)
     top, left, rows, columns = crop_box(
-        427, 640, dataset.augmentation.draw(microbatch)["crop"][0].tolist(), 0.08
+        427, 640, dataset.augmentation.draw(microbatch)[0][0].tolist(), 0.08
     )
     part = decode(split_of([raw]), 0, 3).permute(2, 0, 1)[
         :, top : top + rows, left : left + columns
@@ -455,7 +455,7 @@ def test_grey_images_of_16_bits_that_use_12_are_scaled_by_a_setting_and_cached_a
         path.write_bytes(encoded(pixels, "PNG"))
     for bits in (16, 12, 16):
         train = load_data(TrainConfig(data="photos", cache_dir="cache", image_bits=bits)).train
-        own = deep[[int(Path(path).stem) for path in train.images.paths]][train.rows]
+        own = deep[[int(Path(path).stem) for path in train.images.paths]][train.image_index]
         assert (decode_all(train, 8, 8, 1, "cache", iter)[..., 0] == own >> bits - 8).all()
     lines = resolve_input(TrainConfig(data="photos"), None, train)[1]
     assert (

@@ -13,7 +13,7 @@ import torchvision
 import yaml
 from helpers.make_data import image_folder
 from helpers.ranks import run_ranks
-from helpers.training_runs import records, train_run
+from helpers.training_runs import records, train_run, words
 
 import train
 from utils.config.defaults import choose_images, choose_sizes, resolve_batch
@@ -38,7 +38,7 @@ def chosen(samples, processes=1, **settings):
 @pytest.mark.parametrize("samples", [1437, 1617, 50_000, 60_000, 1_281_167])
 def test_data_sets_of_many_small_images_keep_their_values(samples):
     config, _ = choose_images(chosen(samples), small=True, small_input=True)
-    assert set(NAMES) == set(CHOSEN)
+    assert {*NAMES, "task", "best_metric"} == set(CHOSEN)
     values = [getattr(config, name) for name in NAMES]
     assert values == [128, False, 50, 0.05, 5e-4, "mnist_cnn", False]
 
@@ -181,18 +181,7 @@ def saved_settings(name):
 def test_photographs_train_with_the_same_settings_on_one_process_and_on_two():
     for split, counts in (("train", {"a": 13, "b": 12}), ("val", {"a": 2, "b": 2})):
         image_folder(f"photos/{split}", counts, size=(100, 120), kind="jpg")
-    flags = [
-        "--data",
-        "photos",
-        "--model",
-        "mlp",
-        "--threads",
-        "1",
-        "--num_workers",
-        "0",
-        "--epochs",
-        "1",
-    ]
+    flags = words("--data photos --model mlp --threads 1 --num_workers 0 --epochs 1")
     tables = []
     for processes in (1, 2):
         run = [*flags, "--image_size", "16", "--run_name", f"on-{processes}"]
@@ -220,160 +209,63 @@ def test_photographs_train_with_the_same_settings_on_one_process_and_on_two():
 
 
 def test_a_resumed_run_keeps_the_settings_of_its_checkpoint_unless_they_are_given():
-    same = ["--data", "synthetic/3x8x103", "--threads", "1"]
-    first = [
-        "--lr",
-        "0.31",
-        "--flip",
-        "--log_every",
-        "2",
-        "--weight_decay",
-        "0.3",
-        "--drop_last",
-        "--model",
-        "mlp",
-    ]
-    train_run(1, "run", *same, *first, "--max_steps", "2", "--global_batch_size", "9")
-    train_run(1, "run", *same, "--max_steps", "4", "--resume", "auto", "--weight_decay", "0.1")
+    same = words("--data synthetic/3x8x103 --threads 1")
+    first = words("--lr 0.31 --flip --log_every 2 --weight_decay 0.3 --drop_last --model mlp")
+    train_run(1, "run", *same, *first, *words("--max_steps 2 --global_batch_size 9"))
+    train_run(1, "run", *same, *words("--max_steps 4 --resume auto --weight_decay 0.1"))
     assert saved_settings("run") == dict(
         zip(NAMES, (9, True, 2, 0.31, 0.1, "mlp", True), strict=True)
     )
 
 
 def test_a_loss_that_explodes_while_it_is_finite_is_reported_once_in_a_run_with_the_fix():
-    flags = [
-        "--data",
-        "synthetic/4x8x64",
-        "--model",
-        "mlp",
-        "--threads",
-        "1",
-        "--run_name",
-        "run",
-        "--log_every",
-        "1",
-    ]
-    flags += [
-        "--lr_schedule",
-        "constant",
-        "--global_batch_size",
-        "16",
-        "--save_every",
-        "4",
-        "--resume",
-        "auto",
-    ]
+    flags = words("--data synthetic/4x8x64 --model mlp --threads 1 --run_name run --log_every 1")
+    flags += words("--lr_schedule constant --global_batch_size 16 --save_every 4 --resume auto")
     lines = []
     for number in ("8", "12"):
         (outcome,) = run_ranks(1, train.main, [*flags, "--lr", "3", "--max_steps", number])
         lines.append(
-            [line for line in outcome.out.splitlines() if "the loss of uniform predictions" in line]
+            [
+                line
+                for line in outcome.out.splitlines()
+                if "times that of uniform predictions" in line
+            ]
         )
     losses = [record["loss"] for record in records("run", "train")]
     step = next(step for step, loss in enumerate(losses, 1) if loss > 10 * math.log(4))
     assert step <= 8 and max(losses[8:]) > 10 * math.log(4)
     assert len(lines[0]) == 1 and lines[1] == []
-    assert f"update {step}: the training loss is {losses[step - 1]:.4g}, while" in lines[0][0]
-    assert "is 1.386; lower --lr" in lines[0][0]
+    assert f"update {step}: the training loss is {losses[step - 1]:.4g}, more" in lines[0][0]
+    assert "lower --lr" in lines[0][0]
 
 
 @pytest.mark.parametrize(
     ("loss", "uniform"), [("cross_entropy", math.log(7)), ("binary_cross_entropy", math.log(2))]
 )
-def test_a_loss_is_reported_at_ten_times_that_of_uniform_predictions_or_above_it_later(
-    loss, uniform
-):
+def test_a_loss_is_reported_at_ten_times_that_of_uniform_predictions(loss, uniform, capsys):
     task = Classification(TrainConfig(loss=loss), list("abcdefg"))
     assert task.uniform_loss == pytest.approx(uniform)
-    for samples, factors, is_reported in (
-        (100, (math.nan, 9.9), False),
-        (100, (10.1, 99), True),
-        # once it has learned, 10 / sqrt(samples) above the loss of uniform predictions are enough
-        (100, (0.7, 1.9), False),
-        (100, (0.7, 2.1), True),
-        (10_000, (0.7, 1.05), False),
-        (10_000, (1.15, 0.7, 1.15), True),
-    ):
+    for factors, is_reported in (((0.7, 9.9), False), ((10.1, 99), True)):
         for own, is_known in ((task, True), (Task(), False)):  # other tasks do not define the loss
-            lines = []
-            log = SimpleNamespace(say=lines.append)
-            run = SimpleNamespace(
-                state=TrainState(step=5), task=own, log=log, config=TrainConfig(lr=0.02)
-            )
+            run = SimpleNamespace(state=TrainState(step=5), task=own, config=TrainConfig(lr=0.02))
             for factor in factors:
-                watch_loss(run, factor * uniform, samples)
-            assert len(lines) == (is_reported and is_known) and all(
-                "lower --lr" in line for line in lines
-            )
-
-
-DIGITS = ["--model", "mlp", "--threads", "1", "--lr", "0.05", "--lr_schedule", "constant"]
-DIGITS += [
-    "--max_train_samples",
-    "480",
-    "--run_name",
-    "run",
-    "--resume",
-    "auto",
-    "--save_every",
-    "1",
-]
-
-
-def _train_and_ruin(flags):
-    """Train; after update 40 each class is taken for the next one."""
-    update = train.train_update
-
-    def ruining(run, batches):
-        update(run, batches)
-        if run.state.step == 40:
-            weight = run.module.output.weight.data
-            weight.copy_(weight.roll(1, 0))
-
-    train.train_update = ruining
-    train.main(flags)
-
-
-def test_training_that_falls_apart_is_reported_once_in_a_run_with_the_fix():
-    lines = []
-    for steps in ("46", "48"):
-        flags = [*DIGITS, "--log_every", "5", "--eval_every", "99", "--max_steps", steps]
-        outcomes = run_ranks(2, _train_and_ruin, flags)
-        assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].err
-        printed = [line for outcome in outcomes for line in outcome.out.splitlines()]
-        lines.append([line for line in printed if "lower --lr" in line])
-    assert len(lines[0]) == 1 and lines[1] == [], lines
-    loss = r"the training loss is \d\.\d+, while the loss of uniform predictions is 2.303"
-    assert re.match(rf"update 45: {loss}; lower --lr \(for example to 0.005\)", lines[0][0])
+                watch_loss(run, "training", factor * uniform)
+            assert capsys.readouterr().out.count("lower --lr") == (is_reported and is_known)
 
 
 @pytest.mark.parametrize("flags", [
-    ["--model", "mnist_cnn", "--image_size", "12", "--mixup", "0.8", "--cutmix", "1.0", "--label_smoothing", "0.1",
-     "--warmup_steps", "20"],
-    ["--data", "pairs", "--model", "mlp", "--task", "binary", "--pos_weight", "3", "--global_batch_size", "8"],
+    words("--model mnist_cnn --image_size 12 --mixup 0.8 --cutmix 1.0 --label_smoothing 0.1 --warmup_steps 20"),
+    words("--data pairs --model mlp --task binary --pos_weight 3 --global_batch_size 8"),
     *(pytest.param(flags, marks=pytest.mark.full) for flags in [
-        ["--model", "mlp", "--loss", "focal", "--class_weights", "balanced", "--global_batch_size", "8",
-         "--ema_decay", "0.99"],
-        ["--model", "mlp", "--loss", "binary_cross_entropy", "--optimizer", "adamw", "--lr", "0.03",
-         "--sampler", "balanced"],
-        ["--model", "timm/test_resnet", "--image_size", "16", "--global_batch_size", "32", "--lr", "0.03"],
+        words("--model mlp --loss focal --class_weights balanced --global_batch_size 8 --ema_decay 0.99"),
+        words("--model mlp --loss binary_cross_entropy --optimizer adamw --lr 0.03 --sampler balanced"),
+        words("--model timm/test_resnet --image_size 16 --global_batch_size 32 --lr 0.03"),
     ]),
 ])  # fmt: skip
 def test_healthy_runs_are_not_said_to_fall_apart(flags):
     image_folder("pairs/train", {"a": 90, "b": 10})  # random pixels, which are learned by heart
     image_folder("pairs/val", {"a": 36, "b": 4}, seed=1)
-    more = [
-        "--max_steps",
-        "120",
-        "--log_every",
-        "1",
-        "--eval_every",
-        "6",
-        "--threads",
-        "1",
-        "--run_name",
-        "run",
-    ]
+    more = words("--max_steps 120 --log_every 1 --eval_every 6 --threads 1 --run_name run")
     (outcome,) = run_ranks(1, train.main, [*flags, *more])
     assert outcome.code == 0 and "lower --lr" not in outcome.out, outcome.err
 
@@ -409,18 +301,7 @@ def test_what_depends_on_the_number_of_processes_is_named_with_how_to_avoid_it(
 
 
 def test_the_start_table_names_what_differs_between_topologies():
-    flags = [
-        "--data",
-        "synthetic/3x8x64",
-        "--threads",
-        "1",
-        "--max_steps",
-        "2",
-        "--eval_every",
-        "1",
-        "--lr",
-        "1e-9",
-    ]
+    flags = words("--data synthetic/3x8x64 --threads 1 --max_steps 2 --eval_every 1 --lr 1e-9")
     (dropping,) = run_ranks(1, train.main, flags)
     (plain,) = run_ranks(1, train.main, [*flags, "--model", "mlp", "--sync_batchnorm"])
     assert re.search(

@@ -126,8 +126,8 @@ def test_a_command_names_flags_and_files_that_exist(command, monkeypatch, capsys
         check_flags(words[index], flags, monkeypatch, capsys)
 
 
-# need its diffs
-EXTENDING = re.findall(r"^python train.py (.+)$", (ROOT / "docs/extending.md").read_text(), re.M)
+# need its plug-in
+EXTENDING = re.findall(r"^python \w+.py (.+)$", (ROOT / "docs/extending.md").read_text(), re.M)
 
 
 def check_flags(script: str, flags: list[str], monkeypatch, capsys) -> None:
@@ -293,9 +293,9 @@ def test_the_readme_has_the_size_of_the_code():
     )
     written = int(re.search(r"([\d,]+) lines in `utils/`", text)[1].replace(",", ""))
     assert sum(len(file.read_text().splitlines()) for file in files) == pytest.approx(
-        written, rel=0.02
+        written, rel=0.05
     )
-    assert len(list((ROOT / "utils").glob("*/__init__.py"))) == 12 and "[twelve packages]" in text
+    assert len(list((ROOT / "utils").glob("*/__init__.py"))) == 11 and "[eleven packages]" in text
     assert (
         len((ROOT / "train.py").read_text().splitlines()) <= 270
         and "`train.py` is 270 lines" in text

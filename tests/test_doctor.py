@@ -367,9 +367,7 @@ def test_a_rank_whose_launcher_is_gone_is_left_over_and_not_touched(training):
     kept = training("train.py", stays=True, TORCHELASTIC_RUN_ID="none")
     found = host_checks.check_leftovers()
     assert lost in left_over() and not {kept, child} & set(left_over())
-    assert found.red and re.search(
-        rf"process {lost} \(train.py, \d+ min old\): its launcher has exited", found.value
-    )
+    assert found.red and f"process {lost} (train.py): its launcher has exited" in found.value
     assert f"kill {lost}" in found.fix or f" {lost}" in found.fix
     assert psutil.pid_exists(lost)
     others = {

@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.ranks import run_ranks
-from helpers.training_runs import refused, train_run
+from helpers.training_runs import refused, train_run, words
 
 import train
 
-FLAGS = ["--model", "mlp", "--threads", "1", "--run_name", "run", "--max_steps", "3"]
+FLAGS = words("--model mlp --threads 1 --run_name run --max_steps 3")
 
 
 def test_a_dry_run_says_what_an_update_and_an_evaluation_batch_need_and_leaves_no_run():
     main, other = run_ranks(
-        2, sizes_of_dry_run, [*FLAGS, "--max_eval_samples", "150", "--eval_batch_size", "10"]
+        2, sizes_of_dry_run, [*FLAGS, *words("--max_eval_samples 150 --eval_batch_size 10")]
     )
     assert (main.code, other.code) == (0, 0), main.err
     found, sizes = main.value
@@ -98,17 +98,11 @@ def _out_of_memory(flags: list[str]) -> None:
 )
 def test_a_dry_run_prints_its_result_once_and_changes_no_statistics(flags):
     flags = [
-        "--model",
-        "resnet18",
-        "--image_size",
-        "32",
-        "--max_train_samples",
-        "64",
-        "--dry_run",
+        *words("--model resnet18 --image_size 32 --max_train_samples 64 --dry_run"),
         *flags,
     ]
     main, other = run_ranks(
-        2, with_statistics, [*flags, "--global_batch_size", "16", "--threads", "1"]
+        2, with_statistics, [*flags, *words("--global_batch_size 16 --threads 1")]
     )
     assert (main.code, main.value, other.value) == (0, [True], [True]), main.err
     assert main.out.count("dry run: ") == 1 and other.out == ""

@@ -20,7 +20,7 @@ from helpers.elastic import (
 )
 from helpers.machines import needs_machines, network
 from helpers.ranks import free_port, returned
-from helpers.training_runs import records, refused, train_run
+from helpers.training_runs import records, refused, train_run, words
 from helpers.waiting import PATIENCE, records_so_far, until
 
 import train
@@ -31,39 +31,11 @@ from utils.runs.manifest import sha256_of
 
 # Batch statistics, dropout, mixing and an average; about 0.1 s an update
 FLAGS = [
-    "--data",
-    "digits",
-    "--image_size",
-    "32",
-    "--model",
-    "timm/test_resnet",
-    "--model_args",
+    *words("--data digits --image_size 32 --model timm/test_resnet --model_args"),
     "{drop_rate: 0.2}",
 ]
-FLAGS += [
-    "--global_batch_size",
-    "96",
-    "--microbatches",
-    "4",
-    "--lr",
-    "0.02",
-    "--mixup",
-    "0.2",
-    "--ema_decay",
-    "0.95",
-]
-FLAGS += [
-    "--threads",
-    "1",
-    "--log_every",
-    "1",
-    "--save_every",
-    "10",
-    "--eval_every",
-    "1000",
-    "--report",
-    "false",
-]
+FLAGS += words("--global_batch_size 96 --microbatches 4 --lr 0.02 --mixup 0.2 --ema_decay 0.95")
+FLAGS += words("--threads 1 --log_every 1 --save_every 10 --eval_every 1000 --report false")
 FLAGS += ["--timeout", str(TIMEOUT)]
 
 
@@ -99,7 +71,7 @@ def check_events(
     each update once.
     """
     expected, chance = whole(updates), random.Random(seed)
-    flags = [*FLAGS, "--max_steps", str(updates), "--run_name", "run", "--resume", "auto"]
+    flags = [*FLAGS, "--max_steps", str(updates), *words("--run_name run --resume auto")]
     launchers = Launchers(flags, served, machines)
     try:
         launchers.start()
@@ -141,7 +113,7 @@ def check_events(
     assert hashes("run", updates) == expected
 
 
-NAMED = ["--run_name", "run", "--resume", "auto"]
+NAMED = words("--run_name run --resume auto")
 REFUSED = {
     "put TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_WORKER_IDENTICAL=1": [*FLAGS, *NAMED],
     "add --run_name NAME --resume auto to continue the run": [*FLAGS, "--run_name", "run"],
@@ -154,10 +126,7 @@ REFUSED = {
     "set --global_batch_size to a multiple of 6": [
         *FLAGS,
         *NAMED,
-        "--microbatches",
-        "null",
-        "--global_batch_size",
-        "64",
+        *words("--microbatches null --global_batch_size 64"),
     ],
     "set --global_batch_size instead": [*FLAGS[:6], *NAMED, "--batch_size", "32"],
     "--shares needs a fixed number of processes": [*FLAGS, *NAMED, "--shares", "4"],
@@ -187,7 +156,7 @@ def test_a_run_whose_number_of_machines_is_fixed_is_not_concerned(monkeypatch):
         monkeypatch.setenv("PET_NNODES", nodes)
         assert elastic_nodes() is None
     monkeypatch.setattr(
-        command, "launcher_command", lambda: ["torchrun", "--nnodes=2:5", "train.py", "--lr", "1"]
+        command, "launcher_command", lambda: ["torchrun", *words("--nnodes=2:5 train.py --lr 1")]
     )
     assert elastic_nodes() == (2, 5)
 
@@ -200,7 +169,7 @@ def test_the_only_process_of_a_launcher_ends_with_the_bits_of_plain_python():
         os.environ |= names | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         train.main(flags)
 
-    flags = [*FLAGS, "--max_train_samples", "192", "--max_eval_samples", "8", "--max_steps", "3"]
+    flags = [*FLAGS, *words("--max_train_samples 192 --max_eval_samples 8 --max_steps 3")]
     train_run(1, "whole", *flags)
     returned(1, launched, ["--run_name", "run", *flags])
     assert hashes("run", 3) == hashes("whole", 3)
@@ -228,14 +197,7 @@ def test_ranks_do_not_wait_for_one_whose_launcher_was_killed():
 
     flags = [
         *FLAGS,
-        "--run_name",
-        "run",
-        "--max_steps",
-        "1",
-        "--max_train_samples",
-        "96",
-        "--max_eval_samples",
-        "8",
+        *words("--run_name run --max_steps 1 --max_train_samples 96 --max_eval_samples 8"),
     ]
     assert max(returned(2, orphan, flags)) < 9
 

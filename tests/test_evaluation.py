@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from helpers.make_data import image_folder
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import records, refused, train_run, weights
+from helpers.training_runs import records, refused, train_run, weights, words
 from sklearn.metrics import f1_score
 from torch.nn import functional as F
 
@@ -36,7 +36,7 @@ from utils.tasks.metrics import label_metrics
 from utils.training import evaluation
 from utils.training.building import resolve_input
 
-FLAGS = ("--model", "mlp", "--max_steps", "12", "--lr", "0.05", "--eval_every", "12")
+FLAGS = words("--model mlp --max_steps 12 --lr 0.05 --eval_every 12")
 
 
 def plain_numbers(name, *flags):
@@ -72,10 +72,7 @@ def test_one_to_four_processes_give_the_numbers_of_plain_pytorch(samples):
     flags = (
         "--max_eval_samples",
         str(samples),
-        "--eval_fraction",
-        "0.4",
-        "--eval_batch_size",
-        "16",
+        *words("--eval_fraction 0.4 --eval_batch_size 16"),
     )
     train_run(2, "run", *FLAGS, *flags)
     expected, (predicted, true) = plain_numbers("run", *flags)
@@ -105,7 +102,7 @@ def test_one_to_four_processes_give_the_numbers_of_plain_pytorch(samples):
 
 
 def test_training_evaluates_alike_on_every_topology():
-    flags = ("--eval_batch_size", "32", "--eval_every", "5", "--model_args", "{hidden: 32}")
+    flags = (*words("--eval_batch_size 32 --eval_every 5 --model_args"), "{hidden: 32}")
     logs = [
         train_run(n, f"run{n}", *FLAGS, "--global_batch_size", "120", *flags) for n in (1, 2, 3)
     ]
@@ -181,7 +178,7 @@ def _evaluate_wrongly(wrong: str) -> None:
         Batches.__iter__ = lambda self: (batch for batch in blocks(self) for _ in range(2))
     elif os.environ["RANK"] == "1":
         Batch.indices = property(lambda self: indices(self).clamp(max=30))
-    eval.main(["--ckpt", "runs/run", "--max_eval_samples", "32"])
+    eval.main(words("--ckpt runs/run --max_eval_samples 32"))
 
 
 def test_gathered_rows_are_put_in_order_without_those_that_fill_up():
@@ -206,7 +203,7 @@ def test_gathered_rows_are_put_in_order_without_those_that_fill_up():
     ],
 )
 def test_only_what_is_needed_is_gathered(flags, tensors):
-    flags = [*FLAGS, "--max_steps", "4", "--eval_every", "2", *flags]
+    flags = [*FLAGS, *words("--max_steps 4 --eval_every 2"), *flags]
     counts, *_ = returned(2, _train_and_count, flags)
     assert [count for _, _, count in counts] == tensors
 
@@ -218,11 +215,11 @@ def _train_and_count(flags: list[str]) -> list[tuple[int, int, int]]:
 
 
 def test_batch_norm_is_evaluated_with_the_statistics_that_are_saved():
-    flags = ("--data", "synthetic/3x32x96", "--model", "shufflenet_v2_x0_5", "--stem", "standard")
-    flags += ("--global_batch_size", "12", "--max_steps", "2")
-    log = train_run(2, "run", *flags, "--max_eval_samples", "9", "--eval_batch_size", "4")
+    flags = words("--data synthetic/3x32x96 --model shufflenet_v2_x0_5 --stem standard")
+    flags += words("--global_batch_size 12 --max_steps 2")
+    log = train_run(2, "run", *flags, *words("--max_eval_samples 9 --eval_batch_size 4"))
     for processes in (1, 2):
-        found = returned(processes, eval.main, ["--ckpt", "runs/run", "--max_eval_samples", "9"])[0]
+        found = returned(processes, eval.main, words("--ckpt runs/run --max_eval_samples 9"))[0]
         assert found["loss"] == pytest.approx(log[-1]["loss"], rel=1e-6)
 
 
@@ -250,11 +247,9 @@ def test_metrics_equal_their_definitions():
 
 
 def test_classes_without_samples_do_not_lower_the_macro_scores_and_are_reported():
-    train_run(1, "run", "--data", "synthetic/4x32x90", "--model", "mlp", "--max_steps", "2")
+    train_run(1, "run", *words("--data synthetic/4x32x90 --model mlp --max_steps 2"))
     image_folder("other", {"1": 9, "2": 9}, size=(32, 32))
-    found = run_ranks(
-        2, eval.main, ["--ckpt", "runs/run", "--data", "other", "--json", "found.json"]
-    )[0]
+    found = run_ranks(2, eval.main, words("--ckpt runs/run --data other --json found.json"))[0]
     assert found.code == 0 and "classes          2 of 4 with samples\n" in found.out
     assert json.loads(Path("found.json").read_text())["classes_evaluated"] == 2
     whole = run_ranks(1, eval.main, ["--ckpt", "runs/run"])[0]
@@ -269,7 +264,7 @@ def test_the_training_log_has_macro_scores_when_asked():
 
 
 def test_eval_takes_the_best_checkpoint_of_a_run_or_the_one_that_is_named():
-    train_run(1, "run", *FLAGS, "--eval_every", "2", "--keep", "9", "--save_every", "2")
+    train_run(1, "run", *FLAGS, *words("--eval_every 2 --keep 9 --save_every 2"))
     evals = {record["step"]: record["accuracy"] for record in records("run", "eval")}
     best = max(evals, key=lambda step: (evals[step], -step))
     assert returned(1, eval.main, ["--ckpt", "runs/run"])[0]["step"] == best
@@ -278,7 +273,7 @@ def test_eval_takes_the_best_checkpoint_of_a_run_or_the_one_that_is_named():
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("moment", ["config.yaml", "model.safetensors", "find_split"])
+@pytest.mark.parametrize("moment", ["config.yaml", "model.safetensors", "load_eval_split"])
 def test_an_evaluation_beside_a_run_that_deletes_its_checkpoint_takes_the_next_one(
     processes, moment
 ):
@@ -286,14 +281,7 @@ def test_an_evaluation_beside_a_run_that_deletes_its_checkpoint_takes_the_next_o
         1,
         "run",
         *FLAGS,
-        "--max_steps",
-        "4",
-        "--eval_every",
-        "2",
-        "--keep",
-        "9",
-        "--save_every",
-        "2",
+        *words("--max_steps 4 --eval_every 2 --keep 9 --save_every 2"),
     )
     folder = Path("runs/run/checkpoints")
     (folder / "best").write_text("step-00000002\n")
@@ -301,14 +289,14 @@ def test_an_evaluation_beside_a_run_that_deletes_its_checkpoint_takes_the_next_o
     assert [outcome.code for outcome in outcomes] == [0] * processes, outcomes[0].err
     assert not (folder / "step-00000002").exists()
     # once all of it is read, the checkpoint is not needed any more
-    expected = 2 if moment == "find_split" else 4
+    expected = 2 if moment == "load_eval_split" else 4
     assert [outcome.value["step"] for outcome in outcomes] == [expected] * processes
     accuracy = {record["step"]: record["accuracy"] for record in records("run", "eval")}
     assert outcomes[0].value["accuracy"] == accuracy[expected]
 
 
 def test_a_checkpoint_that_is_named_and_deleted_meanwhile_is_an_error():
-    train_run(1, "run", *FLAGS, "--max_steps", "4", "--keep", "9", "--save_every", "2")
+    train_run(1, "run", *FLAGS, *words("--max_steps 4 --keep 9 --save_every 2"))
     line = refused(
         partial(_evaluate_and_delete, "config.yaml"), "runs/run/checkpoints/step-00000002"
     )
@@ -317,7 +305,7 @@ def test_a_checkpoint_that_is_named_and_deleted_meanwhile_is_an_error():
 
 def _evaluate_and_delete(moment, ckpt):
     """Evaluate; at this moment `best` is moved to step 4, and step 2 is deleted."""
-    folder, find_split = Path("runs/run/checkpoints"), eval.find_split
+    folder, load_eval_split = Path("runs/run/checkpoints"), eval.load_eval_split
 
     def delete():
         (folder / "best").write_text("step-00000004\n")
@@ -329,29 +317,29 @@ def _evaluate_and_delete(moment, ckpt):
 
     def before_data(*arguments):
         delete()
-        return find_split(*arguments)
+        return load_eval_split(*arguments)
 
     sys.addaudithook(before_opening)
-    eval.find_split = before_data if moment == "find_split" else find_split
+    eval.load_eval_split = before_data if moment == "load_eval_split" else load_eval_split
     return eval.main(["--ckpt", *([ckpt] if isinstance(ckpt, str) else ckpt)])
 
 
 def test_eval_evaluates_the_training_split_too():
     train_run(1, "run", *FLAGS)
-    found = returned(2, eval.main, ["--ckpt", "runs/run", "--split", "train"])[0]
+    found = returned(2, eval.main, words("--ckpt runs/run --split train"))[0]
     assert (found["split"], found["count"]) == ("train", 1797 - 180)
 
 
 @pytest.mark.full
 def test_other_data_is_evaluated_whole_or_on_its_own_test_split():
-    train_run(1, "run", "--data", "synthetic/3x32x90", "--model", "mlp", "--max_steps", "2")
+    train_run(1, "run", *words("--data synthetic/3x32x90 --model mlp --max_steps 2"))
     for folder, count in (("whole", 11), ("split/train", 12), ("split/test", 7)):
         # the classes that the checkpoint knows
         image_folder(folder, dict.fromkeys("012", count), size=(32, 32))
     for flags, split, count in (
         (("--data", "whole"), "all images", 33),
         (("--data", "split"), "test", 21),
-        (("--data", "split", "--split", "train"), "train", 36),
+        (words("--data split --split train"), "train", 36),
     ):
         found = returned(2, eval.main, ["--ckpt", "runs/run", *flags])[0]
         assert (found["split"], found["count"]) == (split, count)
@@ -361,18 +349,7 @@ def test_other_data_is_evaluated_whole_or_on_its_own_test_split():
 def test_an_evaluation_that_cannot_read_an_image_ends_when_the_ranks_next_meet(processes):
     image_folder("photos/train", {"a": 8, "b": 8}, size=(112, 112))
     paths = image_folder("photos/val", {"a": 40, "b": 40}, size=(112, 112))
-    flags = [
-        "--data",
-        "photos",
-        "--image_size",
-        "112",
-        "--model",
-        "mlp",
-        "--num_workers",
-        "0",
-        "--eval_batch_size",
-        "2",
-    ]
+    flags = words("--data photos --image_size 112 --model mlp --num_workers 0 --eval_batch_size 2")
     train_run(1, "run", *flags, "--model_args", "{hidden: 2}", "--max_steps", "1")
     data = bytearray(paths[3].read_bytes())
     # which no look at the file's ends shows
@@ -403,18 +380,7 @@ def _evaluate_and_meet_in_each_block(flags):
 @pytest.mark.full
 def test_photographs_are_evaluated_with_the_share_that_the_run_or_the_flag_says():
     image_folder("photos", {"cat": 12, "dog": 12}, size=(130, 160))
-    flags = (
-        "--data",
-        "photos",
-        "--image_size",
-        "100",
-        "--model",
-        "mlp",
-        "--max_steps",
-        "1",
-        "--threads",
-        "1",
-    )
+    flags = (*words("--data photos --image_size 100 --model mlp --max_steps 1 --threads 1"),)
     train_run(1, "usual", *flags)
     train_run(1, "half", *flags, "--eval_crop", "0.5")  # the weights are the same
     usual, half = (records(name, "eval")[-1]["loss"] for name in ("usual", "half"))
@@ -436,18 +402,9 @@ def test_flags_of_eval_py_without_effect_are_reported():
     train_run(
         1,
         "run",
-        "--data",
-        "synthetic/3x8x24",
-        "--model",
-        "mlp",
-        "--max_steps",
-        "1",
-        "--threads",
-        "1",
+        *words("--data synthetic/3x8x24 --model mlp --max_steps 1 --threads 1"),
     )
-    (outcome,) = run_ranks(
-        1, eval.main, ["--ckpt", "runs/run", "--eval_crop", "0.5", "--threshold", "0.9"]
-    )
+    (outcome,) = run_ranks(1, eval.main, words("--ckpt runs/run --eval_crop 0.5 --threshold 0.9"))
     assert "--eval_crop has no effect: small images are evaluated whole\n" in outcome.out
     assert "--threshold has no effect: only multilabel and binary use it\n" in outcome.out
     (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run"])

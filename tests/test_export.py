@@ -26,16 +26,16 @@ from helpers.waiting import records_so_far
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from scipy.special import expit, softmax
+from utils.export.forms import Code
+from utils.export.loaded import Loaded, compare, load
 
 import export
 from utils.config.settings import TrainConfig
-from utils.data.decode import center, center_of_photograph
+from utils.data.decode import center
 from utils.data.spec import InputSpec
 from utils.errors import UserError
 from utils.export import forms
 from utils.export.card import card, preprocessing
-from utils.export.forms import Code
-from utils.export.loaded import Loaded, compare, load
 from utils.files import new_folder
 from utils.models.zoo import build_model
 from utils.runs.inference import Inference
@@ -361,11 +361,7 @@ def test_the_printed_preprocessing_has_the_pixels_of_evaluation(tmp_path, spec):
         image.save(path, exif=exif)
         pixels = np.array(image.convert("L" if spec.channels == 1 else "RGB")).reshape(*size, -1)
         pixels = torch.from_numpy(np.rot90(pixels, -1 if number == 1 else 0).copy())
-        cut = (
-            center(pixels, spec.height, spec.width)
-            if spec.small
-            else center_of_photograph(pixels, spec)
-        )
+        cut = center(pixels, spec)
         found = names["preprocess"](path)
         assert found.dtype == np.uint8 and found.shape == cut.shape
         worst = np.abs(found.astype(int) - cut.numpy().astype(int)).max()

@@ -38,7 +38,7 @@ from utils.models.matching import copy_matching, find_heads
 from utils.models.zoo import build_model
 from utils.runs import inference, manifest
 from utils.runs.manifest import read_pointer, write_manifest
-from utils.runs.source import find_source
+from utils.runs.source import load_initial_weights
 from utils.training.building import load_source
 
 VIT = "timm/vit_tiny_patch16_224"
@@ -263,7 +263,7 @@ def test_batch_statistics_that_were_not_given_cannot_be_kept(folder):
 
 def test_given_settings_take_precedence_over_those_of_the_source(folder):
     config = TrainConfig(init_from="runs/source", mean=[0.1], image_size=64, channels=1)
-    filled, source = find_source(config, None, ALONE)
+    filled, source = load_initial_weights(config, None, ALONE)
     assert (filled.mean, filled.image_size, filled.channels, filled.model) == (
         [0.1],
         64,
@@ -271,7 +271,9 @@ def test_given_settings_take_precedence_over_those_of_the_source(folder):
         "timm/test_resnet",
     )
     assert filled.std == [pytest.approx(0.3)] and source.taken == ["model", "std", "interpolation"]
-    other, _ = find_source(TrainConfig(init_from="runs/source", model="resnet18"), None, ALONE)
+    other, _ = load_initial_weights(
+        TrainConfig(init_from="runs/source", model="resnet18"), None, ALONE
+    )
     assert other.model == "resnet18" and other.model_args == {}
 
 
@@ -291,7 +293,7 @@ def test_a_resumed_run_needs_no_source_and_keeps_what_it_took_from_it(folder):
     assert input_of("moved") == (40, [0.4] * 3)
 
 
-def test_a_replay_from_initial_weights_that_have_changed_is_refused(folder):
+def test_a_replay_from_initial_weights_that_have_changed_reports_other_losses(folder):
     shutil.copytree("runs/source", "runs/parent")
     train_run(1, "child", *TUNED, "--init_from", "runs/parent", "--log_every", "1")
     # as if it had been killed before its first one
@@ -304,8 +306,9 @@ def test_a_replay_from_initial_weights_that_have_changed_is_refused(folder):
         save_file(tensors, checkpoint / "model.safetensors")
         (checkpoint / "manifest.json").unlink()
         write_manifest(checkpoint)
-    line = refused(replay.main, "--run", "runs/child", "--update", "1", "--cpu")
-    assert "the weights have changed since the run began; restore them" in line
+    command = ["--run", "runs/child", "--update", "1", "--cpu"]
+    (outcome,) = run_ranks(1, replay.main, command)
+    assert "1 differ" in outcome.out and "--init_from needs its old weights" in outcome.out
 
 
 def test_averaged_weights_take_precedence(folder):
@@ -316,7 +319,9 @@ def test_averaged_weights_take_precedence(folder):
     Path("averaged/manifest.json").unlink()
     write_manifest(Path("averaged"))
     for where, name in (("averaged", "ema"), ("averaged/model.safetensors", "model")):
-        _, source = find_source(TrainConfig(init_from=where, model="timm/test_resnet"), None, ALONE)
+        _, source = load_initial_weights(
+            TrainConfig(init_from=where, model="timm/test_resnet"), None, ALONE
+        )
         assert same_tensors(source.tensors, tensors[name])
 
 
@@ -339,7 +344,9 @@ def test_a_repository_of_the_hub_is_read_with_its_classes_and_its_commit(
         (snapshot / "config.json").write_text(json.dumps(described | {"pretrained_cfg": cfg}))
     for where in ("hf://owner/name", f"hf://owner/name@{commit}"):
         model = None if described else "timm/test_resnet"
-        config, source = find_source(TrainConfig(init_from=where, model=model), None, ALONE)
+        config, source = load_initial_weights(
+            TrainConfig(init_from=where, model=model), None, ALONE
+        )
         assert source.name == f"hf://owner/name@{commit}" and source.class_names == described.get(
             "label_names", []
         )
@@ -351,7 +358,7 @@ def test_a_repository_of_the_hub_is_read_with_its_classes_and_its_commit(
     load_source(model, source, ["a", "z"], TrainConfig(model="timm/test_resnet"))
     assert torch.equal(model.fc.weight, published.fc.weight[[1, 0] if described else [0, 1]])
     with pytest.raises(UserError) as error:
-        find_source(TrainConfig(init_from="hf://owner/other"), None, ALONE)
+        load_initial_weights(TrainConfig(init_from="hf://owner/other"), None, ALONE)
     assert "model.safetensors of owner/other cannot be downloaded" in error.value.problem
     assert (
         "`hf download owner/other model.safetensors config.json` elsewhere and copy the files"
@@ -397,7 +404,7 @@ def test_a_source_that_deletes_its_checkpoint_meanwhile_is_searched_again(folder
             (path.parent / "best").write_text("step-00000099\n")
 
     monkeypatch.setattr(inference, "verify", verify)
-    _, source = find_source(TrainConfig(init_from="runs/live"), None, ALONE)
+    _, source = load_initial_weights(TrainConfig(init_from="runs/live"), None, ALONE)
     assert len(verified) == 2 and Path(source.name).name == "step-00000099"
     assert same_tensors(source.tensors, weights("source", "best"))
 

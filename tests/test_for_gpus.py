@@ -35,7 +35,7 @@ import utils.models.zoo
 from utils.config.settings import TrainConfig
 from utils.data import batches as uploads
 from utils.data import workers
-from utils.data.mixing import Mix
+from utils.data.batches import Mix
 from utils.data.spec import InputSpec
 from utils.errors import UserError, is_lost_rank
 from utils.launch import command as commands
@@ -376,7 +376,7 @@ def test_ddp_does_not_measure_updates_which_would_wait_for_the_gpu():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = DistributedDataParallel(nn.Linear(1, 1))
-        wrapping.prepare_buckets(model, model.module, torch.zeros(0, 1))
+        wrapping.prepare_buckets(model, torch.zeros(0, 1))
         for _ in range(110):
             model(torch.ones(1, 1)).sum().backward()
         assert model._get_ddp_logging_data()["iteration"] <= 10

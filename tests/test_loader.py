@@ -23,7 +23,7 @@ from utils.data.decode import decode, resize
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
 from utils.data.splits import whole_split
-from utils.data.workers import make_loader
+from utils.data.workers import make_loaders
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -50,8 +50,8 @@ def test_the_bytes_of_a_file_are_read_where_they_are_and_nobody_is_warned():
 def test_large_batches_are_normalised_like_single_images(channels_last):
     pixels, spec = pictures(300, (40, 30)), InputSpec(40, 30, 3, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
     config, given = TrainConfig(channels_last=channels_last), [Microbatch(0, 0, 0, np.arange(300))]
-    loader = make_loader(
-        DecodedImages(pixels, np.arange(300)), given, config, CPU.threads, CPU.device
+    (loader,) = make_loaders(
+        [(DecodedImages(pixels, np.arange(300)), given)], config, CPU.threads, CPU.device
     )
     (batch,) = Batches(loader, spec, config, CPU.device, training=False)
     expected = (torch.from_numpy(pixels).double() / 255 - torch.tensor(spec.mean)) / torch.tensor(

@@ -12,12 +12,11 @@ from torchvision.transforms import v2
 
 from utils.config.defaults import advice
 from utils.config.settings import TrainConfig
-from utils.data.batches import Batches
+from utils.data.batches import Batches, Mixing
 from utils.data.datasets import DecodedImages, ResidentImages
-from utils.data.mixing import Mixing
 from utils.data.order import Microbatch, Plan, UpdateSampler, fold_in
 from utils.data.spec import InputSpec
-from utils.data.workers import make_loader
+from utils.data.workers import make_loaders
 from utils.tasks.classification import Classification
 
 SPEC = InputSpec(10, 12, 3, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
@@ -41,7 +40,12 @@ class Yielded(list):
 def read(dataset, microbatches, spec=SPEC, **settings):
     config, microbatches = TrainConfig(seed=5, num_workers=0, **settings), Yielded(microbatches)
     batches = Batches(
-        make_loader(dataset, microbatches, config, 1, CPU.device), spec, config, CPU.device, True, 7
+        make_loaders([(dataset, microbatches)], config, 1, CPU.device)[0],
+        spec,
+        config,
+        CPU.device,
+        True,
+        7,
     )
     return list(batches)
 

@@ -13,22 +13,23 @@ from helpers.make_data import pictures, smooth
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode
 
-import utils.data.erasing as erasing
 from utils.config.cli import parse_args, read_config
 from utils.config.settings import TrainConfig, to_yaml
+from utils.data import transforms
 from utils.data.augment import Crop, ShiftAndFlip, make_augmentation
-from utils.data.auto_augment import (
+from utils.data.batches import Mixing
+from utils.data.draws import Draws
+from utils.data.order import Microbatch, Plan
+from utils.data.spec import InputSpec
+from utils.data.transforms import (
     AUTO_AUGMENTS,
     ColorJitter,
+    Cutout,
     RandAugment,
+    RandomErasing,
     ThreeAugment,
     TrivialAugment,
 )
-from utils.data.draws import Draws
-from utils.data.erasing import Cutout, RandomErasing
-from utils.data.mixing import Mixing
-from utils.data.order import Microbatch, Plan
-from utils.data.spec import InputSpec
 
 
 def spec_of(height, width, channels):
@@ -42,7 +43,7 @@ def uniform(operation, count, epoch=0):
 def results(operation, image, count):
     """What an operation makes of one image [H, W, C]: uint8 [count, H, W, C]."""
     pixels = torch.from_numpy(image)
-    return operation.change(pixels.repeat(count, 1, 1, 1), uniform(operation, count)).numpy()
+    return operation.batch(pixels.repeat(count, 1, 1, 1), uniform(operation, count)).numpy()
 
 
 def torchvision_results(transform, image, count):
@@ -93,13 +94,13 @@ def test_images_of_any_size_keep_their_shape_and_type(name):
             before, random = images.clone(), uniform(operation, 40)
             pairs = zip(images.clone(), random, strict=True)
             single = torch.cat(
-                [operation.change(pixels[None], numbers[None]) for pixels, numbers in pairs]
+                [operation.batch(pixels[None], numbers[None]) for pixels, numbers in pairs]
             )
             assert single.dtype == torch.uint8 and single.shape == images.shape
             assert torch.equal(images, before)
             if operation.batched:
                 for numbers in (random, torch.from_numpy(random)):
-                    assert torch.equal(operation.batch(images, operation.prepare(numbers)), single)
+                    assert torch.equal(operation.batch(images, numbers), single)
 
 
 # -- automatic augmentation
@@ -151,7 +152,7 @@ def test_each_operation_has_the_pixels_of_torchvisions_class(channels, size, int
 def test_automatic_augmentation_makes_the_same_images_as_often_as_torchvision(
     ours, theirs, magnitudes, monkeypatch
 ):
-    monkeypatch.setattr("utils.data.auto_augment._MAGNITUDES", magnitudes)
+    monkeypatch.setattr("utils.data.transforms._MAGNITUDES", magnitudes)
     image = pictures(1, (6, 7))[0]
     made = [[x.tobytes() for x in results(ours(spec_of(6, 7, 3)), image, 2500)]]
     made += [[x.tobytes() for x in torchvision_results(theirs, image, 2500)]]
@@ -224,7 +225,7 @@ def box_of(changed):
 @pytest.mark.parametrize("size", [pytest.param((20, 20), marks=pytest.mark.full), (9, 31)])
 def test_random_erasing_has_the_boxes_of_torchvision(size):
     # a chi-square test does not see 1/3 instead of 0.33
-    assert tuple(v2.RandomErasing().scale) == erasing._AREA
+    assert tuple(v2.RandomErasing().scale) == transforms._AREA
     image = np.full((*size, 3), 255, np.uint8)
     ours = results(RandomErasing(spec_of(*size, 3), 0.6), image, 3000)
     theirs = torchvision_results(v2.RandomErasing(0.6, value=0), image, 3000)
@@ -266,7 +267,7 @@ def flipped(epoch, occurrences=None, count=400, seed=5):
     )
     images = torch.tensor([0, 1], dtype=torch.uint8).view(1, 1, 2, 1).expand(count, 1, 2, 1)
     microbatch = Microbatch(0, epoch, 0, np.arange(count), occurrences)
-    return augmentation.batch(images, augmentation.prepare(microbatch))[:, 0, 0, 0].numpy() == 1
+    return augmentation.apply(images, augmentation.draw(microbatch))[:, 0, 0, 0].numpy() == 1
 
 
 def test_alternating_flips_mirror_each_image_in_every_other_epoch():
@@ -289,12 +290,10 @@ def test_each_operation_has_streams_of_its_own():
     )
     config = replace(config, random_erasing=0.5, auto_augment="randaugment")
     augmentation = make_augmentation(config, spec_of(8, 8, 3), True)
-    streams = [
-        stream for operation in augmentation.operations.values() for stream in operation.streams
-    ]
-    assert len(augmentation.operations) == 6 and len(streams) == len(set(streams))
+    streams = [stream for transform in augmentation.transforms for stream in transform.streams]
+    assert len(augmentation.transforms) == 6 and len(streams) == len(set(streams))
     random = augmentation.draw(Microbatch(0, 4, 0, np.array([7]), np.array([2])))
-    assert random["shift and flip"][0, 0] == np.float32(plain_uniform(0, 4, 7, 1, 2))
+    assert random[1][0, 0] == np.float32(plain_uniform(0, 4, 7, 1, 2))
 
 
 @pytest.mark.parametrize(
@@ -388,12 +387,12 @@ def choices():
         ThreeAugment(spec),
         ColorJitter(0.5),
         Crop(spec, 0.1),
-        ShiftAndFlip(spec, 4, "alternate"),
+        ShiftAndFlip(4, "alternate"),
     ]
     found = {}
     for operation in operations:
         random = Draws(1, 2, np.arange(4), np.array([0, 0, 0, 1])).uniform(*operation.streams)
-        changed = operation.change(image.repeat(4, 1, 1, 1), random).double()
+        changed = operation.batch(image.repeat(4, 1, 1, 1), random).double()
         found[type(operation).__name__] = (
             (changed * torch.arange(30)[:, None] / 14.5).mean((1, 2, 3)).tolist()
         )

@@ -21,6 +21,7 @@ from helpers.training_runs import (
     same_tensors,
     train_run,
     weights,
+    words,
 )
 from safetensors.torch import load_file, save_file
 from timm.optim import param_groups_layer_decay
@@ -80,7 +81,7 @@ def small_cnn():
 
 def settings(*flags):
     return parse_args(
-        TrainConfig, "train.py", ["--lr", "0.01", "--weight_decay", "0.1", *flags], train.TABLES
+        TrainConfig, "train.py", [*words("--lr 0.01 --weight_decay 0.1"), *flags], train.TABLES
     )
 
 
@@ -119,7 +120,7 @@ def closed_form(update):
     )
 
 
-SCHEDULE = ("--lr_schedule", "cosine", "--warmup_steps", "0.2")
+SCHEDULE = words("--lr_schedule cosine --warmup_steps 0.2")
 PLAIN = {
     "sgd": (torch.optim.SGD, {"momentum": 0.8, "nesterov": True}),
     "rmsprop": (torch.optim.RMSprop, {"momentum": 0.8}),
@@ -167,7 +168,7 @@ def test_ten_updates_are_those_of_plain_pytorch_with_groups_decay_and_schedule(n
         return [optimizer]
 
     expected = ten_updates(plain, steps)
-    flags = ("--optimizer", kind.__name__, "--momentum", "0.8", "--layer_decay", "0.5")
+    flags = ("--optimizer", kind.__name__, *words("--momentum 0.8 --layer_decay 0.5"))
     found = trained(ours, settings(*SCHEDULE, *flags))
     for key, tensor in expected.items():
         torch.testing.assert_close(found[key], tensor, rtol=1e-6, atol=1e-8, msg=key)
@@ -203,11 +204,7 @@ def test_muon_is_torchs_muon_on_hidden_matrices_and_torchs_adamw_on_the_rest(lay
 
     expected = ten_updates(plain, steps)
     flags = (
-        "--optimizer",
-        "muon",
-        "--momentum",
-        "0.8",
-        "--optimizer_args",
+        *words("--optimizer muon --momentum 0.8 --optimizer_args"),
         "{adamw_lr: 0.25, betas: [0.8, 0.9]}",
     )
     found = trained(ours, settings(*SCHEDULE, *flags))
@@ -327,8 +324,9 @@ def test_values_are_clipped_before_the_norm_and_fp16_is_unscaled_once():
     accelerator = SimpleNamespace(unscale_gradients=unscale)
     clip_gradients(accelerator, model, settings())
     assert calls == []
-    clip_gradients(accelerator, model, settings("--clip_value", "0.4", "--clip_norm", "0.2"))
+    norm = clip_gradients(accelerator, model, settings(*words("--clip_value 0.4 --clip_norm 0.2")))
     limited = torch.tensor([[0.4, -0.4, 0.1]])
+    torch.testing.assert_close(norm, limited.norm())
     torch.testing.assert_close(model.weight.grad, 0.2 * limited / limited.norm())
     assert calls == ["unscale"]
 
@@ -393,32 +391,11 @@ RUN = [
     "mnist_cnn",
     "--model_args",
     "{dropout: 0}",
-    "--image_size",
-    "12",
-    "--threads",
-    "1",
+    *words("--image_size 12 --threads 1"),
 ]
-RUN += [
-    "--max_train_samples",
-    "480",
-    "--global_batch_size",
-    "120",
-    "--log_every",
-    "1",
-    "--save_every",
-    "3",
-]
-RUN += [
-    "--lr_schedule",
-    "constant",
-    "--warmup_steps",
-    "2",
-    "--layer_decay",
-    "0.7",
-    "--clip_value",
-    "0.02",
-]
-RUN += ["--clip_norm", "0.5", "--eval_every", "8", "--keep", "9", "--max_steps", "8"]
+RUN += words("--max_train_samples 480 --global_batch_size 120 --log_every 1 --save_every 3")
+RUN += words("--lr_schedule constant --warmup_steps 2 --layer_decay 0.7 --clip_value 0.02")
+RUN += words("--clip_norm 0.5 --eval_every 8 --keep 9 --max_steps 8")
 BASE = ["--lr", "0.001"]
 RATES = [0.0005, 0.001, 0.001, 0.001, 0.001, 0.001, 0.001, 0.001]
 
@@ -476,7 +453,7 @@ def train_frozen_and_unused(flags):
     ],
 )
 def test_a_resume_in_other_groups_changes_no_bit_of_the_weights_and_the_state(name):
-    flags = [*RUN, *BASE, "--freeze", "conv1", "--find_unused_parameters", "--weight_decay", "0.1"]
+    flags = [*RUN, *BASE, *words("--freeze conv1 --find_unused_parameters --weight_decay 0.1")]
     flags += ["--optimizer", name, "--max_steps", "3"]
     returned(1, train_frozen_and_unused, flags)
     folder = Path("runs/run/checkpoints/step-00000003")
@@ -491,7 +468,7 @@ def test_a_resume_in_other_groups_changes_no_bit_of_the_weights_and_the_state(na
         for key in expected.keys() - saved
     )
     for processes in (1, 2):
-        resumed = [*flags, "--resume", "auto", "--layer_decay", "null"]  # other groups
+        resumed = [*flags, *words("--resume auto --layer_decay null")]  # other groups
         for bits in returned(processes, train_frozen_and_unused, resumed):
             assert bits.keys() == expected.keys()
             assert [
@@ -502,7 +479,7 @@ def test_a_resume_in_other_groups_changes_no_bit_of_the_weights_and_the_state(na
 def test_a_resumed_run_keeps_its_learning_rate():
     train_run(1, "run", *RUN, *BASE, "--max_steps", "3")
     (outcome,) = run_ranks(
-        1, train.main, ["--run_name", "run", *RUN, "--max_steps", "5", "--resume", "auto"]
+        1, train.main, ["--run_name", "run", *RUN, *words("--max_steps 5 --resume auto")]
     )
     assert re.search(r"^optimizer +sgd, lr 0.001, weight ", outcome.out, re.M)
     assert [record["lr"] for record in records("run", "train")] == pytest.approx(RATES[:5])
@@ -521,5 +498,5 @@ def test_sgd_has_the_momentum_of_every_parameter_before_the_first_update_also_wi
 
 
 def test_a_model_without_hidden_matrices_cannot_use_muon_and_names_are_found_in_any_case():
-    error = refused(train.main, "--model", "mlp", "--optimizer", "Muon", "--max_steps", "1")
+    error = refused(train.main, *words("--model mlp --optimizer Muon --max_steps 1"))
     assert "--optimizer muon: this model has no hidden matrices to train; use adamw" in error

@@ -28,8 +28,8 @@ from utils.config.scripts import PredictConfig
 from utils.config.settings import TrainConfig
 from utils.data.decode import LARGE
 from utils.errors import UserError
-from utils.predictions.tables import Row, encode, find_images, make_rows
 from utils.report.html import gallery
+from utils.report.tables import Row, encode, find_images, make_rows
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import read_checkpoint
 from utils.tasks.table import make_task

@@ -30,7 +30,7 @@ import eval
 import train
 import utils.data.sources as sources
 from utils.config.settings import TrainConfig
-from utils.data.record import FILE, make_record, match_files, read_record
+from utils.data.samples import FILE, list_samples, match_files, read_samples
 from utils.data.splits import Files, whole_split
 from utils.runs.manifest import write_manifest
 
@@ -180,7 +180,7 @@ def test_a_resume_reports_in_words_what_changed_in_the_data(trained, change):
     act(trained)
     line = refused(train.main, *MORE)
     assert all(text in line for text in texts), line
-    record = read_record(checkpoint() / FILE)
+    record = read_samples(checkpoint() / FILE)
     assert not any(
         part.labels in line or (part.content and part.content in line) for part in record.parts
     )
@@ -194,7 +194,7 @@ def test_an_evaluation_reports_changed_images_and_goes_on(trained):
 
 
 def test_an_evaluation_reports_missing_files_and_leaves_them_out_only_on_request(trained):
-    gone = Path("data", read_record(checkpoint() / FILE).evaluation.names[2])
+    gone = Path("data", read_samples(checkpoint() / FILE).evaluation.names[2])
     gone.unlink()
     line = refused(eval.main, "--ckpt", "runs/run")
     assert "1 of 6 images of split 'hold-out of train' cannot be read" in line
@@ -213,7 +213,7 @@ def test_a_data_set_that_moved_is_still_the_run_s_own(trained):
 
 def test_images_to_evaluate_on_that_the_run_trained_on_are_counted(trained):
     os.rename("data", "elsewhere")
-    held = read_record(checkpoint() / FILE).evaluation.names
+    held = read_samples(checkpoint() / FILE).evaluation.names
     Path("elsewhere", held[0]).unlink()
     record, out = evaluated("--data", "elsewhere")
     assert (
@@ -354,11 +354,11 @@ def test_files_that_changed_class_are_counted_whatever_their_numbers():
     """As in a data set whose labels come from a list."""
     files = Files([str(path) for path in image_folder("data", {"all": 6})], "data")
     splits = [
-        replace(whole_split("train", files, labels, "made"), ends=np.arange(6))
+        replace(whole_split("train", files, labels, "made"), checksums=np.arange(6))
         for labels in ([0, 1, 0, 1, 0, 1], [0, 1, 0, 0, 0, 0], [1, 2, 1, 2, 1, 2])
     ]
     before, changed, renumbered = splits
-    record = make_record(TrainConfig(), ["cat", "dog"], (before, before), (before, before))
+    record = list_samples(TrainConfig(), ["cat", "dog"], (before, before), (before, before))
     found = match_files(record, record.train, changed, ["cat", "dog"])
     assert found.changes == ["2 of 6 images of 'train' changed class: all/003.png, all/005.png"]
     found = match_files(record, record.train, renumbered, ["ant", "cat", "dog"])

@@ -26,7 +26,7 @@ from utils.data.datasets import (
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
 from utils.data.splits import whole_split
-from utils.data.workers import make_loader
+from utils.data.workers import make_loaders
 from utils.errors import UserError
 
 SPEC = InputSpec(10, 12, 3, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
@@ -49,7 +49,7 @@ MICROBATCHES = [
 def read(dataset, microbatches=MICROBATCHES, training=True, device=CPU.device, **settings):
     config = TrainConfig(seed=5, **(CHANGES | settings))
     dataset.augmentation = make_augmentation(config, SPEC, training)
-    loader = make_loader(dataset, microbatches, config, CPU.threads, CPU.device)
+    loader = make_loaders([(dataset, microbatches)], config, CPU.threads, CPU.device)[0]
     batches = Batches(loader, SPEC, config, device, training)
     return list(batches), batches
 

@@ -10,8 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from utils.config.settings import TrainConfig
-from utils.data.order import Plan, UpdateSampler, permutation
-from utils.data.sampling import make_plan
+from utils.data.order import Plan, UpdateSampler, make_plan, permutation
 from utils.data.splits import whole_split
 from utils.models.checking import check_batch_norm
 from utils.tasks.classification import Classification, balanced_weights
@@ -121,7 +120,7 @@ def test_a_random_number_just_below_one_draws_a_sample_with_a_weight(monkeypatch
 
 def test_balanced_draws_every_class_equally_often():
     labels = np.repeat([0, 1, 2], [900, 90, 10])
-    plan = make_plan(TrainConfig(sampler="balanced"), split_of(labels), 100, 4)
+    plan = make_plan(TrainConfig(sampler="balanced"), labels, 100, 4)
     counts = sum(np.bincount(labels[drawn_by(plan, epoch)[0]], minlength=3) for epoch in range(30))
     # chi-square with 2 degrees of freedom, p = 0.001
     assert ((counts - 10000) ** 2 / 10000).sum() < 13.8
@@ -136,9 +135,9 @@ def test_balanced_draws_every_class_equally_often():
 def test_every_topology_and_every_start_draws_the_same(settings):
     labels = np.arange(103) % 5
     config = TrainConfig(**settings, mixup=0.2, seed=3)
-    alone = list(UpdateSampler(make_plan(config, split_of(labels), 24, 1), 1, 10))
+    alone = list(UpdateSampler(make_plan(config, labels, 24, 1), 1, 10))
     for processes, accum in ((2, 1), (1, 3), (3, 2), (2, 6)):
-        plan = make_plan(config, split_of(labels), 24, processes * accum)
+        plan = make_plan(config, labels, 24, processes * accum)
         for first in (0, 2, 4, 7):
             emitted = list(UpdateSampler(plan, processes, 10 - first, first))
             for whole in alone[first:]:
@@ -185,7 +184,7 @@ def test_batch_statistics_of_one_sample_are_refused_with_the_sizes_of_pairs():
 
 
 def test_settings_that_do_not_fit_are_one_line():
-    labels = split_of(np.arange(50) % 5)
+    labels = np.arange(50) % 5
     with pytest.raises(
         ValueError,
         match=r"^--repeats 3 does not divide the global batch of 32; set --global_batch_s",

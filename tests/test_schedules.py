@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.training_runs import records, train_run
+from helpers.training_runs import records, train_run, words
 from torch.optim import lr_scheduler
 
 import train
@@ -84,13 +84,13 @@ def test_every_schedule_falls_linearly_to_0_over_the_cool_down(cooldown):
             "--cooldown_steps has no effect: cosine ends with 0 times --lr",
         ),
         (
-            ["--cooldown_steps", "60", "--warmup_steps", "0.5"],
+            words("--cooldown_steps 60 --warmup_steps 0.5"),
             "--warmup_steps 50 and --cooldown_steps 60 exceed",
         ),
     ],
 )
 def test_a_cool_down_that_cannot_be_is_refused(flags, error):
-    given = ["--lr_schedule", "cosine", "--max_steps", "100", *flags]
+    given = [*words("--lr_schedule cosine --max_steps 100"), *flags]
     with pytest.raises(ValueError, match=error):
         total_updates(
             parse_args(TrainConfig, "train.py", given, train.TABLES), Plan(1000, 10, 1, 0)
@@ -98,28 +98,12 @@ def test_a_cool_down_that_cannot_be_is_refused(flags, error):
 
 
 def test_a_run_ends_with_its_cool_down():
-    flags = [
-        "--model",
-        "mlp",
-        "--global_batch_size",
-        "120",
-        "--log_every",
-        "1",
-        "--lr",
-        "0.2",
-        "--max_steps",
-        "10",
-    ]
+    flags = words("--model mlp --global_batch_size 120 --log_every 1 --lr 0.2 --max_steps 10")
     train_run(
         1,
         "run",
         *flags,
-        "--lr_schedule",
-        "constant",
-        "--warmup_steps",
-        "2",
-        "--cooldown_steps",
-        "4",
+        *words("--lr_schedule constant --warmup_steps 2 --cooldown_steps 4"),
     )
     expected = [0.1, 0.2, 0.2, 0.2, 0.2, 0.2, 0.2, 0.15, 0.1, 0.05]
     assert [record["lr"] for record in records("run", "train")] == pytest.approx(expected)

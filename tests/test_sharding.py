@@ -14,7 +14,16 @@ from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from helpers.memory import memory, peak_of
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import ROOT, launch, records, refused, same_tensors, train_run, weights
+from helpers.training_runs import (
+    ROOT,
+    launch,
+    records,
+    refused,
+    same_tensors,
+    train_run,
+    weights,
+    words,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -29,48 +38,23 @@ from utils.models.zoo import OWN_MODELS
 from utils.ranks.accelerator import check_sharding, use_fsdp
 from utils.ranks.ranks import Ranks
 from utils.runs.manifest import sha256_of
-from utils.training.optim import OPTIMIZERS, state_per_value
+from utils.training.optim import OPTIMIZERS
 
-BOTH = [
-    "--data",
-    "digits",
-    "--image_size",
-    "32",
-    "--threads",
-    "1",
-    "--max_train_samples",
-    "100",
-    "--log_every",
-    "1",
-]
-BOTH += [
-    "--max_eval_samples",
-    "30",
-    "--eval_batch_size",
-    "8",
-    "--report",
-    "false",
-    "--eval_every",
-    "7",
-    "--keep",
-    "9",
-]
+BOTH = words("--data digits --image_size 32 --threads 1 --max_train_samples 100 --log_every 1")
+BOTH += words("--max_eval_samples 30 --eval_batch_size 8 --report false --eval_every 7 --keep 9")
 VIT = [
     *BOTH,
     "--model",
     "timm/test_vit",
     "--model_args",
     "{img_size: 32}",
-    "--optimizer",
-    "adamw",
-    "--lr",
-    "0.002",
+    *words("--optimizer adamw --lr 0.002"),
 ]
 VIT += ["--global_batch_size", "24"]  # per epoch: four updates of 24 samples and one of 4
 # 42, 42 and 16 samples. With FSDP2, convolution weights cannot be channels_last. Contiguous weights
 # use other kernels, which round differently, so DDP does not use channels_last here either. With
 # --lr 0.02, rounding errors of 1e-7 would become 0.05 within 20 updates.
-STATISTICS = [*BOTH, "--model", "timm/test_resnet", "--lr", "0.002", "--global_batch_size", "42"]
+STATISTICS = [*BOTH, *words("--model timm/test_resnet --lr 0.002 --global_batch_size 42")]
 STATISTICS += ["--channels_last", "false"]
 LENGTH = ["--max_steps", "20"]
 
@@ -96,30 +80,20 @@ def run_both(processes: int, flags: list[str]) -> None:
 
 # Settings with which FSDP must give the losses of DDP: name -> flags
 CASES = {
-    "transformer": [*VIT, "--grad_accum", "2", "--clip_norm", "0.5", "--ema_decay", "0.9"],
+    "transformer": [*VIT, *words("--grad_accum 2 --clip_norm 0.5 --ema_decay 0.9")],
     "batch statistics": [
         *STATISTICS,
-        "--global_batch_size",
-        "36",
-        "--grad_accum",
-        "2",
-        "--clip_norm",
-        "0.5",
+        *words("--global_batch_size 36 --grad_accum 2 --clip_norm 0.5"),
     ],
-    "mixing": [*VIT, "--mixup", "0.2", "--label_smoothing", "0.1", "--layer_decay", "0.8"],
+    "mixing": [*VIT, *words("--mixup 0.2 --label_smoothing 0.1 --layer_decay 0.8")],
     "frozen layers": [
         *VIT,
-        "--freeze",
-        "blocks.0",
-        "--weight_decay",
-        "0.1",
-        "--clip_value",
-        "0.01",
+        *words("--freeze blocks.0 --weight_decay 0.1 --clip_value 0.01"),
     ],
     "checkpointed blocks": [*VIT, "--grad_checkpointing", "--drop_path", "0.2"],
-    "bfloat16": [*VIT, "--mixed_precision", "bf16", "--ema_decay", "0.9"],
+    "bfloat16": [*VIT, *words("--mixed_precision bf16 --ema_decay 0.9")],
     "shared statistics": [*STATISTICS, "--sync_batchnorm", "--ema_decay", "0.9"],
-    "channels last": [*STATISTICS, "--channels_last", "true", "--lr", "0.0002"],
+    "channels last": [*STATISTICS, *words("--channels_last true --lr 0.0002")],
 }
 # whose losses are also those of one process
 ON_ONE = ("transformer", "mixing", "frozen layers", "shared statistics")
@@ -163,7 +137,7 @@ OPTIMIZER["sgd"] = unfused(torch.optim.SGD, momentum=0.9, nesterov=True)
 @pytest.mark.parametrize("flags", [VIT, STATISTICS], ids=["transformer", "statistics"])
 def test_two_processes_are_bit_for_bit_those_of_ddp(flags, optimizer, monkeypatch):
     monkeypatch.setitem(OPTIMIZERS, optimizer, OPTIMIZER[optimizer])
-    run_both(2, [*flags, "--optimizer", optimizer, "--lr", "0.002", "--ema_decay", "0.9", *LENGTH])
+    run_both(2, [*flags, "--optimizer", optimizer, *words("--lr 0.002 --ema_decay 0.9"), *LENGTH])
     assert losses("fsdp").equal(losses("ddp"))
     for file in ("model.safetensors", "optimizer.bin", "ema.safetensors"):
         assert same_tensors(weights("ddp", file=file), weights("fsdp", file=file)), file
@@ -196,10 +170,7 @@ def check_evaluation(name: str) -> None:
         [
             "--ckpt",
             f"runs/{name}/checkpoints/step-{step:08}",
-            "--weights",
-            "raw",
-            "--max_eval_samples",
-            "30",
+            *words("--weights raw --max_eval_samples 30"),
         ],
     )
     logged = next(r for r in records(name, "eval") if r["step"] == step and r["weights"] == "raw")
@@ -208,7 +179,7 @@ def check_evaluation(name: str) -> None:
     assert found["loss"] == pytest.approx(logged["loss"], abs=1e-5)
 
 
-MOVED = [*VIT, "--ema_decay", "0.9", "--eval_every", "3", "--save_every", "3", *LENGTH]
+MOVED = [*VIT, *words("--ema_decay 0.9 --eval_every 3 --save_every 3"), *LENGTH]
 
 
 def test_a_run_moves_between_fsdp_ddp_and_one_process():
@@ -232,10 +203,10 @@ def test_a_run_moves_between_fsdp_ddp_and_one_process():
 
 
 def test_a_killed_run_ends_with_the_bits_of_a_whole_one():
-    flags = [*VIT, "--ema_decay", "0.9", "--save_every", "3", *LENGTH]
+    flags = [*VIT, *words("--ema_decay 0.9 --save_every 3"), *LENGTH]
     returned(2, sharded, ["--run_name", "whole", *flags])
     run_ranks(2, die_after, 8, ["--run_name", "run", *flags])
-    returned(2, sharded, ["--run_name", "run", "--resume", "auto", *flags])
+    returned(2, sharded, [*words("--run_name run --resume auto"), *flags])
     for file in ("model.safetensors", "optimizer.bin", "ema.safetensors"):
         ends = [Path(f"runs/{name}/checkpoints/step-00000020") / file for name in ("run", "whole")]
         assert sha256_of(ends[0]) == sha256_of(ends[1]), file
@@ -254,19 +225,14 @@ def test_each_optimizer_resumes_with_the_bits_of_the_checkpoint_and_of_a_whole_r
         *VIT,
         "--optimizer",
         name,
-        "--lr",
-        "0.001",
-        "--lr_schedule",
-        "constant",
-        "--save_every",
-        "2",
+        *words("--lr 0.001 --lr_schedule constant --save_every 2"),
     ]
     returned(2, sharded, ["--run_name", "whole", *flags, "--max_steps", "4"])
     returned(2, sharded, ["--run_name", "run", *flags, "--max_steps", "2"])
     returned(
         2,
         sharded_and_compared,
-        ["--run_name", "run", *flags, "--max_steps", "4", "--resume", "auto"],
+        ["--run_name", "run", *flags, *words("--max_steps 4 --resume auto")],
     )
     for file in ("model.safetensors", "optimizer.bin"):
         assert same_tensors(weights("run", file=file), weights("whole", file=file)), file
@@ -286,29 +252,9 @@ def sharded_and_compared(flags: list[str]) -> None:
     sharded(flags)
 
 
-LARGE = [
-    "--data",
-    "digits",
-    "--image_size",
-    "32",
-    "--model",
-    "vit_b_16",
-    "--optimizer",
-    "adamw",
-    "--lr",
-    "1e-4",
-]
-LARGE += [
-    "--global_batch_size",
-    "6",
-    "--max_steps",
-    "2",
-    "--max_train_samples",
-    "12",
-    "--max_eval_samples",
-    "6",
-]
-LARGE += ["--report", "false", "--threads", "1", "--run_name", "run"]
+LARGE = words("--data digits --image_size 32 --model vit_b_16 --optimizer adamw --lr 1e-4")
+LARGE += words("--global_batch_size 6 --max_steps 2 --max_train_samples 12 --max_eval_samples 6")
+LARGE += words("--report false --threads 1 --run_name run")
 
 
 def measured(flags: list[str]) -> dict[str, float]:
@@ -384,7 +330,7 @@ def test_settings_that_do_not_work_are_refused(text, monkeypatch):
     [
         ([*VIT, "--microbatches", "4"], "--microbatches adds gradients in a fixed order"),
         (
-            [*VIT, "--freeze", "backbone", "--feature_views", "1"],
+            [*VIT, *words("--freeze backbone --feature_views 1")],
             "features cannot be cached, because the model is sharded",
         ),
     ],
@@ -434,7 +380,7 @@ class Block(nn.Module):
 )
 def test_models_that_cannot_be_sharded_are_refused(model, problem, monkeypatch):
     monkeypatch.setitem(OWN_MODELS, "own", model)
-    line = refused(sharded, *BOTH, "--model", "own", "--global_batch_size", "24", processes=2)
+    line = refused(sharded, *BOTH, *words("--model own --global_batch_size 24"), processes=2)
     assert f"FSDP cannot shard own, because its parameter {problem}" in line
 
 
@@ -461,24 +407,7 @@ def test_different_weights_at_the_start_are_refused():
 
 def test_microbatches_of_a_sharded_model_are_added_up_at_once(monkeypatch):
     monkeypatch.setattr(Accelerator, "no_sync", None)  # a rank would keep the full gradient
-    returned(2, sharded, ["--run_name", "run", *VIT, "--grad_accum", "2", "--max_steps", "2"])
-
-
-@pytest.mark.parametrize(
-    ("name", "more", "count"),
-    [
-        ("sgd", {}, 1),
-        ("sgd", {"momentum": 0.0}, 0),
-        ("adamw", {}, 2),
-        ("adamw", {"amsgrad": True}, 3),
-    ],
-)
-def test_the_size_of_the_optimizer_state_is_known_before_it_exists(name, more, count):
-    of_config = {key: value for key, value in more.items() if key == "momentum"}
-    arguments = {key: value for key, value in more.items() if key != "momentum"}
-    assert (
-        state_per_value(TrainConfig(optimizer=name, optimizer_args=arguments, **of_config)) == count
-    )
+    returned(2, sharded, ["--run_name", "run", *VIT, *words("--grad_accum 2 --max_steps 2")])
 
 
 def test_one_process_has_the_whole_model():
@@ -492,7 +421,7 @@ def test_one_process_has_the_whole_model():
 def test_the_start_table_has_units_and_bytes():
     outcome = run_ranks(2, sharded, ["--run_name", "run", *VIT, "--max_steps", "2"])[0]
     (row,) = [line for line in outcome.out.splitlines() if line.startswith("sharding")]
-    numbers = "parameters 1.1 MB, gradients 1.1 MB, optimizer state 2.1 MB; on each rank at most 0.5 MB, 0.5 MB, 1.1 MB"
+    numbers = "parameters 1.1 MB, on each rank at most 0.5 MB"
     assert row.endswith(f"FSDP2, 8 units; {numbers}")  # six blocks, the normalisation, and the rest
 
 
@@ -598,10 +527,10 @@ def test_a_compiled_model_has_the_losses_of_ddp():
 @pytest.mark.full
 @pytest.mark.parametrize("optimizer", sorted({*OPTIMIZERS} - {"muon", "adafactor"}))
 def test_every_other_optimizer_is_that_of_ddp(optimizer):
-    flags = [*VIT, "--optimizer", optimizer, "--max_steps", "4", "--save_every", "2"]
+    flags = [*VIT, "--optimizer", optimizer, *words("--max_steps 4 --save_every 2")]
     run_both(2, flags)
     torch.testing.assert_close(losses("fsdp"), losses("ddp"), rtol=0, atol=1e-5)
-    step = ["--resume", "runs/fsdp/checkpoints/step-00000002", "--run_name", "resumed"]
+    step = words("--resume runs/fsdp/checkpoints/step-00000002 --run_name resumed")
     returned(1, train.main, [*flags, *step])
     torch.testing.assert_close(losses("resumed")[-2:], losses("ddp")[-2:], rtol=0, atol=1e-5)
 
@@ -672,7 +601,7 @@ def test_what_accelerate_refuses_is_one_line(variable, value, text, monkeypatch)
 
 @pytest.mark.full
 def test_accelerate_launch_shards():
-    flags = [*VIT, "--max_steps", "2", "--report", "true"]
+    flags = [*VIT, *words("--max_steps 2 --report true")]
     code, out, err = launch("fsdp", ROOT / "train.py", "--run_name", "run", *flags)
     assert code == 0, err
     assert "FSDP2, 8 units" in out

@@ -20,7 +20,7 @@ import train
 from utils.config.cli import parse_args
 from utils.config.defaults import advice, hint_for_few
 from utils.config.settings import TrainConfig, to_yaml
-from utils.data.decode import center_of_photograph
+from utils.data.decode import center
 from utils.data.selection import load_data
 from utils.data.spec import InputSpec
 from utils.models.zoo import build_model, input_spec
@@ -124,7 +124,7 @@ def test_the_centre_of_a_photograph_fills_a_rectangle(size, whole, squash):
         pixels = torch.from_numpy(smooth(*shape))
         resized = v2.functional.resize(pixels.permute(2, 0, 1), sides, antialias=True)
         expected = v2.functional.center_crop(resized, list(size))
-        assert torch.equal(center_of_photograph(pixels, spec), expected.permute(1, 2, 0))
+        assert torch.equal(center(pixels, spec), expected.permute(1, 2, 0))
         share = math.prod(size) / math.prod(sides)  # of the whole image
         assert spec.visible_share(shape[0] / shape[1]) == pytest.approx(share, rel=0.01)
 

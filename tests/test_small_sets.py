@@ -220,7 +220,7 @@ def test_columns_in_any_order_share_a_cache_and_each_gives_its_own_pixels(form, 
             continue
         train = load_data(config("set", image_column=name)).train
         pixels = decode_all(train, 8, 8, 3, "cache", iter)
-        assert (pixels == np.stack(columns[name])[train.rows]).all()
+        assert (pixels == np.stack(columns[name])[train.image_index]).all()
 
 
 def test_a_listed_file_is_found_in_another_unicode_form_and_the_line_says_so():

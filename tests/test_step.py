@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import records, same_tensors, train_run, weights
+from helpers.training_runs import records, same_tensors, train_run, weights, words
 from torch.nn import functional as F
 
 import eval as evaluation
@@ -24,7 +24,7 @@ from utils.models.small import MnistCNN
 from utils.ranks import accelerator
 from utils.ranks.session import distributed_session
 
-DIGITS = ("--global_batch_size", "120", "--max_steps", "6", "--log_every", "1", "--threads", "1")
+DIGITS = words("--global_batch_size 120 --max_steps 6 --log_every 1 --threads 1")
 
 
 def tutorial(net, x):
@@ -66,16 +66,13 @@ def test_a_number_that_is_none_in_a_kernel_reaches_the_logits(parameter):
 
 @pytest.mark.full
 def test_a_resume_with_another_layout_of_the_kernels_ends_with_the_same_weights():
-    flags = [*DIGITS, "--save_every", "3", "--lr", "0.05", "--optimizer", "adamw"]
+    flags = [*DIGITS, *words("--save_every 3 --lr 0.05 --optimizer adamw")]
     train_run(1, "plain", *flags)
     train_run(
         1,
         "other",
         *flags,
-        "--channels_last",
-        "false",
-        "--resume",
-        "runs/plain/checkpoints/step-00000003",
+        *words("--channels_last false --resume runs/plain/checkpoints/step-00000003"),
     )
     torch.testing.assert_close(weights("other"), weights("plain"), rtol=0, atol=1e-6)
 
@@ -95,7 +92,7 @@ def test_a_compiled_run_has_the_losses_and_the_checkpoint_keys_of_an_uncompiled_
     plain = train_run(2, "plain", *DIGITS)
     assert min(returned(2, _compiled, train.main, ["--run_name", "compiled", *DIGITS])) > 0
     # three blocks, so that each rank has one
-    flags = ["--ckpt", "runs/compiled", "--eval_batch_size", "60"]
+    flags = words("--ckpt runs/compiled --eval_batch_size 60")
     assert min(returned(2, _compiled, evaluation.main, flags)) > 0
     losses = [
         [record["loss"] for record in log if record["kind"] == "train"]
@@ -128,9 +125,7 @@ def test_automatic_precision_is_kept_as_what_it_came_to():
 
 def test_gradients_are_exchanged_as_the_hook_says():
     def first_momentum(name, *flags):  # after one update it is the gradient
-        train_run(
-            2, name, *DIGITS, "--model", "mlp", "--max_steps", "1", "--weight_decay", "0", *flags
-        )
+        train_run(2, name, *DIGITS, *words("--model mlp --max_steps 1 --weight_decay 0"), *flags)
         return torch.cat(
             [momentum.flatten() for momentum in weights(name, file="optimizer.bin").values()]
         )
@@ -171,7 +166,7 @@ def test_what_start_up_made_is_out_of_the_garbage_collectors_sight_for_as_long_a
 
 @pytest.mark.full
 def test_a_profiled_run_leaves_a_trace_for_each_rank_and_says_what_took_long():
-    flags = [*DIGITS, "--max_steps", "25", "--eval_every", "25"]
+    flags = [*DIGITS, *words("--max_steps 25 --eval_every 25")]
     main, other = run_ranks(2, train.main, ["--run_name", "run", *flags, "--profile"])
     assert main.code == other.code == 0 and other.out == ""
     assert (

@@ -484,11 +484,11 @@ def test_a_hold_out_of_sets_of_labels_is_random_and_has_its_share_of_each():
         "train", np.zeros((200, 2, 2), np.uint8), kinds.repeat([40, 60, 20, 80], axis=0), ""
     )
     rest, held = hold_out(split, 0.1, seed=3)
-    assert sorted([*rest.rows, *held.rows]) == list(range(200))
+    assert sorted([*rest.image_index, *held.image_index]) == list(range(200))
     assert [(held.labels == kind).all(1).sum() for kind in kinds] == pytest.approx(
         [4, 6, 2, 8], abs=1
     )
-    assert not np.array_equal(hold_out(split, 0.1, seed=4)[1].rows, held.rows)
+    assert not np.array_equal(hold_out(split, 0.1, seed=4)[1].image_index, held.image_index)
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def _check_independently(record):
     """Compare an evaluation with plain PyTorch on the run's last weights."""
     split = load_data(TrainConfig(data="digits")).evaluation
     pixels = torch.from_numpy(
-        np.stack([np.asarray(split.images[row]) for row in split.rows])
+        np.stack([np.asarray(split.images[row]) for row in split.image_index])
     ).flatten(1)
     w, labels = weights("run2"), torch.from_numpy(split.labels)
     hidden = F.relu(F.linear((pixels / 255 - 0.5) / 0.5, w["hidden.weight"], w["hidden.bias"]))
@@ -157,9 +157,8 @@ def _check_independently(record):
 
 def test_a_run_does_not_continue_the_sums_of_another_task():
     sums = {"loss": 3.0, "accuracy": 2.0, "count": 5.0, "wait": 0.1, "skipped": 0.0}
-    assert Meter(
-        Classification(TrainConfig(), ["a", "b"]), torch.device("cpu"), sums, True
-    ).sums == [3, 2]
+    task = Classification(TrainConfig(), ["a", "b"])
+    assert Meter(task, torch.device("cpu"), sums, True).totals == sums
     with pytest.raises(
         UserError,
         match="sums loss, accuracy, count, wait, skipped; this task needs loss, bias, count",

@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 from helpers.ranks import returned
-from helpers.training_runs import records, train_run, weights
+from helpers.training_runs import records, train_run, weights, words
 from torch.nn import functional as F
 
 import train
@@ -25,18 +25,9 @@ from utils.training.schedule import learning_rate
 # 1438 training samples in batches of 120: the last of an epoch has 118, which 3 and 4 microbatches
 # share unequally.
 DIGITS = (
-    "--model",
-    "mlp",
-    "--eval_fraction",
-    "0.2",
-    "--global_batch_size",
-    "120",
-    "--log_every",
-    "1",
-    "--threads",
-    "1",
-    "--weight_decay",
-    "5e-4",
+    *words(
+        "--model mlp --eval_fraction 0.2 --global_batch_size 120 --log_every 1 --threads 1 --weight_decay 5e-4"
+    ),
 )
 TOPOLOGIES = {"one": (1, 1), "two": (2, 1), "accumulated": (1, 2), "three": (3, 1), "both": (2, 2)}
 
@@ -101,7 +92,7 @@ def plain_losses(*flags, vector_scale=lambda step: 1.0):
 @pytest.mark.parametrize("topology", quick("three", "both"))
 def test_losses_of_50_updates_equal_a_plain_loop_over_global_batches(topology):
     processes, accum = TOPOLOGIES[topology]
-    flags = ("--lr", "0.01", "--max_steps", "50")
+    flags = words("--lr 0.01 --max_steps 50")
     train_run(processes, "run", *DIGITS, *flags, "--grad_accum", str(accum))
     expected, _ = plain_losses(*flags)
     found = [record["loss"] for record in records("run", "train")]
@@ -111,31 +102,18 @@ def test_losses_of_50_updates_equal_a_plain_loop_over_global_batches(topology):
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--label_smoothing", "0.1", "--clip_norm", "0.5", "--clip_value", "0.02"),
-        ("--loss", "binary_cross_entropy", "--label_smoothing", "0.1"),
+        words("--label_smoothing 0.1 --clip_norm 0.5 --clip_value 0.02"),
+        words("--loss binary_cross_entropy --label_smoothing 0.1"),
         pytest.param(
-            ("--optimizer", "adamw", "--lr", "0.001", "--weight_decay", "0.1"),
+            words("--optimizer adamw --lr 0.001 --weight_decay 0.1"),
             marks=pytest.mark.full,
         ),
         pytest.param(
-            (
-                "--lr_schedule",
-                "cosine",
-                "--warmup_steps",
-                "5",
-                "--momentum",
-                "0.5",
-                "--weight_decay",
-                "0.01",
-            ),
+            (*words("--lr_schedule cosine --warmup_steps 5 --momentum 0.5 --weight_decay 0.01"),),
             marks=pytest.mark.full,
         ),
         (
-            "--optimizer",
-            "adamw",
-            "--lr",
-            "0.001",
-            "--optimizer_args",
+            *words("--optimizer adamw --lr 0.001 --optimizer_args"),
             "{betas: [0.5, 0.8], eps: 0.001}",
         ),
         ("--optimizer_args", "{nesterov: false}"),
@@ -150,7 +128,7 @@ def test_losses_of_50_updates_equal_a_plain_loop_over_global_batches(topology):
     ],
 )
 def test_every_setting_of_the_step_means_what_plain_pytorch_means(flags):
-    flags = ("--lr", "0.01", "--max_steps", "15", *flags)
+    flags = (*words("--lr 0.01 --max_steps 15"), *flags)
     train_run(2, "run", *DIGITS, *flags, "--grad_accum", "2")
     losses, model = plain_losses(*flags)
     assert [record["loss"] for record in records("run", "train")] == pytest.approx(losses, rel=1e-5)
@@ -160,17 +138,8 @@ def test_every_setting_of_the_step_means_what_plain_pytorch_means(flags):
 
 
 def test_a_global_batch_smaller_than_the_ranks_still_counts_each_sample_once():
-    flags = (
-        "--data",
-        "synthetic/3x8x25",
-        "--model",
-        "mlp",
-        "--global_batch_size",
-        "12",
-        "--log_every",
-        "1",
-    )
-    flags += ("--lr", "0.01", "--epochs", "3")
+    flags = (*words("--data synthetic/3x8x25 --model mlp --global_batch_size 12 --log_every 1"),)
+    flags += words("--lr 0.01 --epochs 3")
     one = train_run(1, "one", *flags)
     # the last update of an epoch has one sample: two ranks have none
     three = train_run(3, "three", *flags)
@@ -227,7 +196,7 @@ def _train_with_scaled_vectors(scale, name, *flags):
 
 @pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=pytest.mark.full)])
 def test_a_group_learns_with_its_scale_times_the_learning_rate(optimizer):
-    flags = ("--optimizer", optimizer, "--lr", "0.004", "--max_steps", "12")
+    flags = ("--optimizer", optimizer, *words("--lr 0.004 --max_steps 12"))
     returned(2, _train_with_scaled_vectors, 0.125, "run", *flags)
     losses, model = plain_losses(*flags, vector_scale=lambda step: 0.125)
     assert [record["loss"] for record in records("run", "train")] == pytest.approx(losses, rel=1e-5)
@@ -236,7 +205,7 @@ def test_a_group_learns_with_its_scale_times_the_learning_rate(optimizer):
 
 
 def test_a_resumed_run_has_the_scales_of_its_own_groups():
-    flags = ("--lr", "0.05", "--lr_schedule", "constant", "--max_steps")
+    flags = words("--lr 0.05 --lr_schedule constant --max_steps")
     returned(1, _train_with_scaled_vectors, 4.0, "run", *flags, "6")
     returned(1, _train_with_scaled_vectors, 0.25, "run", *flags, "12", "--resume", "auto")
     losses, _ = plain_losses(*flags, "12", vector_scale=lambda step: 4.0 if step < 6 else 0.25)
@@ -288,14 +257,7 @@ def test_learning_rate_per_update_is_the_same_on_every_topology(topology):
     processes, accum = TOPOLOGIES[topology]
     flags = (
         *DIGITS,
-        "--lr",
-        "0.05",
-        "--lr_schedule",
-        "cosine",
-        "--warmup_steps",
-        "3",
-        "--max_steps",
-        "14",
+        *words("--lr 0.05 --lr_schedule cosine --warmup_steps 3 --max_steps 14"),
     )
     train_run(processes, "run", *flags, "--grad_accum", str(accum))
     expected = [0.05 * (u + 1) / 3 for u in range(3)] + [
@@ -305,7 +267,7 @@ def test_learning_rate_per_update_is_the_same_on_every_topology(topology):
 
 
 def test_training_loss_and_accuracy_are_means_over_all_samples_since_the_last_record():
-    flags = (*DIGITS, "--lr", "0.01", "--max_steps", "14")
+    flags = (*DIGITS, *words("--lr 0.01 --max_steps 14"))
     train_run(2, "each", *flags)
     train_run(2, "some", *flags, "--log_every", "5")
     each, some = records("each", "train"), records("some", "train")
@@ -323,25 +285,9 @@ def test_training_loss_and_accuracy_are_means_over_all_samples_since_the_last_re
 def test_augmentation_and_dropout_do_not_depend_on_how_pieces_lie_on_ranks():
     flags = (
         *DIGITS,
-        "--model",
-        "mnist_cnn",
-        "--crop_padding",
-        "2",
-        "--flip",
-        "alternate",
-        "--lr",
-        "0.01",
+        *words("--model mnist_cnn --crop_padding 2 --flip alternate --lr 0.01"),
     )
-    flags += (
-        "--random_erasing",
-        "0.5",
-        "--cutout",
-        "3",
-        "--color_jitter",
-        "0.3",
-        "--max_steps",
-        "8",
-    )
+    flags += (*words("--random_erasing 0.5 --cutout 3 --color_jitter 0.3 --max_steps 8"),)
     flags += (
         "--auto_augment",
         "randaugment",
@@ -360,7 +306,7 @@ def test_augmentation_and_dropout_do_not_depend_on_how_pieces_lie_on_ranks():
 
 @pytest.mark.full
 def test_a_seed_gives_the_same_weights_again_and_another_seed_others():
-    flags = (*DIGITS, "--model", "mnist_cnn", "--crop_padding", "1", "--max_steps", "4")
+    flags = (*DIGITS, *words("--model mnist_cnn --crop_padding 1 --max_steps 4"))
     for name, more in (
         ("a", ("--seed", "3")),
         ("b", ("--seed", "3", "--deterministic")),
@@ -373,7 +319,7 @@ def test_a_seed_gives_the_same_weights_again_and_another_seed_others():
 
 
 def test_a_bf16_run_learns():
-    log = train_run(1, "run", *DIGITS, "--mixed_precision", "bf16", "--epochs", "4")
+    log = train_run(1, "run", *DIGITS, *words("--mixed_precision bf16 --epochs 4"))
     assert log[0]["precision"] == "bf16"
     assert log[-1]["accuracy"] > 0.85
 
@@ -405,25 +351,11 @@ def _reads_of_the_device(flags):
 
 
 def test_an_update_never_waits_for_the_device():
-    flags = [
-        "--data",
-        "synthetic/4x32x96",
-        "--model",
-        "resnet18",
-        "--global_batch_size",
-        "8",
-        "--max_steps",
-        "2",
-    ]
+    flags = words("--data synthetic/4x32x96 --model resnet18 --global_batch_size 8 --max_steps 2")
     flags += [
-        *("--stem", "standard", "--min_scale", "0.5"),
-        *("--crop_padding", "2", "--flip", "alternate", "--random_erasing", "0.5", "--cutout", "5"),
-        "--clip_norm",
-        "1",
-        "--label_smoothing",
-        "0.1",
-        "--grad_accum",
-        "2",
+        *words("--stem standard --min_scale 0.5"),
+        *words("--crop_padding 2 --flip alternate --random_erasing 0.5 --cutout 5"),
+        *words("--clip_norm 1 --label_smoothing 0.1 --grad_accum 2"),
         *("--ema_decay", "0.9"),
     ]
     assert returned(1, _reads_of_the_device, flags) == [[]]
@@ -448,7 +380,7 @@ def _dropout_masks(flags):
 
 
 def test_dropout_differs_between_updates_and_between_pieces():
-    flags = ["--max_steps", "3", "--global_batch_size", "32"]
+    flags = words("--max_steps 3 --global_batch_size 32")
     masks = [mask for rank in returned(2, _dropout_masks, flags) for mask in rank]
     assert len(masks) == 6
     shared = [
@@ -460,9 +392,7 @@ def test_dropout_differs_between_updates_and_between_pieces():
 
 def test_throughput_and_seconds_in_the_log_fit_the_clock():
     began = time.perf_counter()
-    log = train_run(
-        1, "run", *DIGITS, "--max_steps", "60", "--log_every", "20", "--save_every", "7"
-    )
+    log = train_run(1, "run", *DIGITS, *words("--max_steps 60 --log_every 20 --save_every 7"))
     took = time.perf_counter() - began
     lines = [record for record in log if record["kind"] == "train"]
     assert 0 < lines[-1]["seconds"] < took
@@ -479,16 +409,9 @@ def test_throughput_and_seconds_in_the_log_fit_the_clock():
 @pytest.mark.full
 def test_settling_the_buckets_leaves_batch_statistics_as_they_were():
     flags = (
-        "--data",
-        "synthetic/3x32x96",
-        "--model",
-        "resnet18",
-        "--global_batch_size",
-        "16",
-        "--max_steps",
-        "1",
+        *words("--data synthetic/3x32x96 --model resnet18 --global_batch_size 16 --max_steps 1"),
     )
-    train_run(2, "run", *flags, "--stem", "standard", "--max_eval_samples", "4")
+    train_run(2, "run", *flags, *words("--stem standard --max_eval_samples 4"))
     counts = {
         tensor.item()
         for name, tensor in weights("run").items()

@@ -17,7 +17,7 @@ import eval
 from utils.config.settings import TrainConfig
 from utils.data.cache import decode_all
 from utils.data.selection import load_data
-from utils.models.layers import Views
+from utils.models.layers import TestTimeAugmentation
 
 FLAGS = ("--model", "mlp", "--model_args", "{hidden: 8}", "--threads", "1", "--lr", "0.05")
 
@@ -65,7 +65,7 @@ def evaluations(run: str, *flags: str, processes=(1, 2)) -> list[dict]:
 def test_the_views_and_their_weights_are_those_of_the_definition(name, count):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(5)).eval()
-    images, views = torch.randn(7, 3, 6, 9), Views(model, name)
+    images, views = torch.randn(7, 3, 6, 9), TestTimeAugmentation(model, name)
     with torch.no_grad():
         parts = [
             weight * model(torch.from_numpy(view))
@@ -79,7 +79,9 @@ def test_the_views_and_their_weights_are_those_of_the_definition(name, count):
         assert views(images.contiguous(memory_format=torch.channels_last)).allclose(
             found, atol=1e-6
         )
-        assert Views(model.bfloat16(), name)(images.bfloat16()).dtype == torch.float32
+        assert (
+            TestTimeAugmentation(model.bfloat16(), name)(images.bfloat16()).dtype == torch.float32
+        )
 
 
 def test_the_metrics_on_one_to_three_processes_are_those_of_the_mean_logits():

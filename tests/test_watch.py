@@ -90,7 +90,7 @@ def stuck(where: str, rank: str):
 
         def train_update(run, batches):
             if run.state.step == 12 and os.environ["RANK"] == rank:
-                run.ranks.mark("update 13, reading a batch")
+                run.ranks.enter("update 13, reading a batch")
                 for_ever()
             update(run, batches)
 

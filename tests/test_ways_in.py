@@ -256,8 +256,7 @@ def test_mpis_variables_tell_rank_and_meeting_point():
         0, 2, 0, 2, "127.0.0.1", 4000, "MPICH"
     )
     assert topology_of({"PMI_RANK": "0", "PMI_SIZE": "2"}) == Topology()
-    with pytest.raises(ValueError, match=r"MASTER_PORT is not set.*mpiexec -genv"):
-        topology_of(hydra)  # no job of MPICH's started this test
+    assert topology_of(hydra).port == 29500  # MPICH does not name jobs
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
-"""Tables and progress bars on a terminal."""
+"""Lines, tables and progress bars on a terminal."""
 
+import os
 import shutil
+import socket
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 from tqdm import tqdm
@@ -11,20 +14,32 @@ from tqdm import tqdm
 from utils.errors import printable
 
 
-class Terminal:
-    """Shows progress bars and prints lines on the main process; does nothing on other ranks."""
+def say(text: str, on_each_machine: bool = False) -> None:
+    """Print a text above the progress bars, on the main process only.
 
-    def __init__(self, is_main: bool):
-        self.is_main = is_main
+    With `on_each_machine`, the first process of each machine prints it, with the name of its host
+    unless that is the main process.
+    """
+    if not _is_main():
+        if not on_each_machine or os.environ["LOCAL_RANK"] != "0":
+            return
+        text = f"{socket.gethostname()}: {text}"
+    with suppress(OSError, ValueError):  # only a notebook's stream raises; see output.py
+        tqdm.write(text)
+        sys.stdout.flush()
 
-    def progress(self, description: str) -> Callable[[Iterable], Iterable]:
-        """A function that wraps an iterable in a progress bar. The bar is removed at the end."""
-        hidden = not (self.is_main and sys.stderr.isatty())
-        return lambda items: tqdm(items, desc=description, leave=False, disable=hidden)
 
-    def print(self, text: str) -> None:
-        if self.is_main:
-            print(text)
+def progress(description: str) -> Callable[[Iterable], Iterable]:
+    """A function that wraps an iterable in a progress bar, which is removed at the end.
+
+    The bar is shown by the main process, if it has a terminal.
+    """
+    hidden = not (_is_main() and sys.stderr.isatty())
+    return lambda items: tqdm(items, desc=description, leave=False, disable=hidden)
+
+
+def _is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"  # as `Topology.export` has set it
 
 
 def table(title: str, rows: list[tuple[str, Any]]) -> str:

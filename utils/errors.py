@@ -2,17 +2,10 @@
 
 import re
 
-_LOST_RANK = (
-    *(
-        "closed by peer",
-        "connection reset",
-        "broken pipe",
-        "timed out",
-        "connectfullmesh",
-        "socket closed",
-    ),
-    *("likely closed", "ncclremoteerror", "nccl communicator was aborted", "nccl operation failed"),
-    "remote process exited",
+_LOST_RANK = re.compile(
+    "closed by peer|connection reset|broken pipe|timed out|connectfullmesh|socket closed|likely closed|"
+    "ncclremoteerror|nccl communicator was aborted|nccl operation failed|remote process exited",
+    re.IGNORECASE,
 )
 # caused by the input or the system; any other error is a bug
 USER_ERRORS = (ValueError, OSError, ImportError)
@@ -54,9 +47,8 @@ def printable(name: str) -> str:
 
     Characters that cannot be seen, such as a zero-width space, become their code points.
     """
-    return "".join(
-        char if char.isprintable() else f"<U+{ord(char):04X}>" for char in " ".join(name.split())
-    )
+    text = " ".join(name.split())
+    return "".join(char if char.isprintable() else f"<U+{ord(char):04X}>" for char in text)
 
 
 def one_line(error: BaseException) -> str:
@@ -77,9 +69,7 @@ def split_error(error: BaseException) -> tuple[str, str]:
 
 def is_lost_rank(error: BaseException) -> bool:
     """Whether this is a message of gloo or NCCL that a peer has exited, hangs or cannot be reached."""
-    return isinstance(error, RuntimeError) and any(
-        sign in str(error).lower() for sign in _LOST_RANK
-    )
+    return isinstance(error, RuntimeError) and _LOST_RANK.search(str(error)) is not None
 
 
 def as_lost_rank(error: BaseException, place: str, waited_for: str) -> BaseException:
@@ -90,12 +80,8 @@ def as_lost_rank(error: BaseException, place: str, waited_for: str) -> BaseExcep
         return error
     # gloo puts its source file first
     what = re.sub(r"^\[\S+\] ", "", one_line(error)).split(". ")[0]
-    where = (
-        f", at: {place}; waited for {waited_for}"
-        if waited_for
-        else f", at: {place}"
-        if place
-        else ""
+    where = (f", at: {place}" if place else "") + (
+        f"; waited for {waited_for}" if waited_for else ""
     )
     problem = f"another process of this run exited or stopped answering ({what[:160]}){where}"
     return LostRank(problem, "read its output; if there is none, it was killed (out of memory?)")

@@ -4,6 +4,7 @@ training loop.
 
 import ctypes
 import gc
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,6 @@ _LARGEST = 2**30
 CONTAINER = Path("/sys/fs/cgroup")  # limits of the container that this process runs in, if any
 SHM = "/dev/shm"
 SHM_FIX = "docker run --shm-size=8g or --ipc=host makes it larger"
-MB = 1e6
 
 
 def keep_freed_memory() -> None:
@@ -27,12 +27,10 @@ def keep_freed_memory() -> None:
     By default glibc returns large buffers to the system at once, so each update has page faults for
     its activations.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    # The second call alone is slower than no call. Before about 2.36, glibc accepts at most 32 MiB
-    # in the first call.
-    if mallopt is not None and (
-        mallopt(_M_MMAP_THRESHOLD, _LARGEST) or mallopt(_M_MMAP_THRESHOLD, 2**25)
-    ):
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
+    # The second setting alone is slower than none. Before about 2.36, glibc accepts at most 32 MiB
+    # for the first.
+    if mallopt(_M_MMAP_THRESHOLD, _LARGEST) or mallopt(_M_MMAP_THRESHOLD, 2**25):
         mallopt(_M_TRIM_THRESHOLD, _LARGEST)
 
 
@@ -60,18 +58,16 @@ def free_memory() -> tuple[int, int]:
             int((CONTAINER / name).read_text()) for name in ("memory.max", "memory.current")
         )
         kept = dict(line.split() for line in (CONTAINER / "memory.stat").read_text().splitlines())
-        return min(system.available, limit - used + int(kept["inactive_file"])), min(
-            system.total, limit
-        )
+        free = limit - used + int(kept["inactive_file"])
+        return min(system.available, free), min(system.total, limit)
     return system.available, system.total
 
 
 def usable_cores() -> int:
     """The number of processor cores that this process, or the container that it runs in, may use."""
-    # macOS
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = psutil.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # as for the memory
         quota, period = map(int, (CONTAINER / "cpu.max").read_text().split())
         return min(cores, max(1, quota // period))
@@ -86,35 +82,16 @@ def usable_physical_cores() -> int:
     return max(1, usable_cores() * (psutil.cpu_count(logical=False) or threads) // threads)
 
 
-def shm_space() -> tuple[int, int] | None:
-    """Free and total bytes of /dev/shm; (0, 0) if it cannot be used, None if shared memory has no
-    limit.
-    """
+def free_shm() -> float:
+    """Free bytes of /dev/shm; 0 if it cannot be used, infinity if shared memory has no limit."""
     if sys.platform != "linux":
-        return None
+        return math.inf
     if not os.access(SHM, os.W_OK | os.X_OK):
-        return 0, 0
+        return 0
     system = os.statvfs(SHM)
-    return (
-        (system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize)
-        if system.f_blocks
-        else None
-    )
+    return system.f_bavail * system.f_frsize if system.f_blocks else math.inf
 
 
 def bytes_text(count: int) -> str:
     """A number of bytes, for a message."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
-
-
-def describe_shm() -> str:
-    """The free and the total space of /dev/shm, for a message."""
-    found = shm_space()
-    if found is None:
-        return "no limit"
-    free, size = found
-    return (
-        f"{free / MB:.0f} of {size / MB:.0f} MB free"
-        if size
-        else "it does not exist or is not writable"
-    )

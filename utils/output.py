@@ -36,17 +36,21 @@ def guard_output() -> None:
         if type(stream) is io.TextIOWrapper and not isinstance(stream.buffer, _Guarded):
             with suppress(OSError, ValueError):
                 stream.flush()
-            setattr(sys, name, _text(_Guarded(stream, name == "stdout"), stream.encoding))
+            guarded = _Guarded(stream.fileno(), "w", closefd=False)
+            guarded.is_plain, guarded.stream = name == "stdout", stream
+            encoding, errors = stream.encoding, "backslashreplace"
+            text = io.TextIOWrapper(guarded, encoding, errors, line_buffering=True)
+            setattr(sys, name, text)
 
 
-def leave(code: int) -> NoReturn:
+def exit_with(code: int) -> NoReturn:
     """End the script with this exit code, after its other threads and exit handlers."""
     global _ended_with
     _ended_with = code
     raise SystemExit(code)
 
 
-def end_without_cleanup(code: int) -> None:
+def hard_exit(code: int) -> None:
     """From now on, the process ends with this exit code as soon as its exit handlers begin."""
     global _ended_with
     _ended_with = code
@@ -68,40 +72,19 @@ def restore_interrupt() -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _text(raw: "_Guarded | io.FileIO", encoding: str) -> io.TextIOWrapper:
-    return io.TextIOWrapper(raw, encoding, errors="backslashreplace", line_buffering=True)
+class _Guarded(io.FileIO):
+    """Writes all bytes to a file, or drops them if that fails."""
 
-
-class _Guarded(io.RawIOBase):
-    """Writes bytes to the file of a text stream.
-
-    Keeps the stream, because deleting it would close its file.
-    """
-
-    def __init__(self, stream: io.TextIOWrapper, is_plain: bool):
-        self._stream, self._is_plain = stream, is_plain
-        self._raw: Any = getattr(stream.buffer, "raw", stream.buffer)
-
-    @property
-    def name(self) -> str:
-        return self._stream.name
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._raw.fileno()
-
-    def isatty(self) -> bool:
-        return self._raw.isatty()
+    is_plain = False  # whether control characters are replaced
+    stream: Any = None  # kept, because deleting it would close its file
 
     def write(self, data) -> int:
-        rest = memoryview(_CONTROLS.sub(b"?", data) if self._is_plain else data)
-        with suppress(OSError, ValueError):  # ValueError: the stream was closed
+        rest = memoryview(_CONTROLS.sub(b"?", data) if self.is_plain else data)
+        with suppress(OSError, ValueError):  # ValueError: the file was closed
             while rest:
-                written = self._raw.write(rest)
+                written = super().write(rest)
                 if written is None:  # another program has made the pipe non-blocking
-                    select.select([], [self._raw], [])
+                    select.select([], [self], [])
                 else:
                     rest = rest[written:]
         return len(data)
@@ -120,7 +103,7 @@ def _open_what_is_closed() -> None:
             os.set_inheritable(descriptor, True)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, _text(io.FileIO(os.devnull, "w"), "utf-8"))
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def _check_system() -> None:

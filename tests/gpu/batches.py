@@ -19,7 +19,7 @@ from utils.data.batches import Batches
 from utils.data.datasets import DecodedImages, ResidentImages
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
-from utils.data.workers import make_loader
+from utils.data.workers import make_loaders
 
 config = TrainConfig(crop_padding=4, flip="alternate", random_erasing=0.5, cutout=8)
 spec, device = InputSpec(32, 32, 3, [0.5] * 3, [0.25] * 3), torch.device(sys.argv[1])
@@ -36,7 +36,11 @@ def read(place: torch.device, resident: bool) -> list[list[torch.Tensor]]:
     decoded = DecodedImages(pixels, np.arange(4000), make_augmentation(config, spec, training=True))
     dataset = ResidentImages(decoded, place) if resident else decoded
     batches = Batches(
-        make_loader(dataset, microbatches, config, 1, place), spec, config, place, training=True
+        make_loaders([(dataset, microbatches)], config, 1, place)[0],
+        spec,
+        config,
+        place,
+        training=True,
     )
     return [[batch.images.cpu(), batch.labels.cpu()] for batch in batches]
 

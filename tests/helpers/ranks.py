@@ -32,7 +32,7 @@ torch.ones(1, requires_grad=True).backward()
 ALONE: Any = SimpleNamespace(
     agree=lambda place="": contextlib.nullcontext(),
     local_main_first=lambda place="": contextlib.nullcontext(),
-    from_main=lambda action, patient=False: action(),
+    from_main=lambda action, no_timeout=False: action(),
     check_same=lambda text, what: None,
     any_rank=bool,
     is_main=True,

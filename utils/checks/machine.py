@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from utils.ranks.accelerator import check_sharding
 from utils.ranks.ranks import Ranks
 
 GB = 1e9
-_SCRIPTS = ("train.py", "eval.py", "predict.py", "replay.py", "export.py")
+_SCRIPTS = {"train.py", "eval.py", "predict.py", "replay.py", "export.py"}
 
 
 def check_machine(config: DoctorConfig) -> tuple[list[Finding], Topology | None]:
@@ -51,37 +50,31 @@ def check_launch(config: DoctorConfig) -> tuple[Finding, Topology | None]:
         os.environ.update(before)
     if topology.source == "nobody":
         return Finding("launch", "one process, no launcher", True), topology
-    machines = (
-        ""
-        if topology.local_world_size == topology.world_size
-        else f", {topology.local_world_size} on this one"
-    )
-    value = f"{topology.world_size} process{'es' * (topology.world_size > 1)}{machines}, according to {topology.source}"
+    several = "es" if topology.world_size > 1 else ""
+    value = f"{topology.world_size} process{several}, {topology.local_world_size} on this machine"
+    value = f"{value}, according to {topology.source}"
     return Finding("launch", value, True), topology
 
 
 def check_leftovers() -> Finding:
     """Find processes of Lockstep of this user whose launcher has exited. Stops none of them."""
-    found = {}
+    found: dict[int, str] = {}
     for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            words = process.cmdline()
-            script = next((Path(word).name for word in words[1:] if not word.startswith("-")), "")
-            if script not in _SCRIPTS or not Path(words[0]).name.startswith("python"):
-                continue
-            parent = process.parent()
-            waits = parent is not None and any(
-                Path(word).name == script for word in parent.cmdline()
-            )
-            if process.uids().real == os.getuid() and is_launched(process.environ()) and not waits:
-                age = (time.time() - process.create_time()) / 60
+        with suppress(psutil.Error):  # it has ended, or is another user's
+            scripts, parent = _scripts_of(process), process.parent()
+            waited_for = scripts & (_scripts_of(parent) if parent else set())
+            if scripts and not waited_for and is_launched(process.environ()):
                 found[process.pid] = (
-                    f"process {process.pid} ({script}, {age:.0f} min old): its launcher has exited"
+                    f"process {process.pid} ({scripts.pop()}): its launcher has exited"
                 )
     if not found:
         return Finding("leftovers", "no process of an earlier run", True)
     fix = f"they slow this run down or use its memory; unless they should continue, kill {' '.join(map(str, found))}"
     return Finding("leftovers", "\n".join(found.values()), False, fix, {"processes": list(found)})
+
+
+def _scripts_of(process: psutil.Process) -> set[str]:
+    return {Path(word).name for word in process.cmdline()} & _SCRIPTS
 
 
 def check_memory(processes: int) -> Finding:

@@ -162,7 +162,7 @@ def folder(ranks: Ranks, config: DoctorConfig) -> Finding | list[Finding]:
 
 # bytes that are summed
 _SIZES = {"4 KB": 2**12, "64 KB": 2**16, "1 MB": 2**20, "16 MB": 2**24, "64 MB": 2**26}
-_SECONDS = 1.5  # for all sizes together
+_ROUNDS = 3
 
 
 def bandwidth(ranks: Ranks, config: DoctorConfig, facts: Sequence[dict]) -> Finding | list[Finding]:
@@ -172,28 +172,21 @@ def bandwidth(ranks: Ranks, config: DoctorConfig, facts: Sequence[dict]) -> Find
     if len(facts) == 1:
         return []
     interfaces = ", ".join(dict.fromkeys(fact["network"] for fact in facts))
-    count, left = len(facts), _SECONDS
     numbers: dict[str, float] = {}
     for name, size in _SIZES.items():
         values = torch.zeros(size // 4, device=ranks.device)
-        rounds = 3 if size > 2**20 else 10
-        begun = _now(ranks)
         dist.all_reduce(values)  # the first call creates buffers and connections
-        second = _now(ranks)
-        for _ in range(rounds):
+        begun = _now(ranks)
+        for _ in range(_ROUNDS):
             dist.all_reduce(values)
-        end = _now(ranks)
-        seconds, spent = ranks.gather((end - second, end - begun))[0]
-        numbers[name] = 2 * (count - 1) / count * size * rounds / seconds / GB
-        left -= spent
-        # the next size may take that long; all ranks use the time of the main process
-        if left < 4 * spent:
+        seconds = ranks.gather(_now(ranks) - begun)[0]  # of the main process on all ranks
+        sent = 2 * (len(facts) - 1) / len(facts) * size * _ROUNDS
+        numbers[name] = sent / seconds / GB
+        if seconds > 0.3:  # the next size may take 16 times as long
             break
     rates = ", ".join(f"{rate:.2g} at {name}" for name, rate in numbers.items())
-    value, healthy = (
-        f"{ranks.backend} over {interfaces}, GB/s: {rates}",
-        max(numbers.values()) >= config.slow,
-    )
+    value = f"{ranks.backend} over {interfaces}, GB/s: {rates}"
+    healthy = max(numbers.values()) >= config.slow
     fix = f"below --slow {config.slow} GB/s, training waits for gradients; check --interface and the switch port, "
     return Finding("all-reduce", value, healthy, fix + "or try --comm_hook bf16", numbers)
 

@@ -24,10 +24,8 @@ from utils.errors import UserError
 T = TypeVar("T")
 OneStart = Annotated[T, "one start"]  # not saved with the run
 Machine = Annotated[T, "machine"]  # not taken from a checkpoint, which is not trusted
-Input = Annotated[T, "input"]  # the model's input depends on it
 Fixed = Annotated[T, "fixed"]  # a resumed run must have the same
-Kept = Annotated[T, "kept"]  # if left at its default, a resumed run uses the checkpoint's value
-Chosen = Annotated[T, "chosen"]  # chosen by defaults.py unless it is given; a resumed run keeps it
+Chosen = Annotated[T, "chosen"]  # follows from the data if it has its default; then fixed
 
 
 class Bound(NamedTuple):
@@ -47,10 +45,8 @@ def at_most(limit: int) -> Bound:
     return Bound(f"at most {limit}", lambda number: number <= limit)
 
 
-_ABOVE_0, _BELOW_1 = (
-    Bound("above 0", lambda number: number > 0),
-    Bound("below 1", lambda number: number < 1),
-)
+_ABOVE_0 = Bound("above 0", lambda number: number > 0)
+_BELOW_1 = Bound("below 1", lambda number: number < 1)
 PositiveInt = Annotated[int, at_least(1), at_most(2**31 - 1)]
 NonNegativeInt = Annotated[int, at_least(0), at_most(2**31 - 1)]
 Number = Annotated[float, Bound("a finite number", isfinite)]
@@ -75,13 +71,12 @@ _WORDS = {
 _LISTS = {int: "integers such as 160 224", float: "numbers such as 0.5 0.5 0.5", str: "names"}
 
 
-def find_marked(cls: type, *marks: Any) -> tuple[str, ...]:
-    """The names of the settings whose type has one of these marks, such as `OneStart`."""
-    wanted = {mark.__metadata__[0] for mark in marks}
+def find_marked(cls: type, mark: Any) -> tuple[str, ...]:
+    """The names of the settings whose type has this mark, such as `OneStart`."""
+    (wanted,) = mark.__metadata__
+    types = {setting.name: setting.type for setting in fields(cls)}
     return tuple(
-        setting.name
-        for setting in fields(cls)
-        if wanted & set(getattr(setting.type, "__metadata__", ()))
+        name for name, kind in types.items() if wanted in getattr(kind, "__metadata__", ())
     )
 
 
@@ -110,12 +105,11 @@ def read_fields(cls: Any, values: Any) -> Any:
     """
     values = values if isinstance(values, dict) else {}
     hints, found = get_type_hints(cls, include_extras=True), {}
-    for name in (
-        each.name
-        for each in fields(cls)
-        if each.name in values or not each.metadata.get("optional")
-    ):
+    for each in fields(cls):
+        name = each.name
         kind, value = hints[name], values.get(name, MISSING)
+        if value is MISSING and each.metadata.get("optional"):
+            continue
         try:
             found[name] = kind.from_dict(value) if hasattr(kind, "from_dict") else fit(value, kind)
         except (TypeError, OverflowError, ValueError):

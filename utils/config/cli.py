@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from utils.config.bounds import kinds, require
 from utils.config.other_names import fix_for_unknown
+from utils.config.plugin import load_plugin
 from utils.config.settings import FORMAT, OTHER_FORMAT, LaunchConfig, TrainConfig
 from utils.config.table import Table
 from utils.config.yaml_text import load_yaml, read_yaml
@@ -46,15 +47,14 @@ def parse_given(
 ) -> tuple[Config, set[str]]:
     """As `parse_args`, and the names of the settings that are given, in the file or as flags.
 
-    With --resume, others come from a checkpoint later, so a table is checked only if its name is
-    given.
+    With --resume, tables are checked later: others come from a checkpoint, which may need a
+    plug-in.
     """
     try:
         values = _read_words(cls, prog, list(sys.argv[1:] if argv is None else argv), tables)
         config = cls(**values)
-        for table in tables:
-            if table.what in values or not values.get("resume"):
-                table.check(config)
+        for table in [] if values.get("resume") else tables:
+            table.check(config)
         return config, set(values)
     except (ValueError, OSError, argparse.ArgumentError) as error:
         exit_with_error(with_rank(error), prog, reports_for_machine())
@@ -74,36 +74,32 @@ def _read_words(cls: type, prog: str, argv: list[str], tables: Sequence[Table]) 
     names = [setting.name for setting in fields(cls)]
     # the words after it are paths, also if they begin with -
     end = argv.index("--") if "--" in argv else len(argv)
-    found, words = _parser(cls, prog, tables).parse_known_args(argv[:end])
+    given = [word for word in argv[:end] if word not in ("-h", "--help")]
+    found, words = _parser(cls, prog, tables).parse_known_args(given)
     vars(found).pop("local_rank", None)
+    values: dict[str, Any] = {}
+    for path in vars(found).pop("config", []):
+        values |= _read_file(Path(path), cls)
+    if plugin := (values | vars(found)).get("plugin"):
+        load_plugin(str(plugin))
+    if len(given) < end:
+        _parser(cls, prog, tables).parse_args(["--help"])  # with the names that the plug-in adds
     unknown = dict.fromkeys(word.split("=")[0] for word in words if word.startswith("-"))
     answers = [
         f"unknown flag {flag}; {fix_for_unknown(flag.lstrip('-'), names, '--')}" for flag in unknown
     ]
     require(not answers, "; ".join(answers))
-    values: dict[str, Any] = {}
-    for path in vars(found).pop("config", []):
-        values |= _read_file(Path(path), cls)
-    flags = {k: v[0] if isinstance(v, list) and len(v) == 1 else v for k, v in vars(found).items()}
+    flags = {name: _join(value) for name, value in vars(found).items()}
     if flags.get("init_from"):  # it also replaces the published weights that a recipe asks for
         values.pop("pretrained", None)
     values |= flags
-    if Path(str(values.get("pretrained"))).suffix:
-        fix = f"use --{'init_from' if 'init_from' in names else 'weights'} {values['pretrained']}"
-        raise UserError("--pretrained takes no file: it loads the published weights", fix)
     paths = words + argv[end + 1 :]
     if PATHS in names:
         values[PATHS] = paths
     elif paths:
-        fix = (
-            f"to name the data, write --data {paths[0]}"
-            if cls is TrainConfig
-            else f"--ckpt {paths[0]} names a run"
-        )
-        raise UserError(f"unexpected argument {paths[0]}", fix)
-    required = [
-        setting.name for setting in fields(cls) if setting.default is setting.default_factory
-    ]
+        flag = "data" if cls is TrainConfig else "ckpt"
+        raise UserError(f"unexpected argument {paths[0]}", f"did you mean --{flag} {paths[0]}?")
+    required = [each.name for each in fields(cls) if each.default is each.default_factory]
     missing = [f"--{name}" for name in required if name not in values]
     fix = f"add {' ... '.join(missing)} ..., see --help"
     require(not missing, f"missing {', '.join(missing)}", fix)
@@ -182,6 +178,14 @@ def _words(setting: Field, alone: bool) -> dict[str, Any]:
         return {"action": "store_true"} if alone else options | {"nargs": "?", "const": True}
     words = [word for kind in types if get_origin(kind) is Literal for word in get_args(kind)]
     return options | ({"metavar": f"{{{'|'.join(words)}}}"} if words else {})
+
+
+def _join(value: Any) -> Any:
+    """The value of a flag. The words of a list may be lists themselves, such as 0.5, or 0.5,0.5."""
+    if not isinstance(value, list):
+        return value
+    items = [item for part in value for item in (part if isinstance(part, list) else [part])]
+    return items if len(items) != 1 else items[0]
 
 
 def _yaml(word: str) -> Any:

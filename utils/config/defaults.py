@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from utils.config.recipe import BACKBONE
-from utils.config.settings import KEPT, TrainConfig
+from utils.config.settings import CHOSEN, TrainConfig
 from utils.errors import UserError
 
 LARGEST_BATCH = 128
@@ -57,37 +57,41 @@ def choose_sizes(
     only with --batch_size, the batch size per process. Raises ValueError if the batch is not
     divisible.
     """
-    chosen: dict[str, Any] = {}
-    lines: list[str] = []
     batch = LARGEST_BATCH
     while batch > _SMALLEST_BATCH and samples <= batch * (_UPDATES_PER_EPOCH - 1):
         batch //= 2
-    batch, is_default = (
-        resolve_batch(config, processes, batch)[2],
-        not (config.global_batch_size or config.batch_size),
-    )
-    rest = samples % batch
-    drop_last = config.drop_last
+    batch = resolve_batch(config, processes, batch)[2]
+    is_default = not (config.global_batch_size or config.batch_size)
+    rest, drop_last = samples % batch, config.drop_last
+    chosen: dict[str, Any] = {}
     if drop_last is None:  # a small last batch gives poor batch statistics
-        drop_last = (
-            is_default and batch < LARGEST_BATCH and samples > batch and 0 < rest < batch // 2
-        )
-        chosen["drop_last"] = drop_last
+        is_small = is_default and batch < min(LARGEST_BATCH, samples)
+        chosen["drop_last"] = drop_last = is_small and 0 < rest < batch // 2
     per_epoch = samples // batch + (rest > 0 and not drop_last)
+    lines = []
     if is_default:
         chosen["global_batch_size"] = batch
         times = f"{per_epoch} update{'s' * (per_epoch != 1)} per epoch"
         lines.append(f"global batch {batch} ({samples} training images: {times})")
     elif not config.global_batch_size:
-        lines.append(
-            f"global batch {batch} (--batch_size is per process: it changes with their number)"
-        )
+        why = "--batch_size is per process: it changes with their number"
+        lines.append(f"global batch {batch} ({why})")
     if chosen.get("drop_last"):
         lines.append(f"drop_last (the last batch would have {rest})")
+    intervals, more = _choose_intervals(config, per_epoch)
+    rates, reasons = _choose_rates(config, batch)
+    texts = [", ".join(part) for part in (lines + more, reasons) if part]
+    return replace(config, **chosen, **intervals, **rates), texts
+
+
+def _choose_intervals(config: TrainConfig, per_epoch: int) -> tuple[dict[str, Any], list[str]]:
+    """The intervals of logs, evaluations and saves that are not given, and lines about them."""
+    chosen: dict[str, Any] = {}
+    lines = []
     if config.log_every is None:
         updates = config.max_steps or config.epochs * per_epoch
-        chosen["log_every"] = max(1, min(50, updates // _RECORDS))
-        lines.append(f"log every {chosen['log_every']} update{'s' * (chosen['log_every'] != 1)}")
+        every = chosen["log_every"] = max(1, min(50, updates // _RECORDS))
+        lines.append(f"log every {every} update{'s' * (every != 1)}")
     # an epoch of a new head takes milliseconds
     if BACKBONE in config.freeze and config.feature_views != 0:
         if not config.eval_every:
@@ -96,10 +100,7 @@ def choose_sizes(
         if not (config.save_every or config.save_seconds):
             chosen["save_seconds"] = 10.0
             lines.append("checkpoints 10 s apart")
-    rates, reasons = _choose_rates(config, batch)
-    return replace(config, **chosen, **rates), [
-        ", ".join(part) for part in (lines, reasons) if part
-    ]
+    return chosen, lines
 
 
 def _choose_rates(config: TrainConfig, batch: int) -> tuple[dict[str, Any], list[str]]:
@@ -108,13 +109,9 @@ def _choose_rates(config: TrainConfig, batch: int) -> tuple[dict[str, Any], list
     lines: list[str] = []
     own = RATES.get(config.optimizer, RATES["adamw"])
     if config.lr is None:
-        base, start = (
-            (own.pretrained, "pretrained")
-            if config.pretrained or config.init_from
-            else (own.new, "new")
-        )
+        base, start = (own.pretrained, "pretrained") if config.fine_tunes else (own.new, "new")
         if BACKBONE in config.freeze:
-            base, start = own.new, "new head of a"
+            start = "new head of a"
         chosen["lr"] = base * min(1.0, batch / LARGEST_BATCH) ** own.power
         lines.append(
             f"lr {chosen['lr']:.3g} ({config.optimizer}, {start} model: {base:g} for batch 128)"
@@ -270,6 +267,6 @@ def list_changes(config: TrainConfig, group: type) -> list[str]:
     values = [
         (setting.name, getattr(config, setting.name))
         for setting in fields(group)
-        if setting.name not in KEPT
+        if setting.name not in CHOSEN
     ]
     return [f"{name} {value}" for name, value in values if value != getattr(usual, name)]

@@ -14,8 +14,6 @@ from utils.config.bounds import (
     Fixed,
     Fraction,
     FractionBelow1,
-    Input,
-    Kept,
     NonNegativeFloat,
     NonNegativeInt,
     Number,
@@ -52,24 +50,24 @@ _POWER_OF_2 = Bound("a power of two", lambda number: number.bit_count() == 1)
 class InputSettings:
     """Model input."""
 
-    eval_size: Input[Size] = None
+    eval_size: Size = None
     """--image_size of evaluation; a larger size than in training is often more accurate (default:
     as in training)."""
-    eval_crop: Input[Fraction | None] = None
+    eval_crop: Fraction | None = None
     """Fraction of a photograph's shorter side that evaluation uses (default: that of the pretrained
     weights, else 0.875); images up to 96 pixels are used whole."""
-    interpolation: Input[Literal["bilinear", "bicubic"] | None] = None
+    interpolation: Literal["bilinear", "bicubic"] | None = None
     """Interpolation of photographs (default: that of the pretrained weights, else bilinear)."""
-    squash: Input[bool | None] = None
+    squash: bool | None = None
     """In evaluation, resize a photograph to the shape of the input, which changes its aspect ratio
     (default: as for the pretrained weights, else false)."""
-    channels: Input[Annotated[int, _CHANNELS] | None] = None
+    channels: Annotated[int, _CHANNELS] | None = None
     """Input channels, 1 for grey or 3 for colour (default: those of the pretrained weights, else of
     the data)."""
-    mean: Input[Annotated[list[Number], _PER_CHANNEL] | None] = None
+    mean: Annotated[list[Number], _PER_CHANNEL] | None = None
     """Mean per channel to subtract from pixels in 0 to 1 (default: that of the pretrained weights,
     else 0.5)."""
-    std: Input[Annotated[list[PositiveFloat], _PER_CHANNEL] | None] = None
+    std: Annotated[list[PositiveFloat], _PER_CHANNEL] | None = None
     """Standard deviation per channel to divide by (default: that of the pretrained weights, else
     0.5)."""
 
@@ -229,7 +227,7 @@ class LossSettings:
     class_weights: Literal["balanced"] | None = None
     """Weights of the classes in the training loss: balanced is inversely proportional to the number
     of samples of each class. The mean over the training samples is 1."""
-    task: Kept[Fixed[str]] = "auto"
+    task: Chosen[Fixed[str]] = "auto"
     """Task."""
     loss: str = "cross_entropy"
     """Loss."""

@@ -1,5 +1,6 @@
 """The settings of eval.py, predict.py, export.py, replay.py and doctor.py."""
 
+import os
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,6 +17,17 @@ from utils.config.bounds import (
 )
 from utils.config.recipe import Size
 from utils.config.settings import LaunchConfig, Seconds
+from utils.files import expand
+
+
+def _check_apart(config: LaunchConfig, *flags: str) -> None:
+    """Raise UserError if these two flags name the same file."""
+    paths = [os.path.realpath(expand(path)) for name in flags if (path := getattr(config, name))]
+    require(
+        len({*paths}) == len(paths),
+        f"--{' and --'.join(flags)} name the same file",
+        "give two files",
+    )
 
 
 @dataclass(kw_only=True)
@@ -121,8 +133,7 @@ class EvalConfig(LoadingConfig, InferenceConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        same = self.json is not None and self.json == self.predictions
-        require(not same, "--json and --predictions name the same file", "give two files")
+        _check_apart(self, "json", "predictions")
         is_part = self.weights in (None, "raw", "ema")
         if self.model is None:
             require(not self.pretrained, "--pretrained needs --model", "name the model")
@@ -135,9 +146,8 @@ class EvalConfig(LoadingConfig, InferenceConfig):
         exclude(self, "model", "ckpt")
         exclude(self, "pretrained", "weights", "init_match")
         fix = "add --pretrained, or --weights FILE"
-        require(
-            self.pretrained or not is_part, "--model needs weights: otherwise they are random", fix
-        )
+        problem = "--model needs weights: otherwise they are random"
+        require(self.pretrained or not is_part, problem, fix)
         require(self.data is not None, "--model needs --data", "name the data to evaluate on")
 
 
@@ -161,8 +171,7 @@ class PredictConfig(InferenceConfig):
     def __post_init__(self):
         super().__post_init__()
         require(bool(self.paths), "PATH is missing", "name images, folders or glob patterns")
-        same = self.out is not None and self.out == self.html
-        require(not same, "--out and --html name the same file", "give two files")
+        _check_apart(self, "out", "html")
 
 
 @dataclass(kw_only=True)

@@ -15,8 +15,6 @@ from utils.config.bounds import (
     Chosen,
     Fixed,
     FractionBelow1,
-    Input,
-    Kept,
     Machine,
     NonNegativeFloat,
     NonNegativeInt,
@@ -92,6 +90,8 @@ class LaunchConfig:
     timeout: Seconds = 600.0
     """Seconds that a rank waits for another before the run fails; a download on the main process
     may take longer."""
+    plugin: str | None = None
+    """Python file of your own to import, which adds models, losses, optimizers and others."""
     traceback: bool = False
     """Print the Python traceback of an error as well."""
 
@@ -105,12 +105,12 @@ class BasicSettings:
 
     data: NotEmpty = "digits"
     """Data set."""
-    model: Chosen[Fixed[Input[str]]] = FROM_DATA
+    model: Chosen[Fixed[str]] = FROM_DATA
     """Model (default: mnist_cnn for images up to 96 pixels without --pretrained, else resnet18)."""
-    pretrained: Input[bool] = False
+    pretrained: bool = False
     """Start from the published weights of the model; their head is kept if it has all classes of
     the data."""
-    image_size: Input[Size] = None
+    image_size: Size = None
     """Side of the square model input in pixels, or '[HEIGHT, WIDTH]' (default: that of the
     pretrained weights, else that of the images if it is at most 96 pixels, else 224)."""
     epochs: PositiveInt = FROM_DATA
@@ -146,12 +146,12 @@ class DataSettings:
 
     data_subset: str | None = None
     """Configuration of a Hub data set that has several."""
-    train_split: str | None = None
+    train_split: Fixed[str | None] = None
     """Split to train on (default: train, or the only one)."""
-    eval_split: str | None = None
+    eval_split: Fixed[str | None] = None
     """Split to evaluate on (default: validation, else test, else a hold-out of the training
     split)."""
-    eval_fraction: FractionBelow1 | None = None
+    eval_fraction: Fixed[FractionBelow1 | None] = None
     """Evaluate on a hold-out of this fraction of the training split, stratified by class, instead
     of on a split."""
     image_column: str | None = None
@@ -217,7 +217,7 @@ class CheckpointSettings:
     """Updates between checkpoints (default: one epoch, unless --save_seconds is given); the last
     update and a new best are always saved."""
     save_seconds: PositiveFloat | None = None
-    """Seconds between checkpoints, checked about once a second; with --save_every, whichever is due
+    """Seconds of training between checkpoints, checked about once a second; with --save_every, whichever is due
     first."""
     keep: PositiveInt | Literal["all"] = 2
     """Number of newest checkpoints to keep, besides the best one; all keeps every checkpoint."""
@@ -239,7 +239,7 @@ class LogSettings:
     metrics: bool = False
     """Compute macro F1, precision, recall and per-class accuracy in each evaluation (eval.py always
     does)."""
-    best_metric: Kept[str | None] = None
+    best_metric: Chosen[str | None] = None
     """Metric of the evaluation that decides which checkpoint is the best, such as loss (default:
     mAP for multilabel, else accuracy); of equal values, the earliest is the best."""
     report: bool = True
@@ -303,12 +303,10 @@ FIXED = find_marked(TrainConfig, Fixed)
 """Settings of a resumed run that must equal those of its checkpoint."""
 
 CHOSEN = find_marked(TrainConfig, Chosen)
-"""Settings that defaults.py chooses from the data unless they are given."""
+"""Settings that follow from the data if they have their defaults. In a resumed run, they then have
+the values of the checkpoint."""
 
-KEPT = CHOSEN + find_marked(TrainConfig, Kept)
-"""Settings whose default, even if given, means the checkpoint's value in a resumed run."""
-
-OF_INPUT = find_marked(TrainConfig, Input)
+OF_INPUT = "model", "pretrained", "image_size", *(each.name for each in fields(InputSettings))
 """Settings that the model's input depends on."""
 
 OF_ONE_START = tuple(f.name for f in fields(LaunchConfig)) + find_marked(TrainConfig, OneStart)

@@ -1,19 +1,122 @@
-"""Batches on the device: float images, augmented and mixed in training, and labels."""
+"""Batches on the device: float images, augmented and mixed in training, and labels.
+
+Mixup and CutMix mix neighbours in the order of the update, which are in the same microbatch on any
+topology. Mixup: Zhang et al., 2017. CutMix: Yun et al., 2019.
+"""
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from accelerate.utils import recursively_apply
+from scipy.special import betaincinv
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from utils.config.settings import TrainConfig
+from utils.data.augment import Augmentation
 from utils.data.datasets import Batch, Features, ResidentImages
-from utils.data.mixing import Mix, Mixing
+from utils.data.draws import Draws
+from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
 from utils.waiting import wait_for_items
+
+
+class Mix(NamedTuple):
+    """How the images of a batch are mixed; each field is a tensor with one entry, or row, for each
+    image.
+
+    * `partner`, int64 [n]: the position in the batch of the image to mix in; that of the image itself if it is not
+      mixed
+    * `weight`, float32 [n]: the partner's share of each pixel, inside the box
+    * `share`, float32 [n]: the partner's share of the target
+    * `box`, int64 [n, 4]: top, bottom, left, right; None for the whole image
+    """
+
+    partner: Tensor
+    weight: Tensor
+    share: Tensor
+    box: Tensor | None = None
+
+    def images(self, values: Tensor, channels: int) -> None:
+        """Mix float images [n, H, W * C] in place."""
+        weight = self.weight[:, None, None]
+        if self.box is not None:
+            top, bottom, left, right = self.box[:, :, None].unbind(1)
+            rows = torch.arange(values.shape[1], device=values.device)
+            columns = torch.arange(values.shape[2], device=values.device)
+            inner_columns = (columns >= left * channels) & (columns < right * channels)
+            inner_rows = (rows >= top) & (rows < bottom)
+            weight = (weight * inner_rows[:, :, None]) * inner_columns[:, None].float()
+        torch.lerp(values, values.index_select(0, self.partner), weight, out=values)
+
+    def targets(self, labels: Tensor, outputs: int) -> Tensor:
+        """The mixed targets, float32 [n, outputs], of classes, int64 [n], or of rows, [n, outputs]."""
+        rows = labels if labels.ndim == 2 else labels[:, None]
+        if labels.ndim == 1 and outputs > 1:
+            rows = torch.zeros(len(labels), outputs, device=labels.device).scatter_(1, rows, 1.0)
+        return rows.float().lerp(rows.float().index_select(0, self.partner), self.share[:, None])
+
+
+@dataclass
+class Mixing:
+    """Draws how the images of each microbatch are mixed; `outputs` is the length of a target."""
+
+    config: TrainConfig
+    spec: InputSpec
+    outputs: int
+
+    def draw(self, microbatch: Microbatch) -> Mix | None:
+        """How to mix a microbatch, on the host; None if nothing is mixed in its epoch.
+
+        The samples 2k and 2k + 1 are a pair. A sample without a partner, or with itself as its
+        partner, is not mixed.
+        """
+        config, (_, epoch, _, indices, occurrences) = self.config, microbatch
+        if config.mix_off_epoch is not None and epoch >= config.mix_off_epoch:
+            return None
+        first = np.arange(0, len(indices) - 1, 2)  # its draws are those of the pair
+        first = first[indices[first] != indices[first + 1]]
+        turns = None if occurrences is None else occurrences[first]
+        streams = ("mix", "mix_which", "mix_share", "mix_row", "mix_column")
+        draws = Draws(config.seed, epoch, indices[first], turns)
+        random = draws.uniform(*streams).astype(np.float64)
+        is_mixed = random[:, 0] < config.mix_prob
+        first, (_, which, quantile, row, column) = first[is_mixed], random[is_mixed].T
+        is_cut = (which < 0.5) | (config.mixup == 0) if config.cutmix else which < 0
+        alpha = np.where(is_cut, config.cutmix, config.mixup)
+        # a Beta variate, by its inverse CDF
+        weight = share = 1 - betaincinv(alpha, alpha, quantile)
+        height, width = self.spec.size
+        box = _boxes(self.spec.size, share, row, column)
+        area = (box[:, 1] - box[:, 0]) * (box[:, 3] - box[:, 2])
+        weight = np.where(is_cut, 1, weight)
+        share = np.where(is_cut, area / (height * width), share)
+        box = np.where(is_cut[:, None], box, [0, height, 0, width])
+        # Both images of a pair have the same numbers; those of unmixed images are 0.
+        pairs, partner = np.stack([first, first + 1]), np.arange(len(indices))
+        partner[pairs] = pairs[::-1]
+        weights, shares = np.zeros((2, len(indices)), np.float32)
+        boxes = np.zeros((len(indices), 4), np.int64)
+        weights[pairs], shares[pairs], boxes[pairs] = weight, share, box
+        mixed = [torch.from_numpy(numbers) for numbers in (partner, weights, shares, boxes)]
+        return Mix(*mixed) if config.cutmix else Mix(*mixed[:3])
+
+
+def _boxes(
+    size: tuple[int, int], share: np.ndarray, row: np.ndarray, column: np.ndarray
+) -> np.ndarray:
+    """Boxes with this share of the area around random centres, cut off at the edges of the image:
+    int64 [m, 4].
+    """
+    box = []
+    for side, centre in zip(size, (row, column), strict=True):
+        middle = (centre * side).astype(np.int64)
+        half = (np.sqrt(share) * side / 2).astype(np.int64)
+        box += [np.maximum(middle - half, 0), np.minimum(middle + half, side)]
+    return np.stack(box, 1)
 
 
 class Batches:
@@ -47,7 +150,10 @@ class Batches:
         # One value for each channel of a whole row of pixels, so that inner loops are long.
         self.scale, self.shift = scale.repeat(spec.width), shift.repeat(spec.width)
         self.channels = spec.channels
-        self.no_images = torch.empty(0, spec.channels, spec.height, spec.width, device=device)
+        shape: tuple[int, ...] = (spec.channels, spec.height, spec.width)
+        if isinstance(self.dataset, Features):
+            shape = self.dataset.views.shape[2:]
+        self.no_images = torch.empty(0, *shape, device=device)  # an empty input of the model
 
     def check(self) -> None:
         """Raise the error of a sample that could not be read, whose batch was left empty."""
@@ -64,35 +170,36 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         loaded = wait_for_items(self.loader, self.what)
-        is_resident, are_features = (
-            isinstance(self.dataset, kind) for kind in (ResidentImages, Features)
-        )
+        is_resident = isinstance(self.dataset, ResidentImages)
         for batch in self._drawn(loaded) if is_resident else self._streamed(loaded):
             self.error = batch.error or self.error
             mix, labels = None, batch.labels
             if self.mixing and (mix := _to(self.mixing.draw(batch.microbatch), self.device)):
                 labels = mix.targets(labels, self.mixing.outputs)
             labels = labels.float() if labels.ndim == 2 else labels  # copied to the device as bytes
-            images = batch.images if are_features else self._normalise(batch.images, mix)
+            images = batch.images
+            if images.dtype == torch.uint8:  # not features
+                images = self._normalise(images, mix)
             yield batch._replace(images=images, labels=labels)
 
     def _streamed(self, loaded: Iterator[Batch]) -> Iterator[Batch]:
         """Batches on the device from batches of pixels, augmented."""
-        if self.dataset.in_loader or isinstance(self.dataset, Features):
-            yield from _upload(loaded, self.device)
-            return
-        augmentation = self.dataset.augmentation
-        prepared = ((batch, augmentation.prepare(batch.microbatch)) for batch in loaded)
-        for batch, inputs in _upload(prepared, self.device):
-            yield batch._replace(images=augmentation.batch(batch.images, inputs))
+        augmentation = Augmentation() if self.dataset.in_loader else self.dataset.augmentation
+        on_host = self.device.type == "cpu"  # else tensors, because arrays are not uploaded
+        draws = ((batch, augmentation.draw(batch.microbatch)) for batch in loaded)
+        drawn = (
+            (batch, random if on_host else [*map(torch.from_numpy, random)])
+            for batch, random in draws
+        )
+        for batch, random in _upload(drawn, self.device):
+            yield batch._replace(images=augmentation.apply(batch.images, random))
 
     def _drawn(self, loaded: Iterator[Batch]) -> Iterator[Batch]:
         """Batches drawn from images on the device, augmented, from batches without pixels."""
         for joined, parts in _upload(self.dataset.groups(loaded), self.device):
             images, labels = self.dataset.draw(joined.indices)
-            images = self.dataset.augmentation.batch(
-                images, self.dataset.augmentation.prepare(joined)
-            )
+            augmentation = self.dataset.augmentation
+            images = augmentation.apply(images, augmentation.draw(joined))
             sizes = [len(part.indices) for part in parts]
             yield from map(Batch, images.split(sizes), labels.split(sizes), parts)
 
@@ -125,9 +232,8 @@ def _to(batch: Any, device: torch.device) -> Any:
 
     def copy(tensor: Tensor) -> Tensor:
         # From pinned memory, so that the host does not wait for the copy.
-        return (tensor.pin_memory() if device.type == "cuda" else tensor).to(
-            device, non_blocking=True
-        )
+        pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+        return pinned.to(device, non_blocking=True)
 
     return batch if device.type == "cpu" else recursively_apply(copy, batch)
 

@@ -2,11 +2,7 @@
 ranks of a machine share.
 """
 
-import errno
 import math
-import os
-import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +11,7 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from utils.config.settings import TrainConfig
-from utils.data.augment import Augmentation, Center, make_augmentation
+from utils.data.augment import make_augmentation
 from utils.data.datasets import DecodedImages, EncodedImages, ImageDataset
 from utils.data.decode import VERSION
 from utils.data.order import BlockSampler
@@ -24,105 +20,48 @@ from utils.data.splits import Split
 from utils.data.workers import choose_workers, move_to_shared_memory, worker_processes
 from utils.errors import UserError, one_line
 from utils.files import expand, whole_file
-from utils.launch.environment import print_for_machine
-from utils.memory import bytes_text, usable_cores
+from utils.memory import usable_cores
 from utils.waiting import wait_for_items
 
 
-def open_array(path: Path) -> np.memmap:
-    """Map the file of an array into memory."""
+def open_cached(path: Path, shape: tuple[int, ...], dtype: str) -> np.memmap | None:
+    """The array in a file, mapped into memory; None if the file is not a whole array of this type
+    and these first dimensions.
+    """
+    # numpy raises errors of any class for a damaged header, and for a file that is too short
+    with suppress(Exception):
+        array = np.lib.format.open_memmap(path, mode="r")
+        is_expected = array.dtype == dtype and array.shape[: len(shape)] == shape
+        if is_expected and path.stat().st_size == array.offset + array.nbytes:
+            return array
+    return None
+
+
+def cached(
+    path: Path, shape: tuple[int, ...], dtype: str, chunks: Iterable[np.ndarray]
+) -> np.memmap:
+    """The array in a file, mapped into memory. Unless it is there and whole, the `chunks` are
+    written first.
+
+    They are written in order, completely or not at all. Several processes may do so at once. Raises
+    UserError if the file cannot be written or mapped.
+    """
     try:
+        if open_cached(path, shape, dtype) is None:
+            _write(path, shape, dtype, chunks)
         return np.lib.format.open_memmap(path, mode="r")
     except OSError as error:
-        if error.errno != errno.ENODEV:
-            raise
-        raise OSError(
-            error.errno, "its file system cannot map files into memory", str(path)
-        ) from error
+        problem = f"{path.parent}: cannot be used as a cache ({error.strerror})"
+        raise UserError(problem, "choose another folder with --cache_dir DIR") from error
 
 
-def is_cached(path: Path, following: str, shape: tuple[int, ...] = (), dtype: str = "<f4") -> bool:
-    """Whether the file is there and whole. If it is there but not whole, prints this and the next
-    step, `following`.
-
-    `shape` may have the first dimensions only. The next `write_array` replaces the file. Raises
-    OSError if it cannot be read.
-    """
-    if _is_whole(path, shape, dtype):
-        with suppress(OSError):  # for example if the file is another user's
-            os.utime(path)  # so that `remove_unused` keeps it
-        return True
-    if path.exists():
-        print_for_machine(f"{path}: damaged (not a whole array of the expected shape); {following}")
-    return False
-
-
-def keep_array(path: Path, array: np.ndarray) -> np.ndarray:
-    """The float32 array, mapped from the file.
-
-    Unless it is whole, it is written; if that fails, returns the array.
-    """
-    try:
-        if not _is_whole(path, array.shape, "<f4"):
-            write_array(path, array.shape, [array], "<f4")
-        return open_array(path)
-    except OSError as error:
-        where = f"features cannot be cached ({one_line(error)}) and are kept in memory, {bytes_text(array.nbytes)}"
-        print_for_machine(f"{where} in each process; choose another --cache_dir to cache them")
-        return array
-
-
-def write_array(
-    path: Path, shape: tuple[int, ...], chunks: Iterable[np.ndarray], dtype: str
-) -> None:
-    """Write the chunks of an array to the file, in order, completely or not at all; and delete
-    unused files.
-
-    Several processes may write the same file. Raises OSError.
-    """
+def _write(path: Path, shape: tuple[int, ...], dtype: str, chunks: Iterable[np.ndarray]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove_unused(path.parent)
-    size, free = math.prod(shape) * np.dtype(dtype).itemsize, shutil.disk_usage(path.parent).free
-    if size > free:  # reported now, and not much later when the disk is full
-        raise OSError(
-            errno.ENOSPC, f"{bytes_text(size)} needed, {bytes_text(free)} free", str(path.parent)
-        )
     with whole_file(path) as file:
-        np.lib.format.write_array_header_1_0(
-            file, {"descr": dtype, "fortran_order": False, "shape": shape}
-        )
+        header = {"descr": dtype, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(file, header)
         for chunk in chunks:
-            # not to a memory map, because a full disk would raise SIGBUS
-            file.write(chunk.data)
-
-
-def remove_unused(folder: Path) -> None:
-    """Delete files that no run has used for 30 days, and partial files that are a day old.
-
-    The latter are of killed processes. On a local disk, a run keeps the files that it has open.
-    """
-    for pattern, days in (("v*.npy", 30), ("*.partial", 1)):
-        for path in folder.glob(pattern):
-            with suppress(OSError):
-                if time.time() - path.stat().st_mtime > days * 24 * 3600:
-                    path.unlink()
-
-
-def _is_whole(path: Path, shape: tuple[int, ...], dtype: str) -> bool:
-    """Whether the file is an array of this type and these first dimensions, and has exactly its
-    size.
-    """
-    try:
-        array = open_array(path)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        raise
-    # numpy raises errors of any class for a damaged header, and for a file that is too short
-    except Exception:
-        return False
-    is_expected = array.dtype == dtype and array.shape[: len(shape)] == shape
-    return is_expected and path.stat().st_size == array.offset + array.nbytes
+            file.write(chunk.data)  # not to a memory map, because a full disk would raise SIGBUS
 
 
 # Images and bytes of a chunk; /dev/shm, sometimes only 64 MB, holds several.
@@ -139,9 +78,7 @@ def make_dataset(
     """
     augmentation = make_augmentation(config, spec, training)
     if spec.small:
-        pixels = decode_all(
-            split, spec.height, spec.width, spec.channels, config.cache_dir, progress
-        )
+        pixels = decode_all(split, *spec.size, spec.channels, config.cache_dir, progress)
         return DecodedImages(pixels, split.labels, augmentation)
     return EncodedImages(split, spec, augmentation)
 
@@ -157,24 +94,16 @@ def decode_all(
     wraps an iterable (tqdm). Raises UserError for an unreadable image, and if the cache cannot be
     read or written.
     """
-    shape = (height, width, channels)
-    if isinstance(split.images, np.ndarray) and _shape(split.images) == shape:
-        is_whole = np.array_equal(split.rows, np.arange(len(split.images)))
-        images = split.images if is_whole else split.images[split.rows]
-        return images[..., None] if images.ndim == 3 else images.transpose(0, 2, 3, 1)
-    path = (
-        expand(cache_dir)
-        / "decoded"
-        / f"v{VERSION}-{split.cache_key}-{height}x{width}x{channels}.npy"
-    )
-    expected = (len(split), *shape)
-    try:
-        if not is_cached(path, "decoding the images again", expected, "|u1"):
-            write_array(path, expected, _decoded(split, shape, progress), "|u1")
-        return open_array(path)
-    except OSError as error:
-        problem = f"{path.parent}: decoded images cannot be cached ({error.strerror})"
-        raise UserError(problem, "choose another folder with --cache_dir DIR") from error
+    shape = height, width, channels
+    if isinstance(split.images, np.ndarray):
+        planes = split.images[:, None] if split.images.ndim == 3 else split.images
+        images = planes.transpose(0, 2, 3, 1)
+        if images.shape[1:] == shape:
+            is_whole = np.array_equal(split.image_index, np.arange(len(images)))
+            return images if is_whole else images[split.image_index]
+    name = f"v{VERSION}-{split.cache_key}-{'x'.join(map(str, shape))}.npy"
+    path = expand(cache_dir) / "decoded" / name
+    return cached(path, (len(split), *shape), "|u1", _decoded(split, shape, progress))
 
 
 def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> Iterator[np.ndarray]:
@@ -185,8 +114,7 @@ def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> I
     # Processes, because threads would wait for each other's Python code. They are forked, because
     # starting new ones takes longer than decoding MNIST. They return tensors, because arrays would
     # be sent through a pipe, which would block a process forever if its rank has exited.
-    spec = InputSpec(*shape, mean=[], std=[])
-    images = EncodedImages(split, spec, Augmentation(0, {"center": Center(spec)}))
+    images = EncodedImages(split, InputSpec(*shape, mean=[], std=[]))
     chunks = BlockSampler(len(split), max(1, min(_CHUNK, _CHUNK_BYTES // math.prod(shape))))
     workers = min(usable_cores(), _MOST, len(split) // _LEAST)
     workers, ahead = choose_workers([chunks.block_size * math.prod(shape)], workers)
@@ -199,8 +127,3 @@ def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> I
             yield batch.images.numpy()
     except OSError as error:  # for example, no process can be started; the cache is not the reason
         raise UserError(f"images cannot be decoded ({one_line(error)})") from error
-
-
-def _shape(images: np.ndarray) -> tuple[int, int, int]:
-    """(H, W, C) of an array [N, H, W] or [N, C, H, W]."""
-    return (*images.shape[1:], 1) if images.ndim == 3 else (*images.shape[2:], images.shape[1])

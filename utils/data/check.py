@@ -23,14 +23,15 @@ from utils.memory import usable_cores
 from utils.waiting import wait_for_items
 
 # of the cached results; increase it when their meaning changes, so that old ones are not used
-_VERSION = 1
+_VERSION = 2
 _CHUNK, _LEAST, _MOST = 256, 4000, 32  # images per chunk, fewest images per worker, most workers
+_ENDS = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG\r\n\x1a\n": b"IEND\xaeB`\x82"}
 _HEAD, _TAIL = 1024, 4096  # bytes that are read at each end
 
 
 def check_images(split: Split, full: bool, cache_dir: str, progress: Callable = iter) -> Split:
-    """The split with the errors of its unreadable images (`bad`) and a checksum of both ends of
-    each image (`ends`).
+    """The split with the errors of its unreadable images (`errors`) and a checksum of both ends of
+    each image (`checksums`).
 
     An image passes if it begins and ends as its format requires. Any other image, or every image if
     `full`, is decoded. The result is cached until the size or a time of a file changes. Arrays, and
@@ -38,13 +39,10 @@ def check_images(split: Split, full: bool, cache_dir: str, progress: Callable = 
     """
     if not isinstance(split.images, Files) and not hasattr(split.images, "many"):
         return split
-    stamps, bad = _stamps(split)
-    rows = np.setdiff1d(split.rows, list(bad))
-    path = (
-        expand(cache_dir)
-        / "checked"
-        / f"{fingerprint_of(_VERSION, full, split.fingerprint, *stamps)}.json"
-    )
+    stamps, errors = _stamps(split)
+    rows = np.setdiff1d(split.image_index, list(errors))
+    name = fingerprint_of(_VERSION, full, split.fingerprint, *stamps)
+    path = expand(cache_dir) / "checked" / f"{name}.json"
     found = _cached_result(path, len(rows))
     if found is None:
         found = _check_all(split, rows, full, progress)
@@ -52,13 +50,12 @@ def check_images(split: Split, full: bool, cache_dir: str, progress: Callable = 
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, json.dumps(found))
-    ends = np.zeros(len(split.images), np.int64)
-    ends[rows] = found["ends"]
-    return replace(
-        split,
-        ends=ends,
-        bad=bad | {int(rows[int(n)]): reason for n, reason in found["bad"].items()},
-    )
+    checksums = np.zeros(len(split.images), np.int64)
+    for row, (checksum, reason) in zip(rows.tolist(), found, strict=True):
+        checksums[row] = checksum
+        if reason:
+            errors[row] = reason
+    return replace(split, checksums=checksums, errors=errors)
 
 
 def _stamps(split: Split) -> tuple[list, dict[int, str]]:
@@ -69,32 +66,28 @@ def _stamps(split: Split) -> tuple[list, dict[int, str]]:
     """
     if not isinstance(split.images, Files):
         return [split.cache_key], {}
-    stamps, bad = np.zeros((len(split), 3), np.int64), dict[int, str]()
+    stamps, errors = [], dict[int, str]()
     for row, file in enumerate(split.images.paths):
         try:
-            stamps[row] = stamp_of(file)
+            stamps.append((file, *stamp_of(file)))
         except OSError as error:
-            bad[row] = error.strerror or str(error)
-    return [os.fsencode("\0".join(split.images.paths)), stamps.data], bad
+            errors[row] = error.strerror or str(error)
+    return [stamps], errors
 
 
-def _cached_result(path: Path, count: int) -> dict | None:
+def _cached_result(path: Path, count: int) -> list | None:
     """The result of an earlier check of the same files; None if it does not exist or its file is
     damaged.
     """
     with suppress(Exception):  # any exception type
         found = json.loads(path.read_text())
-        is_known = all(0 <= int(row) < count for row in dict(found["bad"]))
-        if is_known and len(np.asarray(found["ends"], np.int64)) == count:
+        if len([int(checksum) for checksum, _ in found]) == count:
             return found
     return None
 
 
-def _check_all(split: Split, rows: np.ndarray, full: bool, progress: Callable) -> dict:
-    """Check these images on all cores.
-
-    Returns {"ends": a checksum of each image, "bad": {its index among them, as text: error}}.
-    """
+def _check_all(split: Split, rows: np.ndarray, full: bool, progress: Callable) -> list:
+    """Check these images on all cores. Returns the checksum and the error, or "", of each."""
     workers = min(usable_cores(), _MOST, len(rows) * (10 if full else 1) // _LEAST)
     loader = DataLoader(
         _Checks(split, rows, full),
@@ -102,15 +95,8 @@ def _check_all(split: Split, rows: np.ndarray, full: bool, progress: Callable) -
         collate_fn=list,
         **worker_processes(workers if workers > 1 else 0),
     )
-    checks = [
-        check
-        for chunk in wait_for_items(progress(loader), "the result of an image check")
-        for check in chunk
-    ]
-    return {
-        "ends": [end for end, _ in checks],
-        "bad": {str(n): why for n, (_, why) in enumerate(checks) if why},
-    }
+    chunks = wait_for_items(progress(loader), "the result of an image check")
+    return [check for chunk in chunks for check in chunk]
 
 
 class _Checks(Dataset):
@@ -131,9 +117,9 @@ class _Checks(Dataset):
             size, head, tail = self._ends(row, raw)
         except (OSError, ValueError) as error:
             return 0, getattr(error, "strerror", None) or one_line(error)
-        end = (size & 0x7FFFFFFF) << 32 | zlib.crc32(tail, zlib.crc32(head))
+        checksum = (size & 0x7FFFFFFF) << 32 | zlib.crc32(tail, zlib.crc32(head))
         is_sound = not self.full and _looks_whole(size, head, tail)
-        return end, "" if is_sound else why_unreadable(self.split, row) or ""
+        return checksum, "" if is_sound else why_unreadable(self.split, row) or ""
 
     def _ends(self, row: int, raw: bytes | None) -> tuple[int, bytes, bytes]:
         """The size, the first bytes and the last bytes of an image.
@@ -141,7 +127,10 @@ class _Checks(Dataset):
         Raises OSError or ValueError if it has none.
         """
         if isinstance(self.split.images, Files):
-            return _ends_of_file(self.split.images.paths[row])
+            with open(self.split.images.paths[row], "rb", buffering=0) as file:
+                size, head = os.fstat(file.fileno()).st_size, file.read(_HEAD)
+                file.seek(max(0, size - _TAIL))
+                return size, head, file.read(_TAIL)
         if raw is None:  # some tables have only the path of a file
             raw = self.split.images[row]
         if raw is None:
@@ -149,29 +138,11 @@ class _Checks(Dataset):
         return len(raw), raw[:_HEAD], raw[-_TAIL:]
 
 
-def _ends_of_file(path: str) -> tuple[int, bytes, bytes]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        size = os.fstat(descriptor).st_size
-        return (
-            size,
-            os.pread(descriptor, _HEAD, 0),
-            os.pread(descriptor, _TAIL, max(0, size - _TAIL)),
-        )
-    finally:
-        os.close(descriptor)
-
-
 def _looks_whole(size: int, head: bytes, tail: bytes) -> bool:
-    """Whether an image begins and ends like a JPEG, PNG, GIF or WebP file; other formats must be
-    decoded.
+    """Whether an image begins and ends like a JPEG, PNG or WebP file; other formats must be decoded.
+
+    Some cameras append a few bytes.
     """
-    if head.startswith(b"\xff\xd8"):
-        return b"\xff\xd9" in tail  # some cameras append a few bytes
-    if head.startswith(b"\x89PNG\r\n\x1a\n"):
-        return tail.endswith(b"IEND\xaeB`\x82")
-    if head.startswith((b"GIF87a", b"GIF89a")):
-        return tail.endswith(b";")
     if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
         return int.from_bytes(head[4:8], "little") + 8 <= size
-    return False
+    return any(head.startswith(start) and end in tail for start, end in _ENDS.items())

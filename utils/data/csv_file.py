@@ -1,7 +1,6 @@
 """CSV files that list images: a header such as `path,label,split`, then a row for each image."""
 
 import os
-from collections.abc import Collection
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 from utils.config.settings import TrainConfig
 from utils.console import join_names, nfc, printable
-from utils.data.folders import split_word
+from utils.data.folders import name_splits
 from utils.data.splits import (
     EVAL_NAMES,
     Files,
@@ -36,32 +35,18 @@ def open_csv(path: str, config: TrainConfig) -> Source:
     for name in ("path", "split") if several else ("path", "split", "label"):
         for row in rows.index[rows[name] == ""]:
             raise _error(file, row, f"the {name} is empty", "fill it in, or remove the row")
-    paths = rows["path"].map(partial(os.path.join, file.parent))
-    # others are looked for when they are checked
-    may_differ = rows["path"].str.contains(r"[^ -~]|\\|(?:^|/)[^./]*$")
-    may_differ.iloc[0] = True
-    rows["path"] = paths[may_differ].map(_on_disk).combine_first(paths)
-    found = rows["path"][rows["path"] != paths]
-    for row, meant in found.items():
-        if nfc(os.path.normpath(paths[row])) != nfc(meant):
-            fix = "write paths with / and with the endings of the files"
-            raise _error(
-                file, row, f"there is no file {printable(paths[row])}, but {printable(meant)}", fix
-            )
-    other = join_names(paths[found.index], 3)
-    _refuse_repeated(file, rows["path"])
+    notes = _find_files(file, rows)
     if several:  # without the spaces around the bars
         rows["label"] = rows["label"].str.findall(r"[^|\s](?:[^|]*[^|\s])?")
-    names = _split_names(file, rows["split"].unique())
+    names = name_splits(file, rows["split"].unique())
     rows["split"] = rows["split"].map(names)
-    counts = rows["split"].value_counts(sort=False).to_dict()
+    counts = rows["split"].value_counts(sort=False)
     asked = [name and names.get(name, name) for name in (config.train_split, config.eval_split)]
-    others = counts.keys() - {"train", *EVAL_NAMES, *asked}
-    left_out = join_names(f"{name} ({counts[name]})" for name in sorted(others))
-    note = f"{file}: rows of other splits are left out: {left_out}"
-    notes = [f"{note}; --train_split and --eval_split select others"] * bool(others)
-    notes += [f"{file}: files found under another Unicode form of the name: {other}"] * bool(other)
-    train = rows["split"] == split_that_defines_classes(counts, asked[0])
+    if others := sorted(set(counts.index) - {"train", *EVAL_NAMES, *asked}):
+        left_out = join_names(f"{name} ({counts[name]})" for name in others)
+        line = f"{file}: rows of other splits are left out: {left_out}"
+        notes.append(f"{line}; --train_split and --eval_split select others")
+    train = rows["split"] == split_that_defines_classes(counts.index, asked[0])
     found = sorted(set(rows["label"][train].explode().dropna()))
     class_names = distinct(sorted(found, key=int if all(map(str.isdecimal, found)) else str))
 
@@ -70,20 +55,42 @@ def open_csv(path: str, config: TrainConfig) -> Source:
         labels = own["label"].explode().dropna()  # an empty list becomes NaN
         numbers = indices_in(class_names, labels)
         for row, label in labels[numbers < 0].items():
-            raise _error(
-                file, row, lacks_class(label, class_names, name, distinct(labels)), "fix the label"
-            )
+            problem = lacks_class(label, class_names, name, distinct(labels))
+            raise _error(file, row, problem, "fix the label")
         if several:
             lengths = own["label"].str.len().to_numpy()
-            numbers = multi_hot(name, lengths, numbers, len(class_names))
+            numbers = multi_hot(lengths, numbers, len(class_names))
         images = Files(own["path"].tolist(), str(file.parent))
         split = whole_split(name, images, numbers, fingerprint_of(file.resolve()))
         return replace(split, notes=note_forms(class_names, labels))
 
-    aliases = {alias: name for alias, name in names.items() if alias not in counts}
-    return Source(
-        {name: partial(make, name) for name in counts}, class_names, aliases, tuple(notes)
+    return Source({n: partial(make, n) for n in counts.index}, class_names, names, tuple(notes))
+
+
+def _find_files(file: Path, rows: Any) -> list[str]:
+    """Make the paths absolute. Returns a line about files under another Unicode form of the name.
+
+    Raises ValueError for a path that means another file, and for an image that is listed twice.
+    """
+    paths = rows["path"].map(partial(os.path.join, file.parent))
+    rows["path"] = paths.map(_on_disk)
+    other = paths[rows["path"] != paths]
+    for row, path in other.items():
+        meant = rows["path"][row]
+        if nfc(os.path.normpath(path)) != nfc(meant):
+            problem = f"there is no file {printable(path)}, but {printable(meant)}"
+            fix = "write paths with / and with the endings of the files"
+            raise _error(file, row, problem, fix)
+    # Two spellings of one path are equal when the links in its folder are resolved.
+    folder = cache(os.path.realpath)
+    real = rows["path"].map(
+        lambda path: folder(os.path.dirname(path)) + "/" + os.path.basename(path)
     )
+    for row in rows.index[real.duplicated()]:
+        problem = f"{printable(rows['path'][row])} is also in row {real.eq(real[row]).idxmax()}"
+        raise _error(file, row, problem, "list each image once")
+    line = f"{file}: files found under another Unicode form of the name: {join_names(other, 3)}"
+    return [line] * (len(other) > 0)
 
 
 def _read(file: Path, config: TrainConfig) -> Any:
@@ -91,8 +98,6 @@ def _read(file: Path, config: TrainConfig) -> Any:
     import pandas
 
     try:
-        if b"\0" in file.read_bytes():
-            raise ValueError("null characters")
         with file.open(encoding="utf-8-sig") as lines:
             delimiter = max(",;\t", key=lines.readline().count)
         table = pandas.read_csv(
@@ -145,37 +150,8 @@ def _on_disk(path: str) -> str:
 def _files_in(folder: str) -> dict[str, str]:
     """The files and folders in a folder by their paths in NFC form, with and without their endings."""
     files = sorted(map(str, Path(folder).glob("*")))
-    return {nfc(os.path.splitext(file)[0]): file for file in files} | {
-        nfc(file): file for file in files
-    }
-
-
-def _refuse_repeated(file: Path, paths: Any) -> None:
-    """Two spellings of one path are equal when the links in its folder are resolved."""
-    parts = paths.str.rpartition("/")
-    folders = parts[0] + parts[1]
-    files = folders.map(cache(os.path.realpath)) + "/" + parts[2]
-    for row in files.index[files.duplicated()]:
-        problem = f"{printable(paths[row])} is also in row {files.eq(files[row]).idxmax()}"
-        raise _error(file, row, problem, "list each image once")
-
-
-def _split_names(file: Path, written: Collection[str]) -> dict[str, str]:
-    """Map the names in the file, and train, validation and test, to the names of the splits.
-
-    They are named as folders are.
-    """
-    names: dict[str, str] = {}
-    words: dict[str, str] = {}
-    for text in written:
-        word, lower = split_word(text), text.lower()
-        if word and words.setdefault(word, text) != text:
-            raise UserError(
-                f"{file}: the splits {words[word]} and {text} may be the same",
-                "use one name for both, or rename one of them, for example to extra",
-            )
-        names[text] = lower if lower in ("train", *EVAL_NAMES) else word or text
-    return {word: names[text] for word, text in words.items()} | names
+    without = {nfc(os.path.splitext(file)[0]): file for file in files}
+    return without | {nfc(file): file for file in files}
 
 
 def _error(file: Path, row: int, problem: str, fix: str) -> UserError:

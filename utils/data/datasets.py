@@ -4,6 +4,8 @@ the device, photographs, and features of images.
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from utils.config.bounds import require
 from utils.config.settings import TrainConfig
-from utils.data.augment import Augmentation
+from utils.data.augment import Augmentation, Center
 from utils.data.decode import decode
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
@@ -55,50 +58,50 @@ class Batch(NamedTuple):
         return Batch(self.images[:0].clone(), self.labels[:0].clone(), microbatch, error)
 
 
+@dataclass(eq=False)
 class DecodedImages(Dataset):
     """Images decoded beforehand, uint8 [N, H, W, C]; a batch is one indexed copy.
 
-    The batch is augmented on the device, or `in_loader` if the augmentation has operations for
+    The batch is augmented on the device, or `in_loader` if the augmentation has transforms of
     single images.
     """
 
-    def __init__(
-        self, pixels: np.ndarray, labels: np.ndarray, augmentation: Augmentation | None = None
-    ):
-        self.pixels, self.labels = pixels, labels
-        self.augmentation = augmentation or Augmentation(0, {})
-        self.in_loader = not self.augmentation.batched
+    pixels: np.ndarray
+    labels: np.ndarray
+    augmentation: Augmentation = field(default_factory=Augmentation)
 
     def __len__(self) -> int:
         return len(self.labels)
 
     @property
+    def in_loader(self) -> bool:
+        return not self.augmentation.batched
+
+    @property
     def image_bytes(self) -> int:
         return self.pixels[:1].nbytes
 
-    def with_augmentation(self, augmentation: Augmentation) -> "DecodedImages":
-        """The same images with another augmentation."""
-        return DecodedImages(self.pixels, self.labels, augmentation)
+    @property
+    def place(self) -> str:
+        where = "augmented by loader processes" if self.in_loader else "in host memory"
+        return f"decoded, {bytes_text(self.pixels.nbytes)} {where}"
 
     def __getitems__(self, microbatch: Microbatch) -> Batch:
         images = torch.from_numpy(self.pixels[microbatch.indices])
         if self.in_loader:
-            images = self.augmentation.change(images, self.augmentation.draw(microbatch))
+            images = self.augmentation.apply(images, self.augmentation.draw(microbatch))
         return Batch(images, torch.from_numpy(self.labels[microbatch.indices]), microbatch)
 
 
 class EncodedImages(Dataset):
-    """Photographs, decoded and augmented for each batch."""
+    """Photographs, decoded and augmented for each batch; by default, their centre."""
 
     in_loader = True
+    place = "decoded for each batch"
 
-    def __init__(self, split: Split, spec: InputSpec, augmentation: Augmentation):
-        self.split, self.spec, self.augmentation, self.labels = (
-            split,
-            spec,
-            augmentation,
-            split.labels,
-        )
+    def __init__(self, split: Split, spec: InputSpec, augmentation: Augmentation | None = None):
+        self.split, self.spec, self.labels = split, spec, split.labels
+        self.augmentation = augmentation or Augmentation(0, [Center(spec)])
 
     def __len__(self) -> int:
         return len(self.split)
@@ -107,30 +110,23 @@ class EncodedImages(Dataset):
     def image_bytes(self) -> int:
         return self.spec.height * self.spec.width * self.spec.channels
 
-    def with_augmentation(self, augmentation: Augmentation) -> "EncodedImages":
-        """The same images with another augmentation."""
-        return EncodedImages(self.split, self.spec, augmentation)
-
     def __getitems__(self, microbatch: Microbatch) -> Batch:
         spec, indices = self.spec, microbatch.indices.tolist()
-        images = torch.empty(
-            len(indices), spec.height, spec.width, spec.channels, dtype=torch.uint8
-        )
+        images = torch.empty(len(indices), *spec.size, spec.channels, dtype=torch.uint8)
         batch = Batch(images, torch.from_numpy(self.labels[microbatch.indices]), microbatch)
-        random = self.augmentation.draw(microbatch)
+        random, crop = self.augmentation.draw(microbatch), self.augmentation.transforms[0]
         try:
             encoded = self.split.read_ahead(indices)
-            for place, position in enumerate(indices):
-                shrink, crop = self.augmentation.crop(random, place)
-                images[place] = crop(
-                    decode(self.split, position, spec.channels, encoded[place], shrink)
-                )
+            for place, (position, raw) in enumerate(zip(indices, encoded, strict=True)):
+                shrink = partial(crop.shrink, random[0][place])
+                pixels = decode(self.split, position, spec.channels, raw, shrink)
+                images[place] = crop.image(pixels, random[0][place])
         # returned: a worker's exception would include its traceback
+        except UserError as error:
+            return batch.failed(error)
         except (ValueError, OSError) as error:
-            return batch.failed(
-                error if isinstance(error, UserError) else UserError(one_line(error))
-            )
-        return batch._replace(images=self.augmentation.change(images, random, 1))
+            return batch.failed(UserError(one_line(error)))
+        return batch._replace(images=self.augmentation.apply(images, random, 1))
 
 
 _SHARE = 1 / 4  # of a GPU's free memory that --data_on_device auto uses at most
@@ -152,6 +148,10 @@ class ResidentImages(DecodedImages):
             warnings.filterwarnings("ignore", message=".*not writable")
             self.images = torch.from_numpy(decoded.pixels).to(device).contiguous()
         self.targets = torch.tensor(decoded.labels, device=device)
+
+    @property
+    def place(self) -> str:
+        return f"decoded, {bytes_text(self.images.nbytes)} on {self.images.device}"
 
     def __getitems__(self, microbatch: Microbatch) -> Batch:
         return Batch(torch.empty(0), torch.empty(0), microbatch)
@@ -181,7 +181,7 @@ ImageDataset = DecodedImages | EncodedImages
 
 
 class Features(Dataset):
-    """The outputs of frozen layers for the images of a split, float32 [N, ...] for each of K views.
+    """The outputs of frozen layers for K views of the images of a split, float32 [K, N, ...].
 
     A sample has view (epoch + occurrence) modulo K; its occurrence in the epoch counts from 0.
     `images` is the data set from which the features were computed. `origin` describes the views,
@@ -189,23 +189,25 @@ class Features(Dataset):
     """
 
     in_loader = False
+    augmentation = Augmentation()
+    image_bytes = 0  # not sent between processes
 
-    def __init__(self, views: Sequence[np.ndarray], images: ImageDataset, origin: str):
+    def __init__(self, views: np.ndarray, images: ImageDataset, origin: str):
         self.views, self.images, self.labels, self.origin = views, images, images.labels, origin
 
     def __len__(self) -> int:
         return len(self.labels)
 
     @property
-    def image_bytes(self) -> int:
-        return self.views[0][:1].nbytes
+    def place(self) -> str:
+        numbers = " x ".join(map(str, self.views.shape[2:]))
+        size = bytes_text(self.views.nbytes)
+        return f"{self.origin}, {numbers} features of each view, {size} cached"
 
     def __getitems__(self, microbatch: Microbatch) -> Batch:
-        indices, view = microbatch.indices, self._choose(microbatch)
-        rows = np.empty((len(indices), *self.views[0].shape[1:]), np.float32)
-        for number in np.unique(view):
-            rows[view == number] = self.views[number][indices[view == number]]
-        return Batch(torch.from_numpy(rows), torch.from_numpy(self.labels[indices]), microbatch)
+        indices = microbatch.indices
+        rows = torch.from_numpy(self.views[self._choose(microbatch), indices])
+        return Batch(rows, torch.from_numpy(self.labels[indices]), microbatch)
 
     def pixels(self, microbatch: Microbatch, most: int) -> Tensor:
         """The images from which the first features of a microbatch were computed, uint8 [n, H, W,
@@ -218,18 +220,15 @@ class Features(Dataset):
 
     def _image(self, microbatch: Microbatch) -> Tensor:
         images, augmentation = self.images.__getitems__(microbatch).images, self.images.augmentation
-        return (
-            images
-            if self.images.in_loader
-            else augmentation.batch(images, augmentation.prepare(microbatch))
-        )
+        if self.images.in_loader:
+            return images
+        return augmentation.apply(images, augmentation.draw(microbatch))
 
     def _choose(self, microbatch: Microbatch) -> np.ndarray:
         """The view of each sample, int64 [n]."""
         occurrences = 0 if microbatch.occurrences is None else microbatch.occurrences
-        return (microbatch.epoch + occurrences + np.zeros_like(microbatch.indices)) % len(
-            self.views
-        )
+        turns = microbatch.epoch + occurrences + np.zeros_like(microbatch.indices)
+        return turns % len(self.views)
 
 
 AnyDataset = ImageDataset | Features
@@ -243,48 +242,22 @@ def keep_on_device(
     Images that loader processes augment stay in host memory.
     """
     decoded = [each for each in sets if isinstance(each, DecodedImages) and not each.in_loader]
-    size, cuda = sum(each.pixels.nbytes for each in decoded), device.type == "cuda"
-    if not decoded or config.data_on_device == "no":
+    size, how = sum(each.pixels.nbytes for each in decoded), config.data_on_device
+    # on a CPU they are already there
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else size
+    if how == "no" or (how == "auto" and size > _SHARE * free):
         return list(sets)
-    free = torch.cuda.mem_get_info(device)[0] if cuda else size  # on a CPU they are already there
-    if config.data_on_device == "auto" and size > _SHARE * free:
-        return list(sets)
-    if size > free:
-        problem = f"--data_on_device yes: {bytes_text(size)} of images, but {device} has {bytes_text(free)} free"
-        raise UserError(problem, "use auto or no")
+    problem = f"{bytes_text(size)} of images, but {device} has {bytes_text(free)} free"
+    require(size <= free, f"--data_on_device yes: {problem}", "use auto or no")
     return [ResidentImages(each, device) if each in decoded else each for each in sets]
 
 
 def describe_place(sets: Sequence[AnyDataset]) -> str:
-    """Where the images or features of a run are, and their size, for the table at the start of the
-    run.
-    """
-    if features := [each for each in sets if isinstance(each, Features)]:
-        size = bytes_text(sum(view.nbytes for each in features for view in each.views))
-        origins = [
-            f"{word}: {each.origin}"
-            for each, word in zip(features, ("training", "evaluation"), strict=True)
-        ]
-        numbers = " x ".join(map(str, features[0].views[0].shape[1:]))
-        place = (
-            "cached"
-            if all(isinstance(each.views[0], np.memmap) for each in features)
-            else "in memory"
-        )
-        return f"{numbers} features of each view, {size} {place}; {'; '.join(origins)}"
-    decoded = [each for each in sets if isinstance(each, DecodedImages)]
-    if not decoded:
-        return "photographs, decoded for each batch"
-    places = {
-        f"on {each.images.device}" if isinstance(each, ResidentImages) else "in host memory"
-        for each in decoded
-    }
-    by_loader = ", augmented by loader processes" * any(each.in_loader for each in decoded)
-    others = "; the larger images of the other split are decoded for each batch" * (
-        len(decoded) < len(sets)
-    )
-    size = bytes_text(sum(each.pixels.nbytes for each in decoded))
-    return f"decoded, {size} {' and '.join(sorted(places))}{by_loader}{others}"
+    """Where the images or features of training and evaluation are, for the table at the start."""
+    places = [each.place for each in sets]
+    if len(set(places)) == 1:
+        return places[0]
+    return f"training: {places[0]}; evaluation: {places[1]}"
 
 
 def _joined(group: list[Microbatch]) -> Microbatch:

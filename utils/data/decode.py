@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from torchvision.transforms.v2 import functional as F
 
-from utils.data.spec import EVAL_CROP, InputSpec
+from utils.data.spec import InputSpec
 from utils.data.splits import Split
 from utils.errors import UserError, one_line
 
@@ -45,24 +45,19 @@ def decode(
     decoded at 1/2, 1/4 or 1/8 of its sides, which is faster.
     """
     try:
-        return _pixels(
-            split.images[int(split.rows[position])] if raw is None else raw,
-            channels,
-            shrink,
-            split.bits,
-        )
+        raw = split.images[int(split.image_index[position])] if raw is None else raw
+        return _pixels(raw, channels, shrink, split.bits)
     except Exception as error:  # decoders raise any type of error for damaged bytes
         if isinstance(error, OSError) and error.errno:  # Pillow's own errors have no errno
             raise UserError(f"{split.describe(position)}: {error.strerror}", _IO_FIX) from error
-        raise UserError(
-            f"{split.describe(position)}: not a readable image ({_reason(error)})", _FIX
-        ) from error
+        problem = f"{split.describe(position)}: not a readable image ({_reason(error)})"
+        raise UserError(problem, _FIX) from error
 
 
 def why_unreadable(split: Split, position: int) -> str | None:
     """The error in decoding the image of sample `position`; None if it can be decoded."""
     try:
-        _pixels(split.images[int(split.rows[position])], 3, None)
+        _pixels(split.images[int(split.image_index[position])], 3, None)
     except Exception as error:
         return _reason(error)
     return None
@@ -73,18 +68,14 @@ def _reason(error: Exception) -> str:
 
 
 def _pixels(raw, channels: int, shrink: Shrink | None, bits: int = 16) -> Tensor:
+    mode = "L" if channels == 1 else "RGB"
     if isinstance(raw, bytes):
-        raw = (
-            _jpeg(raw, channels, shrink)
-            if raw.startswith(b"\xff\xd8")
-            else Image.open(io.BytesIO(raw))
-        )
+        is_jpeg = raw.startswith(b"\xff\xd8")
+        raw = _jpeg(raw, mode, shrink) if is_jpeg else Image.open(io.BytesIO(raw))
     if isinstance(raw, Tensor):
         return raw
     if isinstance(raw, Image.Image):
-        raw = np.array(
-            _eight_bit(_upright(raw), raw.format, bits).convert("L" if channels == 1 else "RGB")
-        )
+        raw = np.array(_eight_bit(_upright(raw), raw.format, bits).convert(mode))
         return torch.from_numpy(raw.reshape(*raw.shape[:2], channels))
     if not isinstance(raw, np.ndarray):
         raise ValueError("there is no image")
@@ -95,42 +86,32 @@ def _pixels(raw, channels: int, shrink: Shrink | None, bits: int = 16) -> Tensor
     return planes.expand(channels, -1, -1).permute(1, 2, 0)
 
 
-def _jpeg(raw: bytes, channels: int, shrink: Shrink | None) -> Tensor | Image.Image:
+def _jpeg(raw: bytes, mode: str, shrink: Shrink | None) -> Tensor | Image.Image:
     """Decode a JPEG with torchvision, twice as fast as Pillow.
 
     Its decoders of other formats crash on damaged files.
     """
-    image = (
-        _reduced(raw, "L" if channels == 1 else "RGB", shrink)
-        if shrink and len(raw) >= LARGE
-        else None
-    )
-    if image is not None:
+    if shrink and len(raw) >= LARGE and (image := _reduced(raw, mode, shrink)):
         return image
     with suppress(RuntimeError):  # Pillow reads more files, and its errors are clearer
         if not _turned_by_xmp(raw):
-            mode, data = (
-                "GRAY" if channels == 1 else "RGB",
-                torch.frombuffer(raw, dtype=torch.uint8),
-            )
-            return torchvision.io.decode_jpeg(data, mode, apply_exif_orientation=True).permute(
-                1, 2, 0
-            )
+            data = torch.frombuffer(raw, dtype=torch.uint8)
+            mode = "GRAY" if mode == "L" else mode
+            planes = torchvision.io.decode_jpeg(data, mode, apply_exif_orientation=True)
+            return planes.permute(1, 2, 0)
     return Image.open(io.BytesIO(raw))
 
 
 def _reduced(raw: bytes, mode: str, shrink: Shrink) -> Image.Image | None:
     """A JPEG image set to be decoded at 1/2, 1/4 or 1/8 of its sides; None to decode it whole."""
-    try:
+    with suppress(Exception):  # damaged: decoding the whole image works, or raises a clear error
         image = JpegImageFile(io.BytesIO(raw))
         turned = int(image.getexif().get(ExifTags.Base.Orientation, 1)) in (5, 6, 7, 8)
-    except Exception:  # damaged: decoding the whole image works, or raises a clear error
-        return None
-    factor = int(shrink(*(image.size if turned else image.size[::-1])))
-    if factor < 2:
-        return None
-    image.draft(mode, (image.width // factor, image.height // factor))
-    return image
+        factor = int(shrink(*(image.size if turned else image.size[::-1])))
+        if factor >= 2:
+            image.draft(mode, (image.width // factor, image.height // factor))
+            return image
+    return None
 
 
 def _turned_by_xmp(raw: bytes) -> bool:
@@ -156,14 +137,11 @@ def _eight_bit(image: Image.Image, file_format: str | None, bits: int) -> Image.
     to white.
     """
     if image.mode.startswith("I;16") or (image.mode == "I" and file_format in ("PNG", "PPM")):
-        return Image.fromarray(
-            (np.asarray(image).astype(np.uint32) >> bits - 8).clip(0, 255).astype(np.uint8)
-        )
+        grey = np.asarray(image).astype(np.uint32) >> bits - 8
+        return Image.fromarray(grey.clip(0, 255).astype(np.uint8))
     if image.mode in ("I", "F"):
-        raise UserError(
-            f"32-bit pixels (mode {image.mode}) have no fixed range",
-            "save the image with 8 or 16 bits",
-        )
+        problem = f"32-bit pixels (mode {image.mode}) have no fixed range"
+        raise UserError(problem, "save the image with 8 or 16 bits")
     return image
 
 
@@ -186,41 +164,34 @@ def peek(split: Split, count: int = 64) -> tuple[int, tuple[int, int] | None, in
 
 
 def center_factor(whole_height: int, whole_width: int, height: int, width: int) -> float:
-    """How many times smaller `center` makes an image of the first size."""
+    """How many times smaller an image of the first size becomes to have one of the sides of the
+    second size, and the other one at least as long.
+    """
     return min(whole_height / height, whole_width / width)
 
 
-def center(pixels: Tensor, height: int, width: int, share: float = 1.0) -> Tensor:
-    """Resize an image so that its central `share` is height x width, and crop to that; uint8 [H, W,
-    C].
+def center(pixels: Tensor, spec: InputSpec) -> Tensor:
+    """The centre of an image in the model's input size; uint8 [H, W, C].
+
+    For photographs, the same as `Resize(spec.resize)` and `CenterCrop` of torchvision, which timm
+    uses too.
     """
-    if tuple(pixels.shape[:2]) == (height, width) and share == 1.0:
-        return pixels
-    scale = 1 / (share * center_factor(pixels.shape[0], pixels.shape[1], height, width))
-    rows, columns = (
-        max(height, round(pixels.shape[0] * scale)),
-        max(width, round(pixels.shape[1] * scale)),
-    )
-    planes = resize(pixels, rows, columns).permute(2, 0, 1)
-    return F.center_crop(planes, [height, width]).permute(1, 2, 0)
-
-
-def center_of_photograph(pixels: Tensor, spec: InputSpec) -> Tensor:
-    """The centre of a photograph in the model's input size; uint8 [H, W, C].
-
-    The same as `Resize(spec.resize)` and `CenterCrop` of torchvision, which timm uses too.
-    """
-    if spec.resize is None:
-        return center(pixels, spec.height, spec.width, EVAL_CROP)
     whole_height, whole_width, _ = pixels.shape
-    size = spec.height, spec.width
-    scale = max(spec.height / whole_height, spec.width / whole_width) * spec.resize / min(size)
-    if spec.squash:
-        height, width = (round(side * spec.resize / min(size)) for side in size)
+    shorter = min(spec.size)
+    resized = spec.resize or shorter / spec.crop
+    if spec.small:
+        if (whole_height, whole_width) == spec.size:
+            return pixels
+        scale = 1 / center_factor(whole_height, whole_width, *spec.size)
+        height = max(spec.height, round(whole_height * scale))
+        width = max(spec.width, round(whole_width * scale))
+    elif spec.squash:
+        height, width = (round(side * resized / shorter) for side in spec.size)
     else:
+        scale = max(spec.height / whole_height, spec.width / whole_width) * resized / shorter
         height, width = (math.floor(side * scale + 1e-6) for side in pixels.shape[:2])
     planes = resize(pixels, height, width, spec.interpolation).permute(2, 0, 1)
-    return F.center_crop(planes, [spec.height, spec.width]).permute(1, 2, 0)
+    return F.center_crop(planes, list(spec.size)).permute(1, 2, 0)
 
 
 def resize(pixels: Tensor, height: int, width: int, interpolation: str = "bilinear") -> Tensor:
@@ -228,6 +199,5 @@ def resize(pixels: Tensor, height: int, width: int, interpolation: str = "biline
     # The batch dimension is added first: PyTorch only then detects the channels-last layout, which
     # is faster.
     planes = pixels[None].permute(0, 3, 1, 2)
-    return interpolate(planes, (height, width), mode=interpolation, antialias=True)[0].permute(
-        1, 2, 0
-    )
+    planes = interpolate(planes, (height, width), mode=interpolation, antialias=True)
+    return planes[0].permute(1, 2, 0)

@@ -22,10 +22,10 @@ _MULTIPLIERS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**6
 _COUNTERS = {"shift_top": 1, "shift_left": 2, "flip": 3}
 _COUNTERS |= {"crop_area": 5, "crop_aspect": 6, "crop_top": 7, "crop_left": 8}
 ALTERNATING = "flip_alternate"
-"""A stream with the same numbers in all epochs, except that they move across 0.5 from each epoch to
-the next.
+"""A stream whose numbers are the same in all epochs, but on the other side of 0.5 in every second
+one.
 
-They also do so from each occurrence in an epoch to the next.
+The occurrences of a sample in an epoch alternate too.
 """
 
 
@@ -44,12 +44,8 @@ class Draws:
             repeated = _scramble(states ^ _scramble(occurrences))
             states = namespace(states).where(occurrences > 0, repeated, states)
             self._turns = epoch + occurrences
-        self._states, self._used, self._seed, self._indices = (
-            states[:, None],
-            set[str](),
-            seed,
-            indices,
-        )
+        self._states, self._used = states[:, None], set[str]()
+        self._seed, self._indices = seed, indices
 
     def uniform(self, *streams: str) -> Any:
         """Random numbers in [0, 1) of the named streams: float32 [n, len(streams)], an array or a
@@ -102,47 +98,33 @@ def _scramble(x: Any) -> Any:
     return x ^ _right(x, 31)
 
 
-class Operation:
-    """An augmentation of uint8 images. Each image has one random number in [0, 1) from each of the
-    `streams`.
+class Transform:
+    """An augmentation of uint8 images, either `image` or, with `batched`, `batch`. Each image has
+    one random number in [0, 1) from each of the `streams`.
 
-    Streams are names that no other operation uses. The numbers of an image are float32
-    [len(streams)].
+    Streams are names that no other transform uses.
     """
 
     streams: tuple[str, ...] = ()
-    # Whether it has `prepare` and `batch`, else it has `image`. If one operation of a run has only
-    # `image`, all of them run in loader processes.
+    # Whether `batch` is fast on a GPU. If one transform of a run is not batched, all of them run in
+    # loader processes.
     batched = False
 
     def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
-        """The changed image [H, W, C], not in place."""
+        """The changed image [H, W, C], not in place, from its numbers, float32 [len(streams)]."""
         raise NotImplementedError
 
-    def change(self, images: Tensor, random: np.ndarray) -> Tensor:
-        """The changed images [n, H, W, C], possibly in place, from their random numbers, on the
-        host.
+    def batch(self, images: Tensor, random: Any) -> Tensor:
+        """The changed images [n, H, W, C], possibly in place, from their numbers [n, len(streams)].
+
+        On the host, these are an array. On a GPU, this must not wait for it.
         """
-        if self.batched:
-            return self.batch(images, self.prepare(random))
         for place, pixels in enumerate(images):
             images[place] = self.image(pixels, random[place])
         return images
 
-    def prepare(self, random: Array) -> Any:
-        """Compute the input of `batch` from the random numbers [n, len(streams)], which are on the
-        host or the device.
-
-        If it is a dict, its tensors are copied to the device. It must not wait for a GPU.
-        """
-        raise NotImplementedError
-
-    def batch(self, images: Tensor, prepared: Any) -> Tensor:
-        """The changed images [n, H, W, C] on the device. It must not wait for a GPU."""
-        raise NotImplementedError
-
     def shrink(self, random: np.ndarray, height: int, width: int) -> float:
-        """How many times smaller the first operation makes a photograph of this size; below 2 it is
+        """How many times smaller the first transform makes a photograph of this size; below 2 it is
         decoded whole.
         """
         return 1.0

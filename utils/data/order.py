@@ -15,6 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from utils.config.bounds import require
+from utils.config.settings import TrainConfig
+
 
 def fold_in(*parts: int | str) -> int:
     """Hash the parts into 64 bits.
@@ -30,8 +33,11 @@ def permutation(samples: int, seed: int, epoch: int) -> np.ndarray:
     It is a stable sort of random keys. The keys are the raw output of Philox, which numpy
     guarantees not to change.
     """
-    keys = np.random.Philox(key=fold_in(seed, "order", epoch)).random_raw(samples)
-    return np.argsort(keys, kind="stable")
+    return np.argsort(_random(samples, seed, epoch), kind="stable")
+
+
+def _random(samples: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.Philox(key=fold_in(seed, "order", epoch)).random_raw(samples)
 
 
 def weighted_draws(weights: np.ndarray, seed: int, epoch: int) -> np.ndarray:
@@ -39,22 +45,17 @@ def weighted_draws(weights: np.ndarray, seed: int, epoch: int) -> np.ndarray:
     float64 [N].
     """
     ends = np.cumsum(weights)
-    uniform = (
-        np.random.Philox(key=fold_in(seed, "order", epoch)).random_raw(len(weights)) >> 11
-    ) / 2**53
+    uniform = (_random(len(weights), seed, epoch) >> 11) / 2**53
     # A product that rounds up to the whole sum would select a sample after the last one.
-    return np.searchsorted(
-        ends, np.minimum(uniform * ends[-1], np.nextafter(ends[-1], 0)), side="right"
-    )
+    below = np.minimum(uniform * ends[-1], np.nextafter(ends[-1], 0))
+    return np.searchsorted(ends, below, side="right")
 
 
-def count_earlier(drawn: np.ndarray) -> np.ndarray:
+def occurrence_index(drawn: np.ndarray) -> np.ndarray:
     """How often each of these samples, int64 [n], was drawn at an earlier place, int64 [n]."""
-    by_sample = np.argsort(drawn, kind="stable")
-    firsts = np.flatnonzero(np.diff(drawn[by_sample], prepend=-1))
-    counts, place = np.empty_like(drawn), np.arange(len(drawn))
-    counts[by_sample] = place - np.repeat(firsts, np.diff(firsts, append=len(drawn)))
-    return counts
+    import pandas  # takes half a second
+
+    return pandas.Series(drawn).groupby(drawn).cumcount().to_numpy()
 
 
 class Microbatch(NamedTuple):
@@ -151,14 +152,44 @@ class Plan:
         else:
             drawn = weighted_draws(self.weights, self.seed, epoch)
         if self.repeats > 1:
-            update, place = np.divmod(np.arange(self.samples), self.global_batch_size)
-            sizes = np.minimum(
-                self.global_batch_size, self.samples - update * self.global_batch_size
-            )
+            size = self.global_batch_size
+            update, place = np.divmod(np.arange(self.samples), size)
+            sizes = np.minimum(size, self.samples - update * size)
             distinct = -(-sizes // self.repeats)
-            drawn = drawn[update * (self.global_batch_size // self.repeats) + place % distinct]
+            drawn = drawn[update * (size // self.repeats) + place % distinct]
         once = self.weights is None and self.repeats == 1
-        return drawn, None if once else count_earlier(drawn)
+        return drawn, None if once else occurrence_index(drawn)
+
+
+def make_plan(
+    config: TrainConfig, labels: np.ndarray, global_batch_size: int, microbatches: int
+) -> Plan:
+    """The order of a run's training samples with these labels.
+
+    Raises ValueError if it does not fit the batch or the labels.
+    """
+    problem = f"--repeats {config.repeats} does not divide the global batch of {global_batch_size}"
+    fix = f"set --global_batch_size to a multiple of {config.repeats}"
+    require(global_batch_size % config.repeats == 0, problem, fix)
+    fits = not config.mixes or global_batch_size // 2 >= microbatches
+    batch = f"a global batch of {global_batch_size} has fewer pairs than its {microbatches} microbatches"
+    fix = f"--mixup and --cutmix need a --global_batch_size of at least {2 * microbatches}"
+    require(fits, batch, f"{fix}, or fewer microbatches")
+    weights = None
+    if config.sampler == "balanced":
+        require(labels.ndim == 1, "--sampler balanced needs one class per image", "leave it out")
+        weights = 1 / np.bincount(labels)[labels]
+    return Plan(
+        samples=len(labels),
+        global_batch_size=global_batch_size,
+        microbatches=microbatches,
+        seed=config.seed,
+        drop_last=config.drop_last,
+        repeats=config.repeats,
+        in_pairs=config.mixes,
+        shares=config.shares,
+        weights=weights,
+    )
 
 
 class MicrobatchSampler(Sized, Iterable):

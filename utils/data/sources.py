@@ -6,7 +6,6 @@ key is a name, a prefix that ends in a slash, or a file suffix such as ".csv". `
 """
 
 import os
-import re
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import Any
 import numpy as np
 import torchvision
 
+from utils.config.bounds import require
 from utils.config.settings import TrainConfig
 from utils.config.table import Table, suggestion
-from utils.console import printable
 from utils.data.csv_file import open_csv
 from utils.data.folders import image_folder
 from utils.data.order import fold_in
@@ -29,6 +28,7 @@ from utils.files import expand
 
 # distinct images of a synthetic data set; samples above this number share them
 SYNTHETIC_IMAGES = 1024
+_SPLITS = ("train", "test")
 # torchvision keeps these in memory
 TORCHVISION = ("MNIST", "FashionMNIST", "KMNIST", "CIFAR10", "CIFAR100")
 
@@ -41,79 +41,57 @@ def open_digits(_rest: str, _config: TrainConfig) -> Source:
     file = Path(package.origin).with_name("datasets") / "data" / "digits.csv.gz"
     *columns, target = np.loadtxt(file, delimiter=",", unpack=True)
     pixels = np.round(np.stack(columns, 1).reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
-    split = whole_split("train", pixels, target, fingerprint_of("digits", pixels.tobytes()))
+    split = whole_split("train", pixels, target, fingerprint_of("digits", pixels))
     return Source({"train": lambda: split}, [str(i) for i in range(10)])
 
 
 def open_synthetic(numbers: str, _config: TrainConfig) -> Source:
     """Generated images, optionally with CLASSESxSIZExCOUNT after the slash."""
-    found = re.fullmatch(r"([0-9]{1,15})x([0-9]{1,15})x([0-9]{1,15})", numbers or "10x32x10000")
-    if not found or min(map(int, found.groups())) < 1:
-        raise UserError(
-            f"--data synthetic/{numbers}: must be synthetic/CLASSESxSIZExCOUNT, each number at least 1",
-            "for example synthetic/10x32x10000",
-        )
-    classes, size, count = map(int, found.groups())
+    sizes = [int(n) for n in (numbers or "10x32x10000").split("x") if n.isdecimal()]
+    require(
+        len(sizes) == 3 and min(sizes) > 0,
+        f"--data synthetic/{numbers}: must be synthetic/CLASSESxSIZExCOUNT, each number at least 1",
+        "for example synthetic/10x32x10000",
+    )
+    classes, size, count = sizes
+    counts = {"train": count, "test": max(1, count // 10)}
 
-    def make(name: str, count: int) -> Split:
+    def make(name: str) -> Split:
         random = np.random.Generator(np.random.Philox(fold_in("synthetic", name)))
-        distinct = min(count, SYNTHETIC_IMAGES)
-        try:
-            pixels = random.integers(0, 128, (distinct, 3, size, size), np.uint8)
-        except MemoryError as error:
-            raise UserError(
-                f"--data synthetic/{numbers}: {one_line(error)}", "lower these numbers"
-            ) from error
+        distinct = min(counts[name], SYNTHETIC_IMAGES)
+        pixels = random.integers(0, 128, (distinct, 3, size, size), np.uint8)
         # Each class has a brighter band at a different height, so that a network can learn the
         # classes.
         for row in range(distinct):
             band = row % classes * size // classes
             pixels[row, :, band : band + max(1, size // classes)] += 100
-        rows = np.arange(count) % distinct
+        rows = np.arange(counts[name]) % distinct
         return Split(name, pixels, rows % classes, rows, fingerprint_of("synthetic", name, numbers))
 
-    openers = {
-        "train": partial(make, "train", count),
-        "test": partial(make, "test", max(1, count // 10)),
-    }
-    return Source(openers, [str(i) for i in range(classes)])
+    return Source({name: partial(make, name) for name in counts}, [str(i) for i in range(classes)])
 
 
 def open_torchvision(name: str, config: TrainConfig) -> Source:
     """MNIST, FashionMNIST, KMNIST, CIFAR10 or CIFAR100 of torchvision, downloaded to --data_dir if
     it is missing.
     """
-    _check_torchvision(name)
     cls: Any = getattr(torchvision.datasets, name)
     root = str(expand(config.data_dir or str(Path(config.cache_dir) / "torchvision")))
-    class_names: list[str] = []
+    try:
+        # does nothing if the files are there
+        sets = {split: cls(root, train=split == "train", download=True) for split in _SPLITS}
+    except Exception as error:  # of any class
+        problem = f"--data torchvision/{name}: not in {root}, and the download failed ({one_line(error)[:200]})"
+        raise UserError(problem, "put it there, or choose another --data_dir") from error
 
     def make(split: str) -> Split:
-        try:
-            # does nothing if the files are there
-            dataset = cls(root, train=split == "train", download=True)
-        except Exception as error:  # of any class
-            problem = f"--data torchvision/{name}: not in {root}, and the download failed ({one_line(error)[:200]})"
-            raise UserError(problem, "put it there, or choose another --data_dir") from error
-        class_names[:] = map(str, dataset.classes)
-        pixels = np.asarray(dataset.data)
+        pixels = np.asarray(sets[split].data)
         planes = pixels if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2)
-        return whole_split(
-            split,
-            planes,
-            dataset.targets,
-            fingerprint_of(name, split, np.ascontiguousarray(pixels).data),
-        )
+        fingerprint = fingerprint_of(name, split, pixels)
+        return whole_split(split, planes, sets[split].targets, fingerprint)
 
-    return Source({split: partial(make, split) for split in ("train", "test")}, class_names)
-
-
-def _check_torchvision(name: str) -> None:
-    if name not in TORCHVISION:
-        fix = f"use {', '.join(TORCHVISION)} (others are on the Hugging Face Hub)"
-        raise UserError(
-            f"--data torchvision/{name}: no such data set", suggestion(name, TORCHVISION, fix)
-        )
+    class_names = [*map(str, sets["train"].classes)]
+    return Source({split: partial(make, split) for split in sets}, class_names)
 
 
 SOURCES = Table(
@@ -162,41 +140,19 @@ def has_columns(data: str) -> bool:
 
 def check_source(config: TrainConfig) -> None:
     """Raise ValueError if what --data names does not exist. Does not open it."""
-    _check_names(config)
     (key, rest), path = _find(config.data), expand(config.data)
-    if key == "torchvision/":
-        _check_torchvision(rest)
-    elif key:
-        return
-    elif not path.exists() and (
-        config.data.startswith((".", "/", "~")) or config.data.count("/") != 1
-    ):
+    problem = f"--data {config.data}: no such"
+    if key == "torchvision/" and rest not in TORCHVISION:
+        fix = f"use {', '.join(TORCHVISION)} (others are on the Hugging Face Hub)"
+        raise UserError(f"{problem} data set", suggestion(rest, TORCHVISION, fix))
+    may_be_hub_id = not config.data.startswith((".", "/", "~")) and config.data.count("/") == 1
+    if not key and not path.exists() and not may_be_hub_id:
         names = [key for key in SOURCES if not key.startswith(".")]
-        fix = suggestion(
-            config.data, names, f"use {', '.join(map(_shown, SOURCES))}, {SOURCES.others}"
-        )
-        # else it may be a Hub id
-        raise UserError(f"--data {config.data}: no such file, folder or data set", fix)
-    elif not path.is_dir() or has_tables(path):
+        known = ", ".join(f"a {key} file" if key.startswith(".") else key for key in SOURCES)
+        fix = suggestion(config.data, names, f"use {known}, {SOURCES.others}")
+        raise UserError(f"{problem} file, folder or data set", fix)
+    if not key and has_columns(config.data):
         import datasets  # noqa: F401  takes half a second; load_data would import it on one rank after the other
-
-
-def _shown(key: str) -> str:
-    """A key of SOURCES as part of a list of valid values."""
-    return f"{key}..." if key.endswith("/") else f"a {key} file" if key.startswith(".") else key
-
-
-def _check_names(config: TrainConfig) -> None:
-    """Raise ValueError for a name that config.yaml cannot store, because the run could not be
-    resumed.
-    """
-    for name, value in (vars(config) | {"data": absolute_data(config.data)}).items():
-        if (
-            isinstance(value, str)
-            and not value.isascii()
-            and value.encode("utf-8", "replace").decode() != value
-        ):
-            raise UserError(f"--{name} {printable(value)}: this name is not UTF-8", "rename it")
 
 
 def open_source(config: TrainConfig) -> Source:

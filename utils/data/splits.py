@@ -16,7 +16,6 @@ import numpy as np
 from utils.config.bounds import require
 from utils.console import join_names, nfc
 from utils.data.order import fold_in, permutation
-from utils.data.scan import Scan
 from utils.errors import UserError
 
 EVAL_NAMES = ("validation", "valid", "val", "eval", "test")  # tried in this order
@@ -35,40 +34,38 @@ class Images(Protocol):
 
 @dataclass(frozen=True)
 class Split:
-    """The samples of one split: `images[rows[i]]` is the encoded image of sample i, `labels[i]` its
-    class.
+    """The samples of one split: `images[image_index[i]]` is the encoded image of sample i,
+    `labels[i]` its class.
 
-    `labels` and `rows` are int64 [N]; several samples may share a row. If samples may have several
-    classes or none, `labels` is multi-hot, uint8 [N, classes]. `fingerprint` changes if an image
-    may have changed; image files have a stamp each instead. A check of the images adds two fields,
-    both by row: `ends`, a checksum of each image (int64 [len(images)]), and `bad`, the errors of
-    unreadable images.
+    `labels` and `image_index` are int64 [N]; several samples may share an image. If samples may
+    have several classes or none, `labels` is multi-hot, uint8 [N, classes]. `fingerprint` changes
+    if an image may have changed; image files have a stamp each instead. A check of the images adds
+    two fields: `checksums`, one of each image, int64 [len(images)], and `errors`, those of
+    unreadable images by their index in `images`.
     """
 
     name: str
     images: Images
     labels: np.ndarray
-    rows: np.ndarray
+    image_index: np.ndarray
     fingerprint: str
-    ends: Any = None
-    bad: Mapping[int, str] = field(default_factory=dict)
+    checksums: Any = None
+    errors: Mapping[int, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # lines to print about how the data set was read
     bits: int = 16  # used bits of 16-bit grey images
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.image_index)
 
     @cached_property
     def readable(self) -> np.ndarray:
         """bool [N]: False for each sample whose image is known to be unreadable."""
-        return ~np.isin(self.rows, list(self.bad)) if self.bad else np.ones(len(self), bool)
+        return ~np.isin(self.image_index, list(self.errors))
 
     def unreadable(self) -> dict[str, str]:
         """The errors of its unreadable images, by their paths or indices."""
-        positions = np.flatnonzero(~self.readable).tolist()
-        return {
-            self.describe(position): self.bad[int(self.rows[position])] for position in positions
-        }
+        bad = np.flatnonzero(~self.readable).tolist()
+        return {self.describe(n): self.errors[int(self.image_index[n])] for n in bad}
 
     def replace_unreadable(self) -> "Split":
         """The split with another image of the same classes in the place of each unreadable one.
@@ -78,37 +75,30 @@ class Split:
         is no such image.
         """
         _, kinds = np.unique(self.labels, return_inverse=True, axis=0)
-        order, rows = permutation(len(self), 0, 0), self.rows.copy()
+        order, index = permutation(len(self), 0, 0), self.image_index.copy()
         is_usable, kinds = self.readable[order], kinds[order]
-        for kind in np.unique(kinds[~is_usable]):
-            same, bad = (
-                np.flatnonzero(is_usable & (kinds == kind)),
-                np.flatnonzero(~is_usable & (kinds == kind)),
-            )
-            if not len(same):
-                problem = f"{self.describe(order[bad[0]])}: no other image has the same label and can be used"
-                raise UserError(problem, "restore it, or start a new run")
-            rows[order[bad]] = self.rows[order[same[np.searchsorted(same, bad) % len(same)]]]
-        return replace(self, rows=rows)
+        for place in np.flatnonzero(~is_usable):
+            same = np.flatnonzero(is_usable & (kinds == kinds[place]))
+            problem = "no other image has the same label and can be used"
+            fix = "restore it, or start a new run"
+            require(len(same) > 0, f"{self.describe(order[place])}: {problem}", fix)
+            found = order[same[np.searchsorted(same, place) % len(same)]]
+            index[order[place]] = self.image_index[found]
+        return replace(self, image_index=index)
 
     def select(self, positions: np.ndarray) -> "Split":
         """A split of the samples at these positions, in this order."""
-        return replace(self, labels=self.labels[positions], rows=self.rows[positions])
+        return replace(self, labels=self.labels[positions], image_index=self.image_index[positions])
 
     @property
     def cache_key(self) -> str:
         """Identifies the images and their order; part of the name of the file that caches them."""
         stamps = []
         if isinstance(self.images, Files):
-            paths = (self.images.paths[row] for row in self.rows[self.readable])
+            paths = (self.images.paths[row] for row in self.image_index[self.readable])
             stamps = [(path, *stamp_of(path)) for path in paths]
-        return fingerprint_of(
-            self.fingerprint,
-            self.bits,
-            np.ascontiguousarray(self.rows).data,
-            *sorted(self.bad),
-            *stamps,
-        )
+        parts = self.fingerprint, self.bits, self.image_index
+        return fingerprint_of(*parts, *sorted(self.errors), *stamps)
 
     @cached_property
     def label_fingerprint(self) -> str:
@@ -116,7 +106,7 @@ class Split:
 
         Computed once, because every checkpoint stores it.
         """
-        return fingerprint_of(np.ascontiguousarray(self.labels).data)
+        return fingerprint_of(self.labels)
 
     @cached_property
     def content(self) -> str:
@@ -124,39 +114,35 @@ class Split:
         checked.
         """
         if isinstance(self.images, np.ndarray):
-            return fingerprint_of(
-                np.ascontiguousarray(self.images).data, np.ascontiguousarray(self.rows).data
-            )
-        return "" if self.ends is None else fingerprint_of(self.ends[self.rows].data)
+            return fingerprint_of(self.images, self.image_index)
+        return "" if self.checksums is None else fingerprint_of(self.checksums[self.image_index])
 
     def read_ahead(self, positions: Sequence[int]) -> list:
         """The encoded images of several samples; None for images that are read one by one."""
         if not hasattr(self.images, "many"):
             return [None] * len(positions)
-        return self.images.many([int(self.rows[position]) for position in positions])
+        return self.images.many([int(self.image_index[position]) for position in positions])
 
     def describe(self, position: int) -> str:
         """The path of the image of sample `position`, or its index in the split."""
-        row = int(self.rows[position])
-        return (
-            str(self.images.paths[row])
-            if isinstance(self.images, Files)
-            else f"image {row} of split {self.name!r}"
-        )
+        row = int(self.image_index[position])
+        if isinstance(self.images, Files):
+            return self.images.paths[row]
+        return f"image {row} of split {self.name!r}"
 
 
 @dataclass(frozen=True)
 class Data:
     """A data set to train on: two splits and the names of their classes, by label.
 
-    `record` describes the samples for checkpoints: a Record of utils/data/record.py. `bad_images`
+    `samples` lists them for checkpoints: a SampleList of utils/data/samples.py. `bad_images`
     lists the images that cannot be read, {path or index: reason}.
     """
 
     train: Split
     evaluation: Split
     class_names: list[str]
-    record: Any = None
+    samples: Any = None
     bad_images: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -172,8 +158,8 @@ class Files:
     a file.
     """
 
-    def __init__(self, paths: list[str], root: str = "", scan: Scan | None = None):
-        self.paths, self.root, self.scan = paths, root, scan  # `scan` is for image folders
+    def __init__(self, paths: list[str], root: str = ""):
+        self.paths, self.root = paths, root
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -202,25 +188,20 @@ def stamp_of(path: str | os.PathLike) -> tuple[int, int, int]:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
+@dataclass
 class Source:
     """The splits of a data set by name, each opened when it is first needed.
 
-    `aliases` are other names that users may give for splits. `class_names` may be filled by the
-    first split that is opened. `notes` are lines to print about all splits. `check` is applied to
-    each split when it is opened.
+    `aliases` are other names that users may give for splits. `notes` are lines to print about all
+    splits. `check` is applied to each split when it is opened.
     """
 
-    def __init__(
-        self,
-        openers: Mapping[str, Callable[[], Split]],
-        class_names: list[str],
-        aliases: Mapping[str, str] | None = None,
-        notes: tuple[str, ...] = (),
-    ):
-        self.openers, self.class_names, self.aliases = openers, class_names, aliases or {}
-        self.notes = notes
-        self.check: Callable[[Split], Split] = lambda split: split
-        self.opened: dict[str, Split] = {}
+    openers: Mapping[str, Callable[[], Split]]
+    class_names: list[str]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    check: Callable[[Split], Split] = lambda split: split
+    opened: dict[str, Split] = field(default_factory=dict)
 
     def split(self, name: str) -> Split:
         """The split of this name, which must exist.
@@ -229,23 +210,14 @@ class Source:
         """
         if name not in self.opened:
             split, classes = self.openers[name](), len(self.class_names)
-            if not len(split):
-                raise UserError(
-                    f"split {name!r} is empty",
-                    "choose another one with --train_split or --eval_split",
-                )
+            fix = "choose another one with --train_split or --eval_split"
+            require(len(split) > 0, f"split {name!r} is empty", fix)
             wrong = np.flatnonzero((split.labels < 0) | (split.labels >= classes))
             if len(wrong) and split.labels.ndim == 1:
                 label = split.labels[wrong[0]]
-                fix = (
-                    "if the split is unlabelled, choose another one with --eval_split"
-                    if label < 0
-                    else "fix the labels"
-                )
-                raise UserError(
-                    f"{split.describe(wrong[0])} has the label {label}, outside 0..{classes - 1}",
-                    fix,
-                )
+                problem = f"has the label {label}, outside 0..{classes - 1}"
+                fix = "fix the labels (if the split is unlabelled, choose another --eval_split)"
+                raise UserError(f"{split.describe(wrong[0])} {problem}", fix)
             self.opened[name] = self.check(replace(split, notes=(*self.notes, *split.notes)))
         return self.opened[name]
 
@@ -259,27 +231,17 @@ def whole_split(name: str, images: Images, labels, fingerprint: str) -> Split:
     """A split with all images in order; `labels` are classes, [N], or multi-hot, [N, classes]."""
     given = np.asarray(labels)
     labels = np.ascontiguousarray(given, np.uint8 if given.ndim == 2 else np.int64)
-    require(
-        (labels == given).all(),
-        f"split {name!r} has labels that are not integers",
-        "give class numbers",
-    )
+    problem = f"split {name!r} has labels that are not integers"
+    require(bool((labels == given).all()), problem, "give class numbers")
     return Split(name, images, labels, np.arange(len(labels)), fingerprint)
 
 
-def multi_hot(split: str, counts: np.ndarray, flat: np.ndarray, classes: int) -> np.ndarray:
+def multi_hot(counts: np.ndarray, flat: np.ndarray, classes: int) -> np.ndarray:
     """The multi-hot rows of samples with `counts` [N] classes each, listed one after the other in
     `flat`.
-
-    Raises ValueError if one is outside 0 .. classes - 1.
     """
-    samples = np.repeat(np.arange(len(counts)), counts)
-    wrong = np.flatnonzero((flat < 0) | (flat >= classes))
-    if len(wrong):
-        problem = f"has the label {flat[wrong[0]]}, outside 0..{classes - 1}"
-        raise UserError(f"image {samples[wrong[0]]} of split {split!r} {problem}", "fix the labels")
     rows = np.zeros((len(counts), classes), np.uint8)
-    rows[samples, flat] = 1
+    rows[np.repeat(np.arange(len(counts)), counts), flat] = 1
     return rows
 
 
@@ -355,16 +317,12 @@ def random_subset(split: Split, count: int | None, seed: int) -> Split:
 
 
 def fingerprint_of(*parts) -> str:
-    """A hash of the parts. Each is bytes, a memoryview, or any value, of which `str` is hashed."""
+    """A hash of the parts: bytes, memoryviews, arrays, or any values, of which `str` is hashed."""
     digest = hashlib.sha256()
     for part in parts:
-        data = (
-            part
-            if isinstance(part, bytes | memoryview)
-            else str(part).encode("utf-8", "surrogatepass")
-        )
-        digest.update(
-            (data.nbytes if isinstance(data, memoryview) else len(data)).to_bytes(8, "little")
-        )
+        part = np.ascontiguousarray(part).data if isinstance(part, np.ndarray) else part
+        is_raw = isinstance(part, bytes | memoryview)
+        data = memoryview(part if is_raw else str(part).encode("utf-8", "surrogatepass"))
+        digest.update(data.nbytes.to_bytes(8, "little"))
         digest.update(data)
     return digest.hexdigest()[:32]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from utils.config.bounds import require
 from utils.config.settings import TrainConfig
 from utils.console import join_names
 from utils.data.splits import (
@@ -86,7 +87,7 @@ def table_source(splits, config: TrainConfig) -> Source:
     train = splits[split_that_defines_classes(splits, config.train_split)]
     image_column = _image_column(train.features, config.image_column)
     label_column = _label_column(train.features, config.label_column)
-    class_names, classes, notes = _classes(train, label_column)
+    class_names, classes = _classes(train, label_column)
     train_names = names_of_feature(train.features[label_column])
 
     def make(name: str) -> Split:
@@ -97,13 +98,12 @@ def table_source(splits, config: TrainConfig) -> Source:
                 raise UserError(f"{problem} {join_names(dataset.features)}", "choose another split")
         labels, found = _labels(name, dataset, label_column, classes, train_names)
         images = Table(dataset, image_column)
-        stamps = [stamp_of(file) for file in images.files() if Path(file).is_file()]
-        split = whole_split(
-            name, images, labels, fingerprint_of(dataset._fingerprint, image_column, *stamps)
-        )
+        files = [file for file in images.files() if Path(file).is_file()]
+        stamps = [(file, *stamp_of(file)) for file in files]
+        split = whole_split(name, images, labels, fingerprint_of(name, image_column, *stamps))
         return replace(split, notes=note_forms(classes, found))
 
-    return Source({name: partial(make, name) for name in splits}, class_names, notes=notes)
+    return Source({name: partial(make, name) for name in splits}, class_names)
 
 
 def _image_column(features, wanted: str | None) -> str:
@@ -111,39 +111,37 @@ def _image_column(features, wanted: str | None) -> str:
 
     found = [name for name in features if isinstance(features[name], Image)]
     # In files that were not written by `datasets`, images are a plain struct of bytes.
-    dicts = [name for name in features if isinstance(features[name], dict)]
-    structs = [name for name in dicts if "bytes" in features[name]]
-    name = _choose("image", features, wanted, found or structs)
-    if name not in found + structs and getattr(features[name], "dtype", "") not in IMAGE_TYPES:
-        problem = f"--image_column {name}: holds {features[name]}, not images"
-        raise UserError(problem, f"use one of {join_names(features)}")
-    return name
+    structs = [n for n in features if isinstance(features[n], dict) and "bytes" in features[n]]
+    texts = [n for n in features if getattr(features[n], "dtype", "") in IMAGE_TYPES]
+    return _choose("image", features, wanted, found or structs, [*found, *structs, *texts])
 
 
 def _label_column(features, wanted: str | None) -> str:
     from datasets import ClassLabel
 
-    found = [name for name in features if isinstance(_element(features[name]), ClassLabel)]
-    known = [name for name in LABEL_NAMES if name in features]
-    name = _choose("label", features, wanted, found or known[:1])
-    dtype = getattr(_element(features[name]), "dtype", "")
-    if not re.fullmatch(r"u?int\d+|bool|(large_)?string", dtype):
-        problem = "labels must be integers or strings, or lists of them, not"
-        fix = f"use one of {join_names(features)}"
-        raise UserError(f"--label_column {name}: {problem} {features[name]}", fix)
+    kinds = {name: _element(features[name]) for name in features}
+    found = [name for name in features if isinstance(kinds[name], ClassLabel)]
+    known = [name for name in LABEL_NAMES if name in features][:1]
+    valid = re.compile(r"u?int\d+|bool|(large_)?string")
+    fitting = [n for n in features if valid.fullmatch(getattr(kinds[n], "dtype", ""))]
+    return _choose("label", features, wanted, found or known, fitting)
+
+
+def _choose(
+    kind: str, features, wanted: str | None, found: list[str], fitting: Collection[str]
+) -> str:
+    """The column that a flag names, or the only one found.
+
+    Raises ValueError if there is none, or if its type is not `fitting`.
+    """
+    fix, flag = f"set --{kind}_column to one of {join_names(features)}", f"--{kind}_column"
+    if wanted is None:
+        require(found != [], f"there is no {kind} column", fix)
+        require(len(found) == 1, f"each of {join_names(found)} may be the {kind} column", fix)
+    name = wanted or found[0]
+    require(name in features, f"{flag} {name}: no such column", fix)
+    require(name in fitting, f"{flag} {name}: holds {features[name]}, not {kind}s", fix)
     return name
-
-
-def _choose(kind: str, features: Collection[str], wanted: str | None, found: list[str]) -> str:
-    """The column that a flag names, or the only one found. Raises ValueError if there is none."""
-    if wanted in features or (wanted is None and len(found) == 1):
-        return wanted or found[0]
-    problem = f"there is no {kind} column"
-    if wanted is not None:
-        problem = f"--{kind}_column {wanted}: no such column"
-    elif found:
-        problem = f"each of {join_names(found)} may be the {kind} column"
-    raise UserError(problem, f"set --{kind}_column to one of {join_names(features)}")
 
 
 def _element(feature):
@@ -161,29 +159,17 @@ def _values(dataset, column: str):
     return compute.list_flatten(values), compute.list_value_length(values)
 
 
-def _classes(dataset, column: str) -> tuple[list[str], Sequence, tuple[str, ...]]:
-    """The names of the classes; their names again, or the integers that stand for them; and lines
-    to print.
+def _classes(dataset, column: str) -> tuple[list[str], Sequence]:
+    """The names of the classes; and the names or the integers in the column that stand for them.
 
-    Integer labels are class numbers from 0 to the highest label. If fewer than half of these
-    numbers occur, as with 0, 1000, 2000, only the numbers that occur are classes.
+    Without names, the classes are the labels that occur, in order, except for negative ones.
     """
     if names := distinct(names_of_feature(dataset.features[column])):
-        return names, names, ()
-    try:
-        values = distinct(sorted(_values(dataset, column)[0].unique().drop_null().to_pylist()))
-    except UnicodeDecodeError:
-        problem = f"--label_column {column}: a label is not UTF-8 text"
-        raise UserError(problem, "save the column as UTF-8") from None
-    if values and isinstance(values[0], str):
-        return values, values, ()
-    values = [int(value) for value in values if value >= 0]
-    numbers = range(max(values, default=-1) + 1)
-    if 2 * len(values) >= len(numbers):
-        return list(map(str, numbers)), numbers, ()
-    shown = join_names(values, 3)
-    note = f"--label_column {column}: only the labels that occur are classes: {shown}"
-    return list(map(str, values)), values, (note,)
+        return names, names
+    values = distinct(sorted(_values(dataset, column)[0].unique().drop_null().to_pylist()))
+    if not values or not isinstance(values[0], str):
+        values = [int(value) for value in values if value >= 0]
+    return list(map(str, values)), values
 
 
 def _labels(
@@ -197,24 +183,18 @@ def _labels(
     split's `names` if it has none. Raises ValueError for a null label.
     """
     values, counts = _values(dataset, column)
-    if values.null_count or (counts is not None and counts.null_count):
-        every = dataset.with_format(None)[column]
-        has_null = (label is None or (counts is not None and None in label) for label in every)
-        raise UserError(
-            f"image {list(has_null).index(True)} of split {split!r} has a null label",
-            "fill it in (if a label is a list, with an empty one), or choose another split",
-        )
+    nulls = values.null_count + (0 if counts is None else counts.null_count)
+    fix = "fill them in (if a label is a list, with an empty one), or choose another split"
+    require(nulls == 0, f"split {split!r} has null labels ({nulls})", fix)
     own, unique = names_of_feature(dataset.features[column]), values.unique().to_pylist()
     called = dict(enumerate(own or names))
     found = [called.get(value, value) for value in unique]
     numbers = indices_in(classes, found)
     for value, number in zip(found, numbers, strict=True):
-        if number < 0 and (isinstance(value, str) or value >= 0):
-            raise UserError(
-                lacks_class(value, classes, split, own or found),
-                "fix the labels, or choose another split",
-            )
+        if number < 0 and (isinstance(value, str) or value >= 0 or counts is not None):
+            problem = lacks_class(value, classes, split, own or found)
+            raise UserError(problem, "fix the labels, or choose another split")
     labels = numbers[indices_in(unique, values.to_numpy())]
-    return (
-        labels if counts is None else multi_hot(split, counts.to_numpy(), labels, len(classes))
-    ), found
+    if counts is not None:
+        labels = multi_hot(counts.to_numpy(), labels, len(classes))
+    return labels, found

@@ -4,7 +4,6 @@ through /dev/shm.
 /dev/shm is shared memory. In containers it is often small.
 """
 
-import math
 import os
 import signal
 import sys
@@ -16,16 +15,16 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from utils.config.settings import TrainConfig
+from utils.console import say
 from utils.data.datasets import AnyDataset, Batch, ResidentImages
 from utils.data.order import MicrobatchSampler
 from utils.errors import UserError, one_line
-from utils.launch.environment import local_rank_and_size, print_for_machine
-from utils.memory import MB, SHM, SHM_FIX, describe_shm, shm_space, usable_physical_cores
+from utils.launch.environment import local_rank_and_size
+from utils.memory import SHM, SHM_FIX, bytes_text, free_shm, usable_physical_cores
 
 AHEAD = 4  # batches that each worker prepares in advance
 # batches that the rank holds: the current one, and the next one, which Accelerate reads ahead
@@ -44,55 +43,35 @@ def default_workers(threads: int, processes: int) -> int:
     return min(threads, max(8, min(16, usable_physical_cores() // processes)))
 
 
-def bytes_needed(sizes: Sequence[int], workers: int, ahead: int) -> int:
-    """The most bytes of /dev/shm that a rank's loaders use, with batches of `sizes` bytes."""
-    return sum(size + _SMALL for size in sizes) * (workers * ahead + _IN_USE) if workers else 0
-
-
 def choose_workers(sizes: Sequence[int], wanted: int) -> tuple[int, int]:
     """How many workers each loader of a rank has, and how many batches each worker prepares in
     advance.
 
-    `sizes` has the bytes of each loader's batches. If the wanted workers do not fit into this
-    machine's /dev/shm, there are fewer or none, and each prepares one batch.
+    `sizes` has the bytes of each loader's batches. If not all batches fit into this rank's share of
+    /dev/shm, fewer are prepared in advance, then there are fewer workers or none.
     """
-    space, (_, processes) = shm_space(), local_rank_and_size()
-    free = math.inf if space is None else _USABLE * space[0] / processes
-    if bytes_needed(sizes, wanted, AHEAD) <= free:
-        return wanted, AHEAD
-    fitting = int(free // sum(size + _SMALL for size in sizes)) - _IN_USE
-    return max(0, min(wanted, fitting)), 1
-
-
-class ShmFull(UserError):
-    """A loader process could not write a batch to /dev/shm."""
+    free = _USABLE * free_shm() / local_rank_and_size()[1]
+    most = free / (sum(size + _SMALL for size in sizes) or 1) - _IN_USE
+    workers = int(max(0, min(wanted, most)))
+    return workers, int(min(AHEAD, most / max(1, workers)))
 
 
 def move_to_shared_memory(batch: Any) -> Batch:
     """A `collate_fn` that moves the tensors of a Batch to shared memory if this is a loader
     process.
 
-    If there is no space, the batch is empty, with a ShmFull as its error. PyTorch would move them
-    later, in a thread that only prints the error, and the rank would wait for this batch forever.
+    If there is no space, the batch is empty, with an error. PyTorch would move them later, in a
+    thread that only prints the error, and the rank would wait for this batch forever.
     """
     try:
         for tensor in (batch.images, batch.labels) if get_worker_info() is not None else ():
             if tensor.numel():  # an empty tensor takes no shared memory
-                _share(tensor)
-    except ShmFull as error:
-        return batch.failed(error)
-    return batch
-
-
-def _share(tensor: Tensor) -> None:
-    try:
-        tensor.share_memory_()
+                tensor.share_memory_()
     except RuntimeError as error:
-        problem = f"a loader process could not write a batch of {tensor.nbytes / MB:.1f} MB"
-        raise ShmFull(
-            f"{SHM}: {problem} ({describe_shm()}; {one_line(error)[:160]})",
-            f"{SHM_FIX}, or use --num_workers 0",
-        ) from error
+        size = bytes_text(batch.images.nbytes)
+        problem = f"a loader process could not write a batch of {size} ({one_line(error)[:160]})"
+        return batch.failed(UserError(f"{SHM}: {problem}", f"{SHM_FIX}, or use --num_workers 0"))
+    return batch
 
 
 # How workers start. The default of Python 3.14 would import PyTorch again in each worker, and would
@@ -162,17 +141,6 @@ def _await_parents_sigterm(parent: int) -> None:
     os._exit(0)
 
 
-def make_loader(
-    dataset: AnyDataset,
-    sampler: MicrobatchSampler,
-    config: TrainConfig,
-    threads: int,
-    device: torch.device,
-) -> DataLoader:
-    """`make_loaders` for a single loader."""
-    return make_loaders([(dataset, sampler)], config, threads, device)[0]
-
-
 def make_loaders(
     parts: Sequence[tuple[AnyDataset, MicrobatchSampler]],
     config: TrainConfig,
@@ -184,17 +152,18 @@ def make_loaders(
 
     The machine's first rank prints a line if they have fewer workers than wanted.
     """
-    wanted, (_, processes) = config.num_workers, local_rank_and_size()
+    wanted = config.num_workers
     if wanted is None:
-        wanted = default_workers(threads, processes)
+        wanted = default_workers(threads, local_rank_and_size()[1])
     # Otherwise a batch is one copy of small images, which is faster than passing it between
     # processes.
     sizes = [each.largest * dataset.image_bytes for dataset, each in parts if dataset.in_loader]
     most, ahead = choose_workers(sizes, wanted)
-    if (most, ahead) != (wanted, AHEAD):
-        need = processes * bytes_needed(sizes, wanted, AHEAD) / MB
-        problem = f"{SHM}: {describe_shm()}, {need:.0f} MB needed for --num_workers {wanted}"
-        print_for_machine(f"{problem}; using {most} instead, which is slower; {SHM_FIX}")
+    if sizes and most < wanted:
+        problem = (
+            f"{SHM}: {bytes_text(int(free_shm()))} free, too little for --num_workers {wanted}"
+        )
+        say(f"{problem}; using {most} instead, which is slower; {SHM_FIX}", on_each_machine=True)
     loaders = []
     for dataset, sampler in parts:
         workers = most if dataset.in_loader else 0

@@ -2,39 +2,62 @@
 Lockstep.
 """
 
+import json
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from utils.console import join_names, printable
 from utils.data.spec import InputSpec
-from utils.export.forms import Code
-from utils.export.loaded import Loaded
-from utils.files import expand
+from utils.export.formats import Code, Loaded, Probabilities
 from utils.tasks.task import score_rows
 from utils.version import VERSION
+
+TOLERANCE = 1e-5  # in probability
 
 
 def config_of(loaded: Loaded) -> dict[str, Any]:
     """The contents of config.json: architecture, classes and preprocessing."""
-    settings, names = (
-        loaded.saved.config,
-        ("height", "width", "channels", "resize", "squash", "interpolation"),
-    )
-    shape = {name: getattr(loaded.spec, name) for name in (*names, "mean", "std")}
-    if loaded.spec.small:
-        shape |= {"resize": None, "interpolation": "bilinear"}
+    settings, task = loaded.saved.config, loaded.task
+    shape = asdict(loaded.spec)
+    del shape["evaluation"]  # it is this one
     return {
         "architecture": loaded.name,
         "library": loaded.library,
         "model_args": settings.model_args,
-        "num_classes": loaded.task.outputs,
-        "labels": loaded.task.class_names,
+        "num_classes": task.outputs,
+        "labels": task.class_names,
         "task": settings.task,
-        "activation": loaded.task.activation,
-        "threshold": None if loaded.task.cut is None else settings.threshold,
+        "activation": task.activation,
+        "threshold": None if task.cut is None else settings.threshold,
         "input": shape,
         "weights": "ema" if loaded.is_average else "raw",
         "lockstep": VERSION,
     }
+
+
+def compare(loaded: Loaded, code: Code, folder: Path) -> float:
+    """The largest difference in a probability between the checkpoint and the code of the card, run
+    in `folder`.
+
+    They are compared on random pixels, in batches of 1, 2 and 7 images. Raises ValueError if they
+    differ by over 1e-5.
+    """
+    names: dict[str, Any] = {}
+    exec(definitions(loaded, code, str(folder)), names)
+    spec, random, worst = loaded.spec, np.random.default_rng(0), 0.0
+    for count in (1, 2, 7):
+        images = random.integers(0, 256, (count, *spec.size, spec.channels), np.uint8)
+        with torch.inference_mode():
+            expected = Probabilities(loaded)(torch.from_numpy(images)).numpy()
+        difference = float(np.abs(names["predict"](images) - expected).max())
+        if not difference <= TOLERANCE:  # NaN is not
+            raise ValueError(f"its probabilities differ by {difference:.2g} from the checkpoint's")
+        worst = max(worst, difference)
+    return worst
 
 
 def card(loaded: Loaded, code: Code, difference: float) -> str:
@@ -71,7 +94,10 @@ pip install {code.install} numpy pillow
 ```
 
 ```python
-{_python(loaded, code)}```
+{definitions(loaded, code)}
+
+probabilities = predict(preprocess("photo.jpg")[None])[0]
+{_printing(loaded)}```
 
 On the same pixels (random ones), the probabilities are those of the checkpoint in float32;
 the largest difference found was {difference:.1e}.
@@ -82,24 +108,16 @@ The author has not stated a licence. To state one, add a line such as `license: 
 """
 
 
-def _python(loaded: Loaded, code: Code) -> str:
-    """The code that defines `preprocess` and `predict`, and classifies a photograph with them."""
-    spec, outputs = loaded.spec, loaded.task.outputs
-    shown = """for index in probabilities.argsort()[::-1][:5]:
-    print(f"{probabilities[index]:.4f}  {labels[index]}")
-"""
-    if loaded.task.cut is not None:
-        shown = f"""for label, probability in zip(labels[-{outputs}:], probabilities):
-    mark = "  (predicted)" if probability > {loaded.saved.config.threshold} else ""
-    print(f"{{probability:.4f}}  {{label}}{{mark}}")
-"""
+def definitions(loaded: Loaded, code: Code, folder: str = ".") -> str:
+    """The source of `preprocess` and `predict` for the files in `folder`."""
+    spec = loaded.spec
     return f'''import json
 
 import numpy as np
 {code.imports}
 from PIL import Image, ImageOps
 
-folder = "."  # with the files of this model
+folder = {json.dumps(folder)}  # with the files of this model
 labels = json.load(open(f"{{folder}}/config.json"))["labels"]
 {code.loading}
 
@@ -107,37 +125,44 @@ labels = json.load(open(f"{{folder}}/config.json"))["labels"]
 {preprocessing(spec)}
 
 def predict(images):
-    """Probabilities [n, {outputs}] of uint8 images [n, {spec.height}, {spec.width}, {spec.channels}]."""
+    """Probabilities [n, {loaded.task.outputs}] of uint8 images [n, {spec.height}, {spec.width}, {spec.channels}]."""
     {code.predicting}
+'''
 
 
-probabilities = predict(preprocess("photo.jpg")[None])[0]
-{shown}'''
+def _printing(loaded: Loaded) -> str:
+    """The lines that print `probabilities`."""
+    if loaded.task.cut is None:
+        return """for index in probabilities.argsort()[::-1][:5]:
+    print(f"{probabilities[index]:.4f}  {labels[index]}")
+"""
+    return f"""for label, probability in zip(labels[-{loaded.task.outputs}:], probabilities):
+    mark = "  (predicted)" if probability > {loaded.saved.config.threshold} else ""
+    print(f"{{probability:.4f}}  {{label}}{{mark}}")
+"""
 
 
 def preprocessing(spec: InputSpec) -> str:
     """The source of `preprocess`, which uses Pillow and NumPy. Its pixels are those of evaluation,
     up to rounding.
 
-    See `center` and `center_of_photograph` of utils/data/decode.py.
+    See `center` of utils/data/decode.py.
     """
     height, width, shorter = spec.height, spec.width, min(spec.height, spec.width)
     resized = spec.resize or shorter / spec.crop
     rows, columns = (f"{side * resized / shorter:.17g}" for side in (height, width))
-    round_down = spec.resize is not None and not spec.small
-    if spec.squash and round_down:
+    if spec.squash and spec.resize:
         sides = f"width, height = {round(float(columns))}, {round(float(rows))}"
     else:
-        rounded = "int(image.{} * scale + 1e-6)" if round_down else "round(image.{} * scale)"
+        rounded = "int(image.{} * scale + 1e-6)" if spec.resize else "round(image.{} * scale)"
         sides = f"""scale = max({columns} / image.width, {rows} / image.height)
     width, height = {rounded.format("width")}, {rounded.format("height")}"""
-    kind = "BICUBIC" if spec.interpolation == "bicubic" and not spec.small else "BILINEAR"
     return f'''def preprocess(file):
     """An image file as the model's input, uint8 [{height}, {width}, {spec.channels}]."""
     image = ImageOps.exif_transpose(Image.open(file)).convert("{"L" if spec.channels == 1 else "RGB"}")
     {sides}
     left, top = round((width - {width}) / 2), round((height - {height}) / 2)
-    image = image.resize((width, height), Image.Resampling.{kind})
+    image = image.resize((width, height), Image.Resampling.{spec.interpolation.upper()})
     box = left, top, left + {width}, top + {height}
     return np.array(image.crop(box)).reshape({height}, {width}, {spec.channels})
 '''
@@ -145,8 +170,8 @@ def preprocessing(spec: InputSpec) -> str:
 
 def data_name(loaded: Loaded) -> str:
     """The name of the data set, without the folders that contain it."""
-    data = loaded.saved.config.data
-    return printable(expand(data).name if data.startswith(("/", "~", ".", "$")) else data)
+    path = Path(loaded.saved.config.data)
+    return printable(path.name if path.is_absolute() else f"{path}")
 
 
 def _facts(loaded: Loaded) -> list[tuple[str, Any]]:
@@ -155,11 +180,9 @@ def _facts(loaded: Loaded) -> list[tuple[str, Any]]:
     output = f"the probability of {'each' if task.outputs == len(names) else 'the second'} class ({task.activation})"
     if task.cut is not None:
         output += f"; predicted above {loaded.saved.config.threshold}"
+    stem = f", with a {change}" if change else ""
     return [
-        (
-            "Architecture",
-            f"{loaded.name} of {loaded.library}{f', with a {change}' if change else ''}",
-        ),
+        ("Architecture", f"{loaded.name} of {loaded.library}{stem}"),
         ("Input", f"{loaded.spec.describe()}, {loaded.spec.describe_pixels()}"),
         ("Output", output),
         ("Classes", f"{len(names)}: {join_names(names)}"),
@@ -182,8 +205,9 @@ def _measured(loaded: Loaded) -> str:
     saved, precision = loaded.saved, loaded.saved.config.mixed_precision
     if not saved.evaluations:
         return "The checkpoint has no evaluation of these weights."
-    assert saved.record is not None
-    found, split = saved.evaluations[-1], printable(saved.record.evaluation.name)
+    assert saved.samples is not None
+    found, split = saved.evaluations[-1], printable(saved.samples.evaluation.name)
     where = f"`{data_name(loaded)}`, split `{split}`, {found['count']} images, each counted once"
-    where += f", in {precision}" if precision in ("bf16", "fp16") else ""
+    if precision in ("bf16", "fp16"):
+        where += f", in {precision}"
     return f"On {where}:\n\n| | |\n| --- | --- |\n{_rows(score_rows(found))}"

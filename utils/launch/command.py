@@ -52,14 +52,15 @@ def elastic_nodes() -> tuple[int, int] | None:
     return (int(fewest), int(most)) if colon else None
 
 
-def script_command(script: str) -> list[str]:
-    """The command that runs another script of this project, with this Python and from the folder of
-    train.py.
+def script_command(script: str, plugin: str | None) -> list[str]:
+    """The command that runs another script of this project with this plug-in, with this Python and
+    from the folder of train.py.
     """
     own = Path(sys.argv[0])
     return [
         _shell_name(sys.executable),
         str(own.with_name(script)) if own.name == "train.py" else script,
+        *(["--plugin", plugin] if plugin else []),
     ]
 
 

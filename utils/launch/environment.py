@@ -4,14 +4,10 @@ To add a launcher, add its variables to `_SOURCES`.
 """
 
 import re
-import socket
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from os import environ
-
-import psutil
 
 from utils.errors import UserError
 from utils.memory import usable_cores
@@ -35,8 +31,8 @@ _ENGINES = {  # what an accelerate config can select instead of plain data paral
 # the same only within one job of Open MPI
 _JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 _EXPORT = {
-    "Open MPI": "mpirun -x MASTER_ADDR=HOST",
-    "MPICH": "mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT PORT",
+    "Open MPI": "export it with mpirun -x MASTER_ADDR=HOST",
+    "MPICH": "export it with mpiexec -genv MASTER_ADDR HOST",
 }
 
 
@@ -95,10 +91,8 @@ def read_topology(init_method: str = "env://") -> Topology:
     needed = (*names, "SLURM_NODEID") if source == "SLURM" else names[:3]
     missing = [name for name in needed if name not in environ]
     if missing:
-        raise UserError(
-            f"{', '.join(missing)} not set although {_present(names)}",
-            "export all of them, or none",
-        )
+        problem = f"{', '.join(missing)} not set although {_present(names)}"
+        raise UserError(problem, "export all of them, or none")
     rank, world_size, local_rank = (_integer(name) for name in names[:3])
     if source == "SLURM":
         local_world_size = _tasks_on_node(environ[names[3]], _integer("SLURM_NODEID"))
@@ -151,9 +145,9 @@ def _source() -> str | None:
 def _size_of_one_machine(source: str, world_size: int, init_method: str) -> int:
     """The world size, if the processes connect at a loopback address and so are all on one machine."""
     place = (
-        init_method
-        if init_method != "env://"
-        else f"tcp://{environ.get('MASTER_ADDR', 'localhost')}"
+        f"tcp://{environ.get('MASTER_ADDR', 'localhost')}"
+        if init_method == "env://"
+        else init_method
     )
     if world_size > 1 and not re.match(r"tcp://(localhost|127\.|\[?::1)", place):
         problem = f"{_SOURCES[source][3]} is not set"
@@ -165,16 +159,14 @@ def _tasks_on_node(counts: str, node: int) -> int:
     """The number of tasks on a node; SLURM's `2(x3),1` is two on each of the first three nodes, one
     on the fourth.
     """
-    tasks = [
-        int(n)
-        for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
-        for _ in range(int(times or 1))
-    ]
-    if node >= len(tasks):
-        raise UserError(
-            f"contradictory environment: SLURM_STEP_TASKS_PER_NODE={counts} has no node {node}"
-        )
-    return tasks[node]
+    tasks: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
+        tasks += [int(count)] * int(times or 1)
+    if node < len(tasks):
+        return tasks[node]
+    raise UserError(
+        f"contradictory environment: SLURM_STEP_TASKS_PER_NODE={counts} has no node {node}"
+    )
 
 
 def _address_of_rank_0(source: str, one_machine: bool) -> tuple[str, int]:
@@ -182,25 +174,18 @@ def _address_of_rank_0(source: str, one_machine: bool) -> tuple[str, int]:
 
     MASTER_ADDR and MASTER_PORT, or values derived from SLURM or MPI.
     """
-    address, port = (
-        environ.get("MASTER_ADDR", ""),
-        _integer("MASTER_PORT") if environ.get("MASTER_PORT") else 0,
-    )
+    address = environ.get("MASTER_ADDR", "")
+    port = _integer("MASTER_PORT") if environ.get("MASTER_PORT") else 0
     if source != "the environment":
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
         address = address or ("127.0.0.1" if one_machine else first_node(nodes))
-        port = port or _port_of_job(one_machine)
+        port = port or _port_of_job()
     for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)):
         if not value:
-            fix = (
-                f"export it with {_EXPORT[source]}"
-                if source in _EXPORT
-                else "export it, or give --init_method"
+            problem = (
+                f"{name} is not set: the processes need an address and a port of rank 0's machine"
             )
-            raise UserError(
-                f"{name} is not set: the processes need an address and a port of rank 0's machine",
-                fix,
-            )
+            raise UserError(problem, _EXPORT.get(source, "export it, or give --init_method"))
     if not 0 < port < 2**16:
         raise UserError(f"MASTER_PORT={port} is not a port", "choose one between 1 and 65535")
     return address, port
@@ -212,30 +197,17 @@ def first_node(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else nodes
 
 
-def _port_of_job(one_machine: bool) -> int:
+def _port_of_job() -> int:
     """A port derived from the number or name of the job, so that other jobs on the machine rarely
-    have the same port.
+    have the same port; torchrun's default if the job has no name, as with MPICH.
 
-    It is below the ports that Linux assigns automatically (32768 and up). 0 if the job has no name.
+    It is below the ports that Linux assigns automatically (32768 and up).
     """
     if "SLURM_JOB_ID" in environ:  # each task of a job array has its own
-        return (
-            10_000
-            + (_integer("SLURM_JOB_ID") * 16 + int(environ.get("SLURM_STEP_ID", 0)) % 16) % 20_000
-        )
+        step = int(environ.get("SLURM_STEP_ID", 0)) % 16
+        return 10_000 + (_integer("SLURM_JOB_ID") * 16 + step) % 20_000
     job = next((environ[name] for name in _JOB_NAMES if name in environ), None)
-    # MPICH does not name jobs, but one process starts all ranks of a machine
-    if job is None and one_machine:
-        with suppress(psutil.Error):
-            job = next(
-                (
-                    f"{p.pid}"
-                    for p in psutil.Process().parents()
-                    if p.name().startswith("hydra_pmi_proxy")
-                ),
-                None,
-            )
-    return 10_000 + zlib.crc32(job.encode()) % 20_000 if job else 0
+    return 10_000 + zlib.crc32(job.encode()) % 20_000 if job else 29_500
 
 
 def local_rank_and_size() -> tuple[int, int]:
@@ -243,15 +215,6 @@ def local_rank_and_size() -> tuple[int, int]:
     if "LOCAL_RANK" not in environ:
         return 0, 1
     return int(environ["LOCAL_RANK"]), int(environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def print_for_machine(text: str) -> None:
-    """Print a message about the machine in its first process, with the host name unless that is
-    rank 0's machine.
-    """
-    if local_rank_and_size()[0] == 0:
-        where = "" if environ.get("RANK", "0") == "0" else f"{socket.gethostname()}: "
-        print(f"{where}{text}", flush=True)
 
 
 def threads_per_process(topology: Topology) -> int:

@@ -20,8 +20,8 @@ from utils.errors import LostRank, UserError, one_line, shorten, split_error
 from utils.files import write_file
 from utils.launch.command import elastic_nodes, launcher_command
 from utils.launch.environment import attempts_left, claimed_ranks, is_launched
-from utils.memory import SHM, SHM_FIX, describe_shm
-from utils.output import leave
+from utils.memory import SHM, SHM_FIX
+from utils.output import exit_with
 from utils.waiting import call_with_timeout
 
 _CLEAR_LINE = "\r\x1b[K"
@@ -60,13 +60,13 @@ def print_line(prog: str, text: str) -> None:
     sys.stderr.flush()
 
 
-def print_last_line(prog: str, text: str, is_cause: bool = True) -> None:
+def print_last_line(prog: str, text: str) -> None:
     """Print the line with which this process exits, also in the launcher's table (see
     `inform_launcher`).
     """
     text = shorten(text, 1500)
     print_line(prog, text)
-    inform_launcher(f"{prog}: {text}", is_cause)
+    inform_launcher(f"{prog}: {text}")
 
 
 def exit_with_error(
@@ -79,9 +79,9 @@ def exit_with_error(
     """Exit with code 2. If `prints`, print the error as one line first, after its traceback if
     `show_traceback`.
 
-    Unless `retry`, the launcher of an elastic run ends too. It would restart the ranks until none
-    of --max_restarts is left. torchrun then closes the rendezvous for all machines and for later
-    starts, but not after a signal.
+    Unless `retry`, the launcher of an elastic run ends too, by a signal. Otherwise it would restart
+    the ranks until none of --max_restarts is left, and then close the rendezvous for all machines
+    and for later starts.
     """
     is_final = not retry and elastic_nodes() is not None
     if is_final:
@@ -91,10 +91,12 @@ def exit_with_error(
     else:
         if show_traceback:
             traceback.print_exception(error)
-        print_last_line(prog, f"error: {one_line(error)}", is_cause=not isinstance(error, LostRank))
+        # The cause, not its effect on this rank, belongs into the launcher's table.
+        show = print_line if isinstance(error, LostRank) else print_last_line
+        show(prog, f"error: {one_line(error)}")
     if is_final and launcher_command():
         os.kill(os.getppid(), signal.SIGTERM)
-    leave(2)
+    exit_with(2)
 
 
 def exit_now(code: int) -> NoReturn:
@@ -111,9 +113,8 @@ def exit_now(code: int) -> NoReturn:
 
 def how_to_resume(prog: str) -> str:
     """What to do after train.py has exited without saving, to append to its last line."""
-    return "; resume from the last checkpoint with --run_name NAME --resume auto" * (
-        prog == "train.py"
-    )
+    text = "; resume from the last checkpoint with --run_name NAME --resume auto"
+    return text if prog == "train.py" else ""
 
 
 def delay_exit() -> None:
@@ -124,20 +125,18 @@ def delay_exit() -> None:
     time.sleep(2 if attempts_left() else 5 if is_launched() else 0.5)
 
 
-def inform_launcher(text: str, is_cause: bool = True) -> None:
+def inform_launcher(text: str) -> None:
     """Let torchrun or accelerate launch repeat the text at the end of its own error message, if
     there is a launcher.
 
     The launcher reads a file of each rank, in the format of
-    `torch.distributed.elastic.multiprocessing.ErrorHandler`. `is_cause` is False if the text only
-    says that another rank has exited.
+    `torch.distributed.elastic.multiprocessing.ErrorHandler`.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
-        # The launcher prints the earliest error last. It rounds the times of other exits down to
-        # seconds: hence - 1. A rank that lost another one may write its file first, so the cause
-        # has a time that is earlier still.
-        info = {"py_callstack": text, "timestamp": str(int(time.time()) - (10 if is_cause else 1))}
+        # The launcher prints the earliest error last. It rounds the times of ranks that exit
+        # without a file down to seconds: hence - 1.
+        info = {"py_callstack": text, "timestamp": str(int(time.time()) - 1)}
         with suppress(OSError):
             write_file(Path(file), json.dumps({"message": {"message": text, "extraInfo": info}}))
 
@@ -192,8 +191,8 @@ def with_known_fix(error: Exception) -> Exception:
     # raised anywhere in the main thread
     if isinstance(error, RuntimeError) and "DataLoader worker (pid" in text:
         if "Bus error" in f"{text} {error.__cause__}":
-            problem = f"a loader process found no space in {SHM} ({describe_shm()})"
-            return UserError(problem, f"{SHM_FIX}, or lower --num_workers")
+            fix = f"{SHM_FIX}, or lower --num_workers"
+            return UserError(f"a loader process found no space in {SHM}", fix)
         return UserError(
             f"a loader process was killed ({text[:100]})", "if memory is short, lower --num_workers"
         )

@@ -22,9 +22,8 @@ def set_interface(seen: list[str], wanted: str | None, several_machines: bool) -
     name = wanted or os.environ.get("GLOO_SOCKET_IFNAME")
     if name is None:
         outside = next((address for address in seen if address and not _is_loopback(address)), None)
-        name = interface_of(
-            _address_towards((outside or "127.0.0.1") if several_machines else "127.0.0.1")
-        )
+        towards = outside if several_machines else None
+        name = interface_of(_address_towards(towards or "127.0.0.1"))
         # Without another address, all processes are on this machine. Several launchers may be, too.
         if several_machines and outside is None and not is_launched():
             raise UserError(
@@ -62,18 +61,12 @@ def interface_of(address: str) -> str | None:
 def address_of(interface: str) -> str:
     """An IP address of the interface, IPv4 if possible."""
     addresses = psutil.net_if_addrs().get(interface.split(",")[0], [])
-    found = [
-        a.address
-        for family in (socket.AF_INET, socket.AF_INET6)
-        for a in addresses
-        if a.family == family
-    ]
-    if not found:
-        raise UserError(
-            f"--interface {interface}: has no IP address on {socket.gethostname()}",
-            "choose another one",
-        )
-    return found[0]
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for found in addresses:
+            if found.family == family:
+                return found.address
+    problem = f"--interface {interface}: has no IP address on {socket.gethostname()}"
+    raise UserError(problem, "choose another one")
 
 
 def is_own_address(address: str) -> bool:
@@ -82,24 +75,12 @@ def is_own_address(address: str) -> bool:
 
 
 def outward_address() -> str:
-    """The IP address of this machine that others can use: the one on its default route, or its only
-    one.
-    """
-    with suppress(OSError):
+    """The IP address of this machine that others can use: the one on its default route."""
+    try:
         return _address_towards("192.0.2.1")  # an address of no machine (RFC 5737); nothing is sent
-    known = {
-        a.address
-        for addresses in psutil.net_if_addrs().values()
-        for a in addresses
-        if a.family == socket.AF_INET
-    }
-    others = [address for address in known if not _is_loopback(address)]
-    if len(others) != 1:
-        raise UserError(
-            f"{socket.gethostname()} has {len(others)} networks and no default route",
-            "set --interface",
-        )
-    return others[0]
+    except OSError:
+        problem = f"{socket.gethostname()} has no default route"
+        raise UserError(problem, "set --interface") from None
 
 
 def _address_towards(address: str) -> str:
@@ -131,13 +112,12 @@ def port_owner(port: int) -> str:
     """
     with suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
+            # without a process ID it is another user's
             if (
-                connection.laddr
-                and connection.laddr.port == port
+                connection.pid
                 and connection.status == psutil.CONN_LISTEN
+                and getattr(connection.laddr, "port", 0) == port
             ):
-                if connection.pid is None:  # a process of another user
-                    return ""
                 process = psutil.Process(connection.pid)
                 return f" by process {process.pid} ({' '.join(process.cmdline()[:3])[:80]})"
     return ""

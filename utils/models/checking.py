@@ -19,59 +19,44 @@ from utils.models.sharded import local
 
 # smaller images are enlarged to it; 32 for other models
 MINIMUM_SIZE = {"mnist_cnn": 28, "mlp": 1, "fastnet": 28}
-ONE_SIZE = ("mnist_cnn", "mlp")  # they take images of the size that they were made for
 
 
-def check_output(
-    model: nn.Module,
-    config: TrainConfig,
-    spec: InputSpec,
-    classes: int,
-    in_evaluation: bool = False,
-) -> None:
-    """Run the model on one image, and let it accept an empty batch, which a rank without samples
-    computes.
+def check_output(model: nn.Module, config: TrainConfig, spec: InputSpec, classes: int) -> None:
+    """Run the model on images of training and of evaluation, and let it accept an empty batch,
+    which a rank without samples computes.
 
     Raises UserError for a model that does not take these images or has other outputs.
     """
-    name, training = config.model, model.training
-    fix_of_size = (
-        "leave out --eval_size, or use a model that takes images of any size, such as resnet18"
-    )
-    if in_evaluation and name in ONE_SIZE:
-        raise UserError(f"--eval_size: {name} only takes images of the training size", fix_of_size)
-    images = torch.zeros(1, spec.channels, spec.height, spec.width)
-    model.eval()
-    try:
-        with torch.no_grad():
-            logits = model(images)
-    except (RuntimeError, AssertionError, ValueError) as error:
-        usual = cfg.input_size[1] if (cfg := timm_weights(name)) else MINIMUM_SIZE.get(name, 224)
-        fix = fix_of_size if in_evaluation else f"try --image_size {usual}"
-        fix = f"change --model_args, or {fix}" if config.model_args else fix
-        what = (
-            f"{spec.height}x{spec.width}x{spec.channels} images"
-            + ", the size of evaluation" * in_evaluation
-        )
-        raise UserError(f"{name} does not accept {what} ({one_line(error)[:100]})", fix) from error
-    found = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-    if found != [1, classes]:
-        problem = f"{name} returns {found} for an image, not one score per class, [1, {classes}]"
-        raise UserError(problem, "leave out --model_args, or use another model")
+    name, other = config.model, spec.for_evaluation()
+    usual = cfg.input_size[1] if (cfg := timm_weights(name)) else MINIMUM_SIZE.get(name, 224)
+    _try_images(model, name, spec, 1, classes, f"try --image_size {usual}")
+    if other.size != spec.size:
+        _try_images(model, name, other, 1, classes, "leave out --eval_size")
     # ranks share batch statistics, so all of them must be in training mode
     if config.sync_batchnorm:
-        try:
-            with torch.no_grad():
-                model(images[:0])
-        except (RuntimeError, AssertionError, ValueError) as error:
-            problem = (
-                f"--sync_batchnorm: {name} does not accept an empty batch, which a rank may get"
-            )
-            raise UserError(
-                f"{problem} ({one_line(error)[:100]})", "leave it out, or use another model"
-            ) from error
-    elif not in_evaluation:
+        _try_images(model, name, spec, 0, classes, "leave out --sync_batchnorm")
+    else:
         accept_empty_batches(model)
+
+
+def _try_images(
+    model: nn.Module, name: str, spec: InputSpec, count: int, classes: int, fix: str
+) -> None:
+    training = model.training
+    try:
+        with torch.no_grad():
+            logits = model.eval()(torch.zeros(count, spec.channels, *spec.size))
+    except (RuntimeError, AssertionError, ValueError) as error:
+        what = (
+            f"{'an empty batch of ' * (not count)}{spec.height}x{spec.width}x{spec.channels} images"
+        )
+        problem = f"{name} does not accept {what} ({one_line(error)[:100]})"
+        raise UserError(problem, f"{fix}, or use another --model or --model_args") from error
+    found = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    problem = (
+        f"{name} returns {found} for {count} images, not one score per class, [{count}, {classes}]"
+    )
+    require(found == [count, classes], problem, "leave out --model_args, or use another model")
     model.train(training)
 
 
@@ -117,10 +102,10 @@ def _is_finite(tensor: Tensor) -> Tensor:
 
 def hash_tensors(tensors: Iterable[Tensor]) -> str:
     """The SHA-256 of the values of these tensors."""
-    digest = hashlib.sha256()
+    found = hashlib.sha256()
     for tensor in tensors:
-        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+        found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 _COLUMNS = 4093  # a prime: rows or channels in another order change the sum
@@ -170,13 +155,12 @@ def _accepting(model: nn.Module, images: Tensor, *more: Any) -> Tensor:
     forward = partial(type(model).forward, model)
     if images.shape[0] != 0:  # not `len`, which would fix the size of a batch in an exported model
         return forward(images, *more)
-    modes = [(module, module.training) for module in model.modules()]
+    training = model.training
     model.eval()
     try:
         return forward(images.new_zeros(1, *images.shape[1:]), *more)[:0]
     finally:
-        for module, training in modes:
-            module.training = training
+        model.train(training)  # frozen layers stay in evaluation mode
 
 
 def has_batch_norm(model: nn.Module) -> bool:

@@ -2,10 +2,8 @@
 after them.
 """
 
-import os
-from collections.abc import Callable, Collection
-from copy import deepcopy
-from functools import partial
+from contextlib import suppress
+from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
@@ -22,45 +20,30 @@ def find_last_part(model: nn.Module, spec: InputSpec) -> tuple[nn.Module | None,
     the module is in an nn.Sequential, the whole nn.Sequential is used, which may also contain
     layers such as dropout.
     """
-    trained = [
-        name.rpartition(".")[0]
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    ]
-    name = os.path.commonpath([each.replace(".", "/") for each in trained]).replace("/", ".")
-    while (
-        isinstance(model.get_submodule(above := name.rpartition(".")[0]), nn.Sequential) and above
-    ):
-        name = above
+    named = model.named_parameters()
+    trained = [name.split(".")[:-1] for name, parameter in named if parameter.requires_grad]
+    levels = takewhile(lambda level: len({*level}) == 1, zip(*trained, strict=False))
+    common = [level[0] for level in levels]
+    while isinstance(model.get_submodule(".".join(common[:-1])), nn.Sequential) and common[:-1]:
+        common = common[:-1]
+    name = ".".join(common)
     if not name:
         return None, "the trained layers are in several modules"
     part, was_training = model.get_submodule(name), model.training
-    inputs, outputs = list[tuple](), list[Tensor]()
+    frozen, same = FrozenPart(model, part), False
     images = torch.rand(2, spec.channels, *spec.size, generator=torch.Generator().manual_seed(0))
-    # layers may change it
-    before = part.register_forward_pre_hook(lambda _, given: inputs.append(deepcopy(given)))
-    after = part.register_forward_hook(lambda _, given, output: outputs.append(output))
-    with before, after, torch.no_grad(), torch.random.fork_rng(devices=[]), restored_buffers(model):
-        returned = [model.train(training)(images) for training in (False, True)]
+    # errors of several inputs, or of an input that is not a tensor
+    wrong_input = suppress(ValueError, TypeError, AttributeError)
+    with wrong_input, torch.no_grad(), torch.random.fork_rng([]), restored_buffers(model):
+        in_training, features = frozen.train()(images), frozen.eval()(images)
+        found, logits = part(features), model(images)
+        same = found.shape == logits.shape and torch.allclose(found, logits, equal_nan=True)
     model.train(was_training)
-    takes_one = all(len(given) == 1 and isinstance(given[0], Tensor) for given in inputs)
-    if not takes_one or [*map(id, outputs)] != [*map(id, returned)]:
+    if not same:
         return None, f"the output of the model is not that of {name}"
-    if not torch.equal(*(features.nan_to_num() for (features,) in inputs)):
+    if not torch.equal(in_training.nan_to_num(), features.nan_to_num()):
         return None, f"the input of {name} is random in training, as after dropout"
     return part, ""
-
-
-def accept_features(model: nn.Module, part: nn.Module, spec: InputSpec) -> None:
-    """Let the model also accept features, the input of its last part, instead of images."""
-    of_images = {(spec.channels, *each.size) for each in (spec, spec.for_evaluation())}
-    model.forward = partial(_accepting, model.forward, part, of_images)
-
-
-def _accepting(
-    forward: Callable, part: nn.Module, of_images: Collection[tuple[int, ...]], inputs: Tensor
-) -> Tensor:
-    return forward(inputs) if tuple(inputs.shape[1:]) in of_images else part(inputs)
 
 
 class FrozenPart(nn.Module):
@@ -72,6 +55,10 @@ class FrozenPart(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         found: list[Tensor] = []
-        with self.part.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0].clone())):
+        # a copy, because layers may change it
+        with self.part.register_forward_pre_hook(
+            lambda _, given: found.extend(map(torch.clone, given))
+        ):
             self.model(images)
-        return found[0]
+        (features,) = found
+        return features

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from utils.config.bounds import require
 from utils.config.recipe import BACKBONE
 from utils.config.table import suggestion
-from utils.errors import UserError
 from utils.models.matching import head_prefixes
 
 
@@ -33,21 +32,16 @@ def freeze(model: nn.Module, patterns: Sequence[str], new: Mapping[str, str] = {
     parameters, heads = dict(model.named_parameters()), head_prefixes(model)
     for pattern in patterns:
         matching = [name for name in parameters if _matches(heads, name, pattern)]
-        if not matching:
-            layers = [name for name, _ in model.named_modules() if name]
-            fix = suggestion(
-                pattern, [*layers, *parameters], f"use {BACKBONE}, or names such as {layers[0]}"
-            )
-            raise UserError(f"--freeze {pattern}: no parameter has such a name", fix)
+        layers = [name for name, _ in model.named_modules() if name]
+        fix = suggestion(pattern, [*layers, *parameters], f"use {BACKBONE}, or such as {layers[0]}")
+        require(bool(matching), f"--freeze {pattern}: no parameter has such a name", fix)
         for name in matching:
-            if name in new:
-                fix = "freeze other layers, or set --model and --channels to those of --init_from"
-                raise UserError(f"--freeze {pattern}: {name} would stay random ({new[name]})", fix)
+            problem = f"--freeze {pattern}: {name} would stay random ({new.get(name)})"
+            fix = "freeze other layers, or set --model and --channels to those of --init_from"
+            require(name not in new, problem, fix)
             parameters[name].requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise UserError(
-            f"--freeze {' '.join(patterns)}: no parameter is left to train", f"try {BACKBONE}"
-        )
+    problem = f"--freeze {' '.join(patterns)}: no parameter is left to train"
+    require(any(each.requires_grad for each in parameters.values()), problem, f"try {BACKBONE}")
     for module in model.modules():
         trained = [parameter.requires_grad for parameter in module.parameters()]
         if trained and not any(trained):
@@ -137,7 +131,7 @@ def restored_buffers(module: nn.Module) -> Iterator[None]:
             buffer.copy_(value)
 
 
-class Views(nn.Module):
+class TestTimeAugmentation(nn.Module):
     """The weighted mean of a model's logits over views of each image, [n, C, H, W] to float32 [n,
     outputs].
 

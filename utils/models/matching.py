@@ -2,11 +2,10 @@
 name.
 """
 
-import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from utils.config.bounds import require
 from utils.console import join_names, nfc
-from utils.errors import UserError
 
 
 @dataclass
@@ -29,8 +27,6 @@ class Match:
     unused: list[str] = field(default_factory=list)  # tensors that the model does not have
     # classes whose rows of the head were copied, and all classes
     rows: tuple[int, int] | None = None
-    # those whose rows were copied, unless these are all
-    classes: list[str] = field(default_factory=list)
 
     def line(self) -> str:
         """The numbers, and the names of new and unused tensors, on one line."""
@@ -43,8 +39,8 @@ class Match:
         """One line for each tensor."""
         lines = [f"kept {name}" for name in self.kept]
         lines += [f"new {name}: {reason}" for name, reason in self.new.items()]
-        lines += [f"classes kept: {', '.join(self.classes)}"] if self.classes else []
-        return "\n".join([*lines, *(f"not used: {name}" for name in self.unused)]) + "\n"
+        lines += [f"not used: {name}" for name in self.unused]
+        return "\n".join(lines) + "\n"
 
 
 def shape_of(tensor: Tensor) -> str:
@@ -71,10 +67,6 @@ def head_prefixes(model: nn.Module) -> tuple[str, ...]:
     return tuple(f"{name}." for name in find_heads(model))
 
 
-# modules around a model of which no name is known
-_WRAPPERS = re.compile(r"((module|_orig_mod|model|backbone)\.)*")
-
-
 def fit_names(
     tensors: Mapping[str, Tensor], model: nn.Module, where: str, name: str, order: bool = False
 ) -> tuple[Mapping[str, Tensor], list[str]]:
@@ -82,75 +74,52 @@ def fit_names(
     calls `name`.
 
     The prefix of its names is removed, and timm converts the names of the authors' own code. With
-    `order`, the tensors get the model's names one after the other. Also returns the names of
-    tensors without the prefix, which are left out. Raises UserError if `order` is set and the
-    shapes differ, or if it is not set, no name fits, and the shapes are the same.
+    `order`, the tensors get the model's names one after the other; the head may have another number
+    of rows. Also returns the names of tensors without the prefix, which are left out. Raises
+    UserError if `order` is set and the shapes differ.
     """
-    own = model.state_dict()
+    own, heads = model.state_dict(), head_prefixes(model)
     prefix = _prefix_of(tensors, own)
     left_out = [each for each in tensors if not each.startswith(prefix)]
-    tensors = {
+    fitting = {
         each.removeprefix(prefix): tensors[each] for each in tensors if each.startswith(prefix)
     }
-    tensors = _with_timm(tensors, model)
-    heads = head_prefixes(model)
-    pairs = [] if not order and own.keys() & tensors.keys() else _pair_by_order(tensors, own, heads)
+    fitting = _with_timm(fitting, model)
     if order:
+        shapes = [
+            [each.shape[key.startswith(heads) :] for key, each in zip(own, state, strict=False)]
+            for state in (own.values(), fitting.values())
+        ]
         problem = f"{where}: its tensors do not have the shapes of {name} in the same order"
-        require(bool(pairs), problem, "leave out --init_match order, or use another --model")
-        tensors = {own: tensors[theirs] for own, theirs in pairs}
-    elif pairs:
-        shown = ", ".join(f"{theirs} for {own}" for own, theirs in pairs[:3])
-        problem = f"{where}: no name is one of {name}, but all shapes are those of {name} in the same order ({shown})"
-        raise UserError(problem, "if these are the same layers, add --init_match order")
-    return tensors, left_out
+        fix = "leave out --init_match order, or use another --model"
+        require(len(own) == len(fitting) and shapes[0] == shapes[1], problem, fix)
+        fitting = dict(zip(own, fitting.values(), strict=True))
+    return fitting, left_out
 
 
-def _prefix_of(tensors: Iterable[str], own: Collection[str]) -> str:
+def _prefix_of(tensors: Collection[str], own: Collection[str]) -> str:
     """The prefix, such as `module.encoder_q.`, with which the most of the model's `own` names are
     names of the tensors.
 
-    If these are less than half, the names may be those of other code: then the wrappers that all
-    names begin with.
+    Empty if these are less than half: the names may be those of other code.
     """
-    names = list(tensors)
     dots = re.compile(r"^|\.").finditer
     found = Counter(
-        name[: dot.end()] for name in names for dot in dots(name) if name[dot.end() :] in own
+        name[: dot.end()] for name in tensors for dot in dots(name) if name[dot.end() :] in own
     )
     prefix = max(found, key=found.__getitem__, default="")
-    if 2 * found[prefix] < min(len(own), len(names)):
-        prefix = (_WRAPPERS.match(os.path.commonprefix(names)) or [""])[0]  # noqa: RUF071  it ends with a dot
-    return prefix
+    return prefix if 2 * found[prefix] >= min(len(own), len(tensors)) else ""
 
 
-def _with_timm(tensors: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
+def _with_timm(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """The tensors, converted by timm from the authors' own code if timm can do this and the model
     needs more names.
     """
     convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     if convert and not model.state_dict().keys() <= tensors.keys():
         with suppress(Exception):  # of any class, if it does not expect these tensors
-            return convert(dict(tensors), model)
+            return convert(tensors, model)
     return tensors
-
-
-def _pair_by_order(
-    tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], heads: tuple[str, ...]
-) -> list[tuple[str, str]]:
-    """Pairs of an `own` name and a name in `tensors`, in order. Empty if the shapes are not the
-    same in the same order.
-
-    The head may have another number of rows.
-    """
-    pairs = list(zip(own, tensors, strict=False))
-
-    def same(name: str, theirs: Tensor) -> bool:
-        first = 1 if name.startswith(heads) else 0
-        return own[name].ndim == theirs.ndim and own[name].shape[first:] == theirs.shape[first:]
-
-    fits = len(own) == len(tensors) and all(same(name, tensors[theirs]) for name, theirs in pairs)
-    return pairs if fits else []
 
 
 def count_outputs(tensors: Mapping[str, Tensor], model: nn.Module) -> int:
@@ -188,27 +157,24 @@ def copy_matching(
     heads = head_prefixes(model)
     counts = Counter(map(nfc, there))
     row_of = {nfc(name): row for row, name in enumerate(there) if counts[nfc(name)] == 1}
-    pairs = [(row, row_of[nfc(name)]) for row, name in enumerate(here) if nfc(name) in row_of]
+    rows = [row for row, name in enumerate(here) if nfc(name) in row_of]
+    sources = [row_of[nfc(here[row])] for row in rows]
     for name, own in state.items():
         theirs = tensors.get(name)
         if theirs is None:
             found.new[name] = "not in the source"
         elif there and list(there) != list(here) and name.startswith(heads):
             fits = own.shape[:1] == (len(here),) and theirs.shape == (len(there), *own.shape[1:])
-            count = len(pairs) if fits else 0
+            count = len(rows) if fits else 0
             if count:
-                rows, sources = zip(*pairs, strict=True)
-                own[list(rows)] = theirs[list(sources)].to(own)
+                own[rows] = theirs[sources].to(own)
             found.rows = count, len(here)
-            if count == len(here):
-                found.kept.append(name)
-            else:
+            if count < len(here):
                 found.new[name] = f"except for the rows of {count} of {len(here)} classes"
-                found.classes = [here[row] for row, _ in pairs[:count]]
         elif shape_of(theirs) != shape_of(own):
             found.new[name] = f"shape {shape_of(own)}, in the source {shape_of(theirs)}"
         else:
             own.copy_(theirs)
-            found.kept.append(name)
+    found.kept = [name for name in state if name not in found.new]
     found.unused = [name for name in tensors if name not in state]
     return found

@@ -4,7 +4,6 @@ ImageNet's classes.
 
 import importlib.util
 import pickle
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -19,7 +18,7 @@ from utils.config.bounds import require
 from utils.config.settings import TrainConfig
 from utils.data.spec import EVAL_CROP, InputSpec
 from utils.errors import UserError, one_line
-from utils.models.matching import copy_matching, head_prefixes
+from utils.models.matching import copy_matching, head_prefixes, zero_heads
 
 
 def timm_weights(name: str) -> Any:
@@ -83,22 +82,17 @@ def resize_input(spec: InputSpec, config: TrainConfig, size: tuple[int, int]) ->
 
 def _fix_of_weights(config: TrainConfig) -> str:
     """What to do if published weights cannot be loaded."""
-    fixes = ["leave out --model_args"] * bool(config.model_args)
+    arguments = "leave out --model_args, or " if config.model_args else ""
     if cfg := timm_weights(config.model):
         from huggingface_hub.constants import HF_HUB_CACHE
 
-        get = f"run `hf download {cfg.hf_hub_id}`" if cfg.hf_hub_id else f"download {cfg.url}"
-        return ", or ".join(
-            [*fixes, f"without a network, {get} elsewhere and copy the files to {HF_HUB_CACHE}"]
-        )
+        get = f"run `hf download {cfg.hf_hub_id}` elsewhere and copy the files to {HF_HUB_CACHE}"
+        return f"{arguments}without a network, {get}"
     url = torchvision_weights(config.model).url
     path = Path(torch.hub.get_dir()) / "checkpoints" / Path(url).name
-    fixes.append(
-        f"delete {path} if it is damaged"
-        if path.exists()
-        else f"without a network, save {url} as {path}"
-    )
-    return ", or ".join(fixes)
+    if path.exists():
+        return f"{arguments}delete {path} if it is damaged"
+    return f"{arguments}without a network, save {url} as {path}"
 
 
 CLASSES: list[str] = torchvision_weights("resnet18").meta["categories"]
@@ -118,24 +112,13 @@ def names_of_outputs(count: int, published: bool, names: Sequence[str]) -> list[
     the data set uses.
 
     `names` are the classes of the data set. Weights with 1,000 outputs have ImageNet's classes
-    (`names_as_in`). If `names` are synsets, weights with 21,841 outputs, and some other numbers,
-    have the classes of a larger ImageNet. Other weights, unless they are `published`, have the
-    classes of the data set, in numeric order if all are numbers. Raises UserError if nothing fits.
+    (`names_as_in`). Other weights, unless they are `published`, have the classes of the data set,
+    in numeric order if all are numbers. Raises UserError if nothing fits.
     """
     own = len(names) == count and not published
     if count == len(CLASSES):
         with suppress(UserError) if own else nullcontext():
             return names_as_in(names)
-    if (
-        all(re.fullmatch(r"n\d{8}", name) for name in names)
-        and importlib.util.find_spec("timm") is not None
-    ):
-        from timm.data import ImageNetInfo, infer_imagenet_subset
-
-        subset = infer_imagenet_subset({"num_classes": count})
-        known = ImageNetInfo(subset).label_names() if subset else []
-        if set(names) <= set(known):
-            return known
     problem = f"the weights have {count:,} classes, and --data has {len(names):,}"
     require(own, problem, "use data with the classes of these weights")
     return sorted(names, key=int) if all(map(str.isdecimal, names)) else list(names)
@@ -145,45 +128,29 @@ def names_as_in(names: Sequence[str]) -> list[str]:
     """ImageNet's 1,000 classes in the order of the outputs, by the names that a data set uses.
 
     `names` are the data set's classes: some or all of `CLASSES`, some or all synsets such as
-    n01440764, or lists of words such as "tench, Tinca tinca" of all 1,000 classes in ImageNet's
-    order, or of some if timm is installed. ImageNet's order is that of the sorted synsets. Raises
+    n01440764, or lists of words such as "tench, Tinca tinca". timm has the synsets and the words.
+    Without it, all 1,000 classes are needed; ImageNet's order is that of the sorted synsets. Raises
     UserError for other names.
     """
-    synsets = [name for name in names if re.fullmatch(r"n\d{8}", name)]
-    complete = len(names) == len(CLASSES)
-    if len(synsets) == len(names):
-        known = (
-            sorted(synsets)
-            if complete and [min(names), max(names)] == _ENDS
-            else _from_timm().label_names()
-        )
-    elif complete and sum(
-        a in b.split(", ") for a, b in zip(CLASSES, names, strict=True)
-    ) > 0.9 * len(CLASSES):
-        known = list(names)  # torchvision changed a few names, because they would occur twice
-    elif set(names) <= set(CLASSES) or importlib.util.find_spec("timm") is None:
-        known = CLASSES
-    else:
-        words = _from_timm().label_descriptions()
-        known = words if all(words.count(name) == 1 for name in names) else CLASSES
-    unknown = sorted(set(names) - set(known))
-    if unknown:
-        problem = f"the class {unknown[0]!r} of --data is not a class of ImageNet"
-        raise UserError(
-            problem,
-            f"name classes by synset, such as n01440764, or as torchvision does: {CLASSES[0]!r}",
-        )
-    return known
+    orders = [CLASSES]
+    if importlib.util.find_spec("timm") is not None:
+        from timm.data import ImageNetInfo
 
-
-def _from_timm() -> Any:
-    """The synsets and the lists of words of ImageNet's classes in the order of the outputs."""
-    if importlib.util.find_spec("timm") is None:
-        problem = "--data has some of ImageNet's synsets as classes, and timm, which lists all, is not installed"
-        raise UserError(problem, "pip install timm, or use data with all 1,000 classes")
-    from timm.data import ImageNetInfo
-
-    return ImageNetInfo("imagenet-1k")
+        known: Any = ImageNetInfo("imagenet-1k")
+        orders += [known.label_names(), known.label_descriptions()]
+    elif len(names) == len(CLASSES) and [min(names), max(names)] == _ENDS:
+        orders.append(sorted(names))
+    for order in orders:
+        if all(order.count(name) == 1 for name in names):
+            return order
+    # torchvision changed a few names, because they would occur twice
+    same = [a in b.split(", ") for a, b in zip(CLASSES, names, strict=False)]
+    if len(names) == len(CLASSES) and sum(same) > 0.9 * len(CLASSES):
+        return list(names)
+    unknown = min({*names} - {*CLASSES}, default=names[0])
+    problem = f"the class {unknown!r} of --data is not a class of ImageNet"
+    fix = f"name them as torchvision does, such as {CLASSES[0]!r}, or by synset, such as n01440764"
+    raise UserError(problem, f"{fix} (some of the synsets need timm)")
 
 
 def published_model(config: TrainConfig, **arguments: Any) -> nn.Module:
@@ -208,25 +175,21 @@ def version_of(config: TrainConfig) -> str:
     return cfg.tag or "" if cfg else torchvision_weights(config.model).name
 
 
-def keep_head(model: Any, config: TrainConfig, names: Sequence[str]) -> None:
-    """Copy the rows of the published head by class name if all of the classes `names` are classes
-    of ImageNet.
+def copy_published(
+    model: Any, config: TrainConfig, arguments: dict[str, Any], names: Sequence[str]
+) -> None:
+    """Copy the published weights into the model, whose head starts at zero.
 
-    Does nothing for published weights with other classes.
+    If all of the classes `names` are classes of ImageNet, and so are those of the weights, the rows
+    of the head are copied by class name.
     """
-    if published_outputs(config.model) != len(CLASSES):
-        return
-    try:
-        there = names_as_in(names)
-    except UserError:
-        return
-    arguments: dict[str, Any] = {
-        key: value for key, value in config.model_args.items() if key != "num_classes"
-    }
-    published = published_model(config, **arguments)
-    heads = head_prefixes(published)
-    tensors = {
-        name: tensor for name, tensor in published.state_dict().items() if name.startswith(heads)
-    }
+    zero_heads(model)
+    tensors, there = published_model(config, **arguments).state_dict(), list[str]()
+    if names and published_outputs(config.model) == len(CLASSES):
+        with suppress(UserError):
+            there = names_as_in(names)
+            model.head_change = f"head of the published weights for all {len(names)} classes"
+    if not there:
+        heads = head_prefixes(model)
+        tensors = {name: each for name, each in tensors.items() if not name.startswith(heads)}
     copy_matching(model, tensors, there, names)
-    model.head_change = f"head of the published weights for all {len(names)} classes"

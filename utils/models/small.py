@@ -4,15 +4,16 @@ To add a model, write a class or a function with the same first two arguments an
 `OWN_MODELS` in zoo.py.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from utils.config.bounds import require
 from utils.data.datasets import DecodedImages, ImageDataset
 from utils.data.spec import InputSpec
-from utils.errors import UserError
 
 
 class MnistCNN(nn.Module):
@@ -22,16 +23,15 @@ class MnistCNN(nn.Module):
 
     def __init__(self, spec: InputSpec, classes: int, dropout: float = 0.5):
         super().__init__()
-        height, width = (((side - 2) // 2 - 2) // 2 for side in (spec.height, spec.width))
-        # the poolings would drop all further pixels
-        self.height, self.width = 4 * height + 6, 4 * width + 6
+        height, width = (((side - 2) // 2 - 2) // 2 for side in spec.size)
         self.conv1, self.conv2 = nn.Conv2d(spec.channels, 32, 3), nn.Conv2d(32, 64, 3)
         self.fc1, self.fc2 = nn.Linear(64 * height * width, 500), nn.Linear(500, classes)
         self.drop_maps, self.drop_units = nn.Dropout2d(dropout), nn.Dropout(dropout)
         self.pool, self.relu = nn.MaxPool2d(2), nn.ReLU()
 
     def forward(self, images: Tensor) -> Tensor:
-        x = _onednn(images[..., : self.height, : self.width])
+        height, width = images.shape[2:]  # without the pixels that the poolings would drop
+        x = _onednn(images[..., : height - (height + 2) % 4, : width - (width + 2) % 4])
         x = self.relu(self.pool(self.conv1(x)))
         x = self.pool(self.conv2(x))
         if x.is_mkldnn:  # oneDNN's pooling drops NaN, but NaN weights must make the loss NaN
@@ -64,7 +64,7 @@ class MLP(nn.Module):
 
     def __init__(self, spec: InputSpec, classes: int, hidden: int = 256):
         super().__init__()
-        self.hidden = nn.Linear(spec.channels * spec.height * spec.width, hidden)
+        self.hidden = nn.Linear(spec.channels * math.prod(spec.size), hidden)
         self.output = nn.Linear(hidden, classes)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class FastNet(nn.Module):
     width.
 
     `widths` has the channels of each block. The logits are multiplied by `scaling`. Raises
-    UserError for images that are too small for so many blocks, or larger than 96 pixels.
+    UserError for images larger than 96 pixels.
     """
 
     def __init__(
@@ -91,12 +91,8 @@ class FastNet(nn.Module):
         scaling: float = 1 / 9,
     ):
         super().__init__()
-        least = 1 + 2 ** len(widths)
-        if not spec.small or min(spec.size) < least:
-            problem = (
-                f"fastnet takes images of {least} to 96 pixels, got {spec.height}x{spec.width}"
-            )
-            raise UserError(problem, "try --image_size 32, or --model resnet18")
+        problem = f"fastnet takes images of up to 96 pixels, got {spec.height}x{spec.width}"
+        require(spec.small, problem, "try --image_size 32, or --model resnet18")
         self.spec, self.scaling = spec, scaling
         self.whiten = nn.Conv2d(spec.channels, 8 * spec.channels, 2)
         self.whiten.requires_grad_(False)  # then its activation, the largest, needs no gradients

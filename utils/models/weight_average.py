@@ -1,6 +1,6 @@
 """An exponential moving average (EMA) of the weights and buffers of a model."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -21,16 +21,12 @@ class WeightAverage:
     """
 
     def __init__(self, module: nn.Module, decay: float):
-        self.decay = decay
-        own = distinct_state(module)
+        self.decay, state = decay, distinct_state(module).items()
+        own = dict(sorted(state, key=lambda item: item[1].is_floating_point()))  # these come last
         self._state = {name: tensor.clone() for name, tensor in own.items()}
-        # in the memory of the model
-        self._weights = {name: local(tensor) for name, tensor in own.items()}
-        self._averages = {name: local(tensor) for name, tensor in self._state.items()}
-        self._averaged = [
-            name for name, tensor in self._weights.items() if tensor.is_floating_point()
-        ]
-        self._copied = self._weights.keys() - self._averaged
+        self._weights = [*map(local, own.values())]  # in the memory of the model
+        self._averages = [*map(local, self._state.values())]
+        self._copied = sum(not tensor.is_floating_point() for tensor in self._weights)
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -38,17 +34,15 @@ class WeightAverage:
 
         Does not wait for the device.
         """
-        averages, weights = (
-            [tensors[name] for name in self._averaged]
-            for tensors in (self._averages, self._weights)
-        )
-        torch._foreach_lerp_(averages, weights, 1 - min(self.decay, (1 + step) / (10 + step)))
-        _copy({name: self._averages[name] for name in self._copied}, self._weights)
+        share = 1 - min(self.decay, (1 + step) / (10 + step))
+        first = self._copied
+        torch._foreach_lerp_(self._averages[first:], self._weights[first:], share)
+        _copy(self._averages[:first], self._weights[:first])
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """In this context the model has the averages; afterwards it has its own weights again."""
-        before = {name: tensor.clone() for name, tensor in self._weights.items()}
+        before = [tensor.clone() for tensor in self._weights]
         _copy(self._weights, self._averages)
         try:
             yield
@@ -64,6 +58,6 @@ class WeightAverage:
 
 
 @torch.no_grad()
-def _copy(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     if targets:
-        torch._foreach_copy_([*targets.values()], [sources[name] for name in targets])
+        torch._foreach_copy_(targets, sources)

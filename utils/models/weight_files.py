@@ -70,20 +70,18 @@ def read_any(file: Path) -> tuple[dict[str, Tensor], str]:
     The keys are those of `WRAPPERS`, such as `state_dict`, or else of the dictionary with the most
     tensors. Raises UserError if loading the file would execute code, or if it has no state dict.
     """
-    with naming_file(file), open_regular(file) as opened:
-        start = opened.read(16)
-    # the length of a header in 8 bytes, and JSON
-    if start[8:9] == b"{" or file.suffix == ".safetensors":
+    with naming_file(file):
+        open_regular(file).close()
+    if file.suffix == ".safetensors":
         return plain_tensors(file, read_weights(file, "give another file")), ""
     return _read_pickled(file)
 
 
 def _read_pickled(path: Path) -> tuple[dict[str, Tensor], str]:
     try:
-        check_size(path)
         # in timm's checkpoints; holds only data
         with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            content = load_pickled(path)
     except UnpicklingError as error:
         named = re.findall(r"(?:GLOBAL|class) (\S+)", str(error))
         require(bool(named), f"{path}: is not a file of torch.save", "give another file")
@@ -93,10 +91,9 @@ def _read_pickled(path: Path) -> tuple[dict[str, Tensor], str]:
         raise
     # torch.load raises errors of many classes, such as those of struct and zipfile
     except Exception as error:
+        problem = f"{path}: its weights cannot be read ({one_line(error)[:160]})"
         fix = "give a safetensors file, or one of torch.save with a state dict"
-        raise UserError(
-            f"{path}: its weights cannot be read ({one_line(error)[:160]})", fix
-        ) from error
+        raise UserError(problem, fix) from error
     inside: list[str] = []
     while isinstance(content, dict) and len(inside) < 4:  # a dictionary may contain itself
         # Other names, such as net, only where there are no tensors beside them.
@@ -140,10 +137,8 @@ def plain_tensors(path: Path, content: Any) -> dict[str, Tensor]:
     require(bool(tensors), f"{path}: has no state dict with tensors", _SAVE)
     for name, tensor in tensors.items():
         # A view can have more bytes than its storage.
-        dense = (
-            tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_neg()
-        )
-        dense = dense and not tensor.is_quantized and not tensor.is_complex()
-        fits = dense and tensor.nbytes <= tensor.untyped_storage().nbytes()
+        dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
+        plain = not (tensor.is_neg() or tensor.is_quantized or tensor.is_complex())
+        fits = dense and plain and tensor.nbytes <= tensor.untyped_storage().nbytes()
         require(fits, f"{path}: {name} is not a plain dense tensor", _SAVE)
     return tensors

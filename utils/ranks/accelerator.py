@@ -2,7 +2,6 @@
 
 import os
 import warnings
-from functools import partial
 
 import torch
 from accelerate import Accelerator
@@ -22,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.config.scripts import EvalConfig
 from utils.config.settings import TrainConfig
+from utils.console import say
 from utils.errors import UserError
 from utils.launch.command import precision_is_chosen
 from utils.launch.environment import is_set, shards_model
@@ -34,7 +33,7 @@ _OF_SIZE_1 = (
 )
 
 
-def check_precision(config: TrainConfig | EvalConfig, ranks: Ranks) -> None:
+def check_precision(config: TrainConfig, ranks: Ranks) -> None:
     """Raise UserError for fp16 on the CPU, where Accelerate would silently train in fp32."""
     asked = config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
     if ranks.device.type == "cpu" and asked == "fp16":
@@ -86,7 +85,7 @@ def has_native_bf16(device: torch.device) -> bool:
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def make_accelerator(ranks: Ranks, config: TrainConfig | EvalConfig) -> Accelerator:
+def make_accelerator(ranks: Ranks, config: TrainConfig) -> Accelerator:
     """An Accelerator on top of the process group of `ranks`; collective."""
     precision: str | None = config.mixed_precision
     if precision is None and ranks.device.type == "cuda" and not precision_is_chosen():
@@ -98,74 +97,63 @@ def make_accelerator(ranks: Ranks, config: TrainConfig | EvalConfig) -> Accelera
         return _accelerator(ranks, config, precision)
 
 
-def _accelerator(
-    ranks: Ranks, config: TrainConfig | EvalConfig, precision: str | None
-) -> Accelerator:
-    if os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None) and ranks.is_main:
-        print("ACCELERATE_GRADIENT_ACCUMULATION_STEPS is ignored; use --grad_accum")
+def _accelerator(ranks: Ranks, config: TrainConfig, precision: str | None) -> Accelerator:
+    if os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None):
+        say("ACCELERATE_GRADIENT_ACCUMULATION_STEPS is ignored; use --grad_accum")
     # Accelerate would give DDP the local rank as its GPU, but a task of a scheduler may see only
     # one, number 0.
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
-    shards = shards_model() and isinstance(config, TrainConfig)  # eval.py does not shard
+    on_gpu, shards = ranks.device.type == "cuda", shards_model()
     if shards and ranks.topology.world_size == 1:
-        print("FSDP has no effect: one process has the whole model")
+        say("FSDP has no effect: one process has the whole model")
         shards = False
-    config, on_gpu = (
-        config if isinstance(config, TrainConfig) else TrainConfig(),
-        ranks.device.type == "cuda",
-    )
+    plugin = _fsdp_plugin(on_gpu) if shards else None
+    # With FSDP, autocast would keep a copy of each parameter in bfloat16 until the end of the pass.
+    wrapping = AutocastKwargs(cache_enabled=False) if shards else _ddp_settings(config)
+    with patch_environment(ACCELERATE_USE_FSDP=str(shards).lower()):
+        accelerator = Accelerator(
+            cpu=not on_gpu,
+            mixed_precision=precision,
+            kwargs_handlers=[wrapping],
+            fsdp_plugin=plugin,
+            log_with=config.trackers or None,  # it warns about an empty list
+            project_config=ProjectConfiguration(logging_dir="."),  # until the run folder is known
+            # train.py accumulates itself: Accelerate scales partial windows wrongly
+            gradient_accumulation_steps=1,
+            # The samplers make exact batches, which Accelerate must pass to the ranks unchanged.
+            dataloader_config=DataLoaderConfiguration(even_batches=False),
+        )
+        if plugin and not on_gpu:
+            use_fsdp(plugin)
+    # After the constructor, which turns TF32 on if the model is to be compiled in float32.
+    fixed = config.deterministic or (on_gpu and config.microbatches is not None)
+    choose_kernels(ranks.device, fixed, config.tf32)
+    # Accelerate takes NCCL for granted, whose `gather` gloo does not have
+    if on_gpu and ranks.backend == "gloo":
+        PartialState().backend = "gloo"
+    assert accelerator.num_processes == ranks.topology.world_size
+    return accelerator
+
+
+def _ddp_settings(config: TrainConfig) -> DistributedDataParallelKwargs:
     # DDP would broadcast the running batch statistics in each update. Only evaluation uses them,
     # and it first broadcasts those of the main process (`Ranks.broadcast_buffers`). PyTorch has
     # deprecated this argument of DDP, but Accelerate does not have its successor yet.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
-    wrapping = DistributedDataParallelKwargs(
+    return DistributedDataParallelKwargs(
         gradient_as_bucket_view=True,
         broadcast_buffers=False,
         comm_hook=DDPCommunicationHookType(config.comm_hook),
         find_unused_parameters=config.find_unused_parameters,
     )
-    make = partial(
-        Accelerator,
-        cpu=not on_gpu,
-        mixed_precision=precision,
-        log_with=config.trackers or None,  # it warns about an empty list
-        project_config=ProjectConfiguration(logging_dir="."),  # until the run folder is known
-        # train.py accumulates itself: Accelerate scales partial windows wrongly
-        gradient_accumulation_steps=1,
-        # The samplers make exact batches, which Accelerate must pass to the ranks unchanged.
-        dataloader_config=DataLoaderConfiguration(even_batches=False),
-    )
-    with patch_environment(ACCELERATE_USE_FSDP=str(shards).lower()):
-        if not shards:
-            accelerator = make(kwargs_handlers=[wrapping])
-        else:
-            plugin = _fsdp_plugin(ranks)
-            # Autocast would keep a copy of each parameter in bfloat16 until the end of the pass.
-            accelerator = make(
-                kwargs_handlers=[AutocastKwargs(cache_enabled=False)], fsdp_plugin=plugin
-            )
-            if not on_gpu:
-                use_fsdp(plugin)
-    # After the constructor, which turns TF32 on if the model is to be compiled in float32.
-    choose_kernels(
-        ranks.device,
-        config.deterministic or (on_gpu and config.microbatches is not None),
-        config.tf32,
-    )
-    # Accelerate takes NCCL for granted, whose `gather` gloo does not have
-    if on_gpu and ranks.backend == "gloo":
-        PartialState._shared_state["backend"] = "gloo"
-    assert accelerator.num_processes == ranks.topology.world_size
-    return accelerator
 
 
-def _fsdp_plugin(ranks: Ranks) -> FullyShardedDataParallelPlugin:
+def _fsdp_plugin(on_gpu: bool) -> FullyShardedDataParallelPlugin:
     """The FSDP2 settings of the accelerate config, which `accelerate launch` passes as environment
     variables.
     """
-    on_gpu = ranks.device.type == "cuda"
-    if is_set("FSDP_OFFLOAD_PARAMS") and not on_gpu and ranks.is_main:
-        print("fsdp_offload_params is ignored: on CPUs there is nothing to offload")
+    if is_set("FSDP_OFFLOAD_PARAMS") and not on_gpu:
+        say("fsdp_offload_params is ignored: on CPUs there is nothing to offload")
     return FullyShardedDataParallelPlugin(
         # Autocast chooses the precision, as with DDP. FSDP2's own mixed precision would also reduce
         # gradients in bfloat16.
@@ -180,9 +168,8 @@ def _fsdp_plugin(ranks: Ranks) -> FullyShardedDataParallelPlugin:
 def use_fsdp(plugin: FullyShardedDataParallelPlugin) -> None:
     """Make Accelerate use FSDP2 on CPUs, too. By itself it selects FSDP only on GPUs."""
     # a new AcceleratorState copies the type from PartialState
-    for state in (PartialState, AcceleratorState):
-        state._shared_state["distributed_type"] = DistributedType.FSDP
-    AcceleratorState._shared_state["fsdp_plugin"] = plugin
+    PartialState().distributed_type = AcceleratorState().distributed_type = DistributedType.FSDP
+    AcceleratorState().fsdp_plugin = plugin
 
 
 def choose_kernels(device: torch.device, deterministic: bool, tf32: bool | None) -> None:
@@ -215,21 +202,21 @@ def compile_model(accelerator: Accelerator, module: nn.Module) -> None:
     """
     plugin = accelerator.state.dynamo_plugin
     if plugin.backend != DynamoBackend.NO:
-        if plugin.use_regional_compilation and accelerator.is_main_process:
-            print("dynamo_use_regional_compilation is ignored: the whole model is compiled")
+        if plugin.use_regional_compilation:
+            say("dynamo_use_regional_compilation is ignored: the whole model is compiled")
         # With None, PyTorch's default, the first smaller batch would make all later ones use slower
         # code for any size.
         module.compile(**plugin.to_kwargs() | {"dynamic": bool(plugin.dynamic)})
         plugin.backend = DynamoBackend.NO  # done
 
 
-def prepare_buckets(model: nn.Module, module: nn.Module, no_images: Tensor) -> None:
+def prepare_buckets(model: nn.Module, no_images: Tensor) -> None:
     """Run one backward pass on an empty batch, so that DDP rebuilds its gradient buckets now;
     collective.
 
     DDP rebuilds them after its first backward pass. With three or more ranks, gradients are then
     added in a different order, so a resumed run would differ from an uninterrupted one. `no_images`
-    is [0, C, H, W]. The buffers of the module are restored.
+    is an empty input. The buffers of the model are restored.
     """
     if not isinstance(model, DistributedDataParallel):
         return
@@ -240,10 +227,10 @@ def prepare_buckets(model: nn.Module, module: nn.Module, no_images: Tensor) -> N
     # and kernels of one pixel this warning is wrong, because the stride of a dimension of size 1
     # has no meaning.
     warnings.filterwarnings("ignore", message=_OF_SIZE_1)
-    buffers = [buffer.clone() for buffer in module.buffers()]
+    buffers = [buffer.clone() for buffer in model.buffers()]
     with torch.compiler.set_stance("force_eager"):  # do not compile for an empty batch
         model(no_images).sum().backward()
     model.zero_grad()
     with torch.no_grad():
-        for buffer, before in zip(module.buffers(), buffers, strict=True):
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)

@@ -2,12 +2,14 @@
 does not support.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from utils.errors import UserError
+from utils.config.bounds import require
 
 
 def convert_batch_norm(module: nn.Module) -> nn.Module:
@@ -19,12 +21,9 @@ def convert_batch_norm(module: nn.Module) -> nn.Module:
     """
     for layer in module.modules():
         if isinstance(layer, _BatchNorm):
-            if type(layer).forward is not _BatchNorm.forward:
-                name = type(layer).__name__
-                raise UserError(
-                    f"--sync_batchnorm: {name} is not plain batch normalisation",
-                    "leave out the flag",
-                )
+            is_plain = type(layer).forward is _BatchNorm.forward
+            problem = f"--sync_batchnorm: {type(layer).__name__} is not plain batch normalisation"
+            require(is_plain, problem, "leave out the flag")
             layer.__class__ = _SyncBatchNorm
     return module
 
@@ -47,40 +46,29 @@ class _SyncBatchNorm(_BatchNorm):
             return self._normalise(input)
 
     def _normalise(self, input: Tensor) -> Tensor:
-        channels, shape = input.shape[1], [1, input.shape[1], *[1] * (input.ndim - 2)]
+        channels, shape = input.shape[1], [1, -1, *[1] * (input.ndim - 2)]
         values = input.double() if input.device.type == "cpu" else input.float()
         dims = [0, *range(2, input.ndim)]
-        # does not wait
-        count = torch.full(
-            (1,), input.numel() // channels, dtype=values.dtype, device=values.device
-        )
+        count = values.new_full((1,), input.numel() // channels)  # does not wait
         *sums, total = _SumOfRanks.apply(torch.cat([values.sum(dims), count])).split([channels, 1])
         total = total.detach()
         mean = sums[0] / total.clamp(min=1)  # a microbatch may have no samples on any rank
         centred = values - mean.view(shape)
         variance = _SumOfRanks.apply(centred.square().sum(dims)) / total.clamp(min=1)
         if self.track_running_stats:
-            self._track(
-                mean.detach(),
-                variance.detach() * total / (total - 1).clamp(min=1),
-                (total > 0).double(),
-            )
+            unbiased = variance.detach() * total / (total - 1).clamp(min=1)
+            self._track(mean.detach(), unbiased, (total > 0).double())
         result = centred * (variance + self.eps).rsqrt().view(shape)
         if self.affine:
             result = result * self.weight.view(shape) + self.bias.view(shape)
         return result.to(input.dtype)
 
     def _track(self, mean: Tensor, variance: Tensor, any_samples: Tensor) -> None:
-        assert (
-            self.running_mean is not None
-            and self.running_var is not None
-            and self.num_batches_tracked is not None
-        )
-        self.num_batches_tracked.add_(any_samples.to(torch.int64).squeeze())
-        share = (
-            1 / self.num_batches_tracked.clamp(min=1) if self.momentum is None else self.momentum
-        )
-        for statistic, value in ((self.running_mean, mean), (self.running_var, variance)):
+        batches: Any = self.num_batches_tracked
+        batches.add_(any_samples.to(torch.int64).squeeze())
+        share = 1 / batches.clamp(min=1) if self.momentum is None else self.momentum
+        statistics: Any = self.running_mean, self.running_var
+        for statistic, value in zip(statistics, (mean, variance), strict=True):
             # Without samples the statistic does not change. An `if` would wait for the GPU.
             statistic.add_((share * any_samples * (value - statistic)).to(statistic.dtype))
 

@@ -3,7 +3,6 @@
 import os
 import re
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -15,32 +14,25 @@ import torch.distributed as dist
 from torch import nn
 
 from utils.config.bounds import require
+from utils.config.plugin import PLUGIN
 from utils.config.settings import LaunchConfig
+from utils.console import say
 from utils.errors import USER_ERRORS, AgreedError, UserError, as_lost_rank, one_line, split_error
 from utils.launch.command import launcher
 from utils.launch.devices import choose_backend, choose_device, cpu_is_requested
-from utils.launch.environment import (
-    Topology,
-    is_launched,
-    is_set,
-    shards_model,
-    threads_per_process,
-)
-from utils.launch.exits import exit_now, exit_with_error
+from utils.launch.environment import Topology, is_set, shards_model, threads_per_process
 from utils.launch.network import address_of, set_interface
 from utils.launch.rendezvous import Member, launcher_store, rendezvous, wait_for_keys
 from utils.memory import keep_freed_memory
 from utils.ranks.watch import Watch
+from utils.waiting import call_with_timeout
 
 Result = TypeVar("Result")
 
 _PATIENCE = timedelta(days=1)  # for slow work on one rank, such as a download
 # more for NCCL, which prints a dump and aborts: the watch reports a timeout first
 _NCCL_LATER = timedelta(seconds=30)
-_CONNECT = 12.0  # seconds, for 32 ranks; gloo may try to connect for up to five times as long
-
-# Public since PyTorch 2.15.
-_set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+_CONNECT = 24.0  # seconds to connect 32 ranks
 
 
 class Ranks:
@@ -79,7 +71,7 @@ class Ranks:
         self.watch = Watch(topology.rank, launch.timeout, prog, lambda: self.orphaned)
         # They record what this rank is doing, so that ranks that wait for it can report it. Not
         # collective.
-        self.mark, self.mark_waiting = self.watch.mark, self.watch.mark_waiting
+        self.enter, self.enter_collective = self.watch.enter, self.watch.enter_collective
         # Agreements use separate gloo groups, because NCCL's groups need a GPU. The store could not
         # replace them: a wait in it does not end when a rank dies, and fails when the launcher,
         # which may serve the store, dies.
@@ -97,16 +89,14 @@ class Ranks:
         """Whether the launcher that started this process has exited."""
         return self._launcher is not None and os.getppid() != self._launcher
 
-    def join(self, give_up: Callable[[UserError], None] | None = None) -> None:
-        """Create the process group, which Accelerate then uses, if there are several processes.
-
-        If the ranks find each other but cannot connect in time, a thread calls `give_up` with the
-        error, which must exit (default: print the error, exit with code 2).
-        """
+    def join(self) -> None:
+        """Create the process group, which Accelerate then uses, if there are several processes."""
         topology, launch = self.topology, self.launch
-        if self.is_main and self.device.type == "cpu" and not cpu_is_requested(launch.cpu):
-            several = f", {topology.world_size} processes over gloo" * (topology.world_size > 1)
-            print(f"No GPU is visible: running on the CPU{several}")
+        if self.device.type == "cpu" and not cpu_is_requested(launch.cpu):
+            several = (
+                f", {topology.world_size} processes over gloo" if topology.world_size > 1 else ""
+            )
+            say(f"No GPU is visible: running on the CPU{several}")
         self.expects_peers = topology.world_size > 1
         self._launchers_store = launcher_store(launch.timeout)
         if not self.expects_peers:
@@ -117,38 +107,35 @@ class Ranks:
         # With several machines Accelerate requires an address, which it does not use.
         os.environ.setdefault("MASTER_ADDR", self.members[0].master)
         self.watch.connect(store, self.members)
-        several_machines = (
-            topology.world_size > topology.local_world_size
-            or len({m.host for m in self.members}) > 1
-        )
-        self.interface = set_interface(
-            [m.master for m in self.members], launch.interface, several_machines
-        )
-        self.watch.mark_waiting("connecting")
-        no_answer = self._connection_error("no answer")
-        # gloo may block this thread for much longer than it was given.
-        timer = threading.Timer(
-            1 + 3 * self._time_to_connect, give_up or self._give_up, [no_answer]
-        )
-        timer.daemon = True
-        timer.start()
+        hosts = {member.host for member in self.members}
+        several_machines = topology.world_size > topology.local_world_size or len(hosts) > 1
+        seen = [member.master for member in self.members]
+        self.interface = set_interface(seen, launch.interface, several_machines)
+        self.watch.enter_collective("connecting")
+        # All ranks are running, so they connect immediately, or one has died. With the time limit of
+        # a group, gloo would block for up to five times as long.
+        limit = min(launch.timeout, _CONNECT * max(1.0, topology.world_size / 32))
         try:
-            self._connect(store)
-            self.watch.mark()
+            call_with_timeout(lambda: self._connect(store), limit)
         except (RuntimeError, ValueError) as error:
             reason = re.sub(r"\[/\S+\] ", "", one_line(error))  # gloo names its source files
-            raise self._connection_error(reason[:160]) from error
-        finally:
-            timer.cancel()
+            place = f"from {address_of(self.interface)} on interface {self.interface} of {socket.gethostname()}"
+            raise UserError(
+                f"the processes found each other but could not connect over {self.backend}, {place} ({reason[:160]})",
+                "check --interface, and whether a firewall is between the machines",
+            ) from error
+        self.store = dist.PrefixStore("lockstep", store)
+        self.watch.enter()
+        self.check_same(str(PLUGIN), "another --plugin file")
 
     def _connect(self, store: dist.Store) -> None:
         """Create the groups of all ranks.
 
         Raises RuntimeError or ValueError if they cannot connect.
         """
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # also in this thread
         limit = timedelta(seconds=self.launch.timeout)
-        main_limit = limit + _NCCL_LATER if self.backend == "nccl" else limit
-        connecting = timedelta(seconds=self._time_to_connect)
         # FSDP with offload keeps its shards on the host, where only gloo can exchange them.
         offloads = self.backend == "nccl" and shards_model() and is_set("FSDP_OFFLOAD_PARAMS")
         dist.init_process_group(
@@ -156,47 +143,20 @@ class Ranks:
             store=dist.PrefixStore("group", store),
             rank=self.topology.rank,
             world_size=self.topology.world_size,
-            timeout=connecting if self.backend == "gloo" else main_limit,
+            timeout=limit + _NCCL_LATER if self.backend == "nccl" else limit,
         )
-        self._fast, self._slow = (
-            dist.new_group(backend="gloo", timeout=connecting) for _ in range(2)
-        )
-        for group, seconds in ((None, main_limit), (self._fast, limit), (self._slow, _PATIENCE)):
-            _set_timeout(seconds, group)
-        self.store = dist.PrefixStore("lockstep", store)
-
-    @property
-    def _time_to_connect(self) -> float:
-        """The seconds that a group may take.
-
-        All ranks are running, so they connect immediately, or one has died.
-        """
-        return min(self.launch.timeout, _CONNECT * max(1.0, self.topology.world_size / 32))
-
-    def _connection_error(self, reason: str) -> UserError:
-        place = f"from {address_of(self.interface)} on interface {self.interface} of {socket.gethostname()}"
-        return UserError(
-            f"the processes found each other but could not connect over {self.backend}, {place} ({reason})",
-            "check --interface, and whether a firewall is between the machines",
-        )
-
-    def _give_up(self, error: UserError) -> None:
-        # in this thread it would not end the process; local rank 0 may be the lost one
-        with suppress(SystemExit):
-            exit_with_error(
-                error, self.prog, self.topology.local_rank == 0 or not is_launched(), retry=True
-            )
-        exit_now(2)
+        self._fast = dist.new_group(backend="gloo", timeout=limit)
+        self._slow = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
     @contextmanager
-    def agree(self, place: str = "", patient: bool = False) -> Iterator[None]:
+    def agree(self, place: str = "", no_timeout: bool = False) -> Iterator[None]:
         """Run the block on every rank; an error on any rank is raised on all of them, as
         AgreedError, at its end.
 
-        The block must not communicate. `place` is passed to `mark`. A `patient` wait for the other
+        The block must not communicate. `place` is passed to `enter`. With `no_timeout`, the wait for the other
         ranks lasts as long as they are alive. A single process raises its error unchanged.
         """
-        self.mark(place)
+        self.enter(place)
         error = None
         try:
             yield
@@ -204,15 +164,15 @@ class Ranks:
             if self._fast is None:
                 raise
             error = raised
-        self._raise_on_all(error, patient)
+        self._raise_on_all(error, no_timeout)
 
-    def _raise_on_all(self, error: Exception | None, patient: bool) -> None:
+    def _raise_on_all(self, error: Exception | None, no_timeout: bool) -> None:
         who = "" if self.is_main else f"rank {self.topology.rank}: "
         mine = None
         if error is not None:
             problem, fix = split_error(error)
             mine = AgreedError(who + problem, fix)
-        if first := next(filter(None, self.gather(mine, patient)), None):
+        if first := next(filter(None, self.gather(mine, no_timeout)), None):
             raise first from error
 
     @contextmanager
@@ -223,28 +183,28 @@ class Ranks:
         alive.
         """
         is_first = self.topology.local_rank == 0
-        self.mark(place)
+        self.enter(place)
         if not is_first:
-            self._raise_on_all(None, patient=True)
-        with self.agree(patient=True):
+            self._raise_on_all(None, no_timeout=True)
+        with self.agree(no_timeout=True):
             yield
         if is_first:
-            self._raise_on_all(None, patient=True)
+            self._raise_on_all(None, no_timeout=True)
 
-    def from_main(self, action: Callable[[], Result], patient: bool = False) -> Result:
+    def from_main(self, action: Callable[[], Result], no_timeout: bool = False) -> Result:
         """The result of `action`, run on the main process, on every rank.
 
-        An error is raised on all ranks, as AgreedError. A `patient` wait lasts as long as the main
+        An error is raised on all ranks, as AgreedError. With `no_timeout`, the wait lasts as long as the main
         process is alive.
         """
         result: Any = None
-        with self.agree(patient=patient):
+        with self.agree(no_timeout=no_timeout):
             if self.is_main:
                 result = action()
         return self.gather(result)[0]
 
-    def gather(self, value: Result, patient: bool = False) -> list[Result]:
-        """Every rank's value, in the order of the ranks. A `patient` wait lasts as long as the
+    def gather(self, value: Result, no_timeout: bool = False) -> list[Result]:
+        """Every rank's value, in the order of the ranks. With `no_timeout`, the wait lasts as long as the
         ranks are alive.
 
         The values are pickled: the ranks of a run trust each other.
@@ -252,9 +212,9 @@ class Ranks:
         if self._fast is None:
             return [value]
         values = [value] * self.topology.world_size
-        self.watch.mark_waiting(patient=patient)
-        dist.all_gather_object(values, value, self._slow if patient else self._fast)
-        self.watch.mark()
+        self.watch.enter_collective(no_timeout=no_timeout)
+        dist.all_gather_object(values, value, self._slow if no_timeout else self._fast)
+        self.watch.enter()
         return values
 
     def check_same(self, text: str, what: str, fix: str = "give all ranks the same files") -> None:
@@ -275,10 +235,10 @@ class Ranks:
         own batches.
         """
         if self._fast is not None:
-            self.watch.mark_waiting()
+            self.watch.enter_collective()
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)
-            self.watch.mark()
+            self.watch.enter()
 
     def store_set(self, key: str, text: str) -> None:
         """Store a text for the attempt after a restart by the launcher, if it has a store.
@@ -323,13 +283,11 @@ class Ranks:
         """What the rounding of this rank depends on: its processor, its threads and its version of
         PyTorch.
         """
-        processor = torch.backends.cpu.get_cpu_capability()
+        processor, known = torch.backends.cpu.get_cpu_capability(), Path("/proc/cpuinfo")
         if self.device.type == "cuda":
             processor = torch.cuda.get_device_name(self.device)
-        elif Path("/proc/cpuinfo").exists():
-            processor += "".join(
-                re.findall(r"model name\s*:(.*)", Path("/proc/cpuinfo").read_text())[:1]
-            )
+        elif known.exists() and (found := re.search(r"model name\s*:(.*)", known.read_text())):
+            processor += found[1]
         return f"{processor}, {self.threads} threads, torch {torch.__version__}"
 
     def describe(self) -> str:

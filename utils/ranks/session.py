@@ -44,7 +44,7 @@ from utils.launch.exits import (
     with_rank,
 )
 from utils.launch.rendezvous import wait_for_keys
-from utils.output import end_without_cleanup, leave, restore_interrupt
+from utils.output import exit_with, hard_exit, restore_interrupt
 from utils.ranks.ranks import Ranks
 
 
@@ -72,20 +72,20 @@ def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
             # ends.
             ranks.watch.end()
         if dist.is_initialized():
-            _leave_group(sys.exception())
+            _leave_group(sys.exception(), connected=ranks is not None and ranks.store is not None)
 
 
-def _leave_group(error: BaseException | None) -> None:
+def _leave_group(error: BaseException | None, connected: bool) -> None:
     """Destroy the process group.
 
-    After an error over NCCL this would wait for other ranks, so the process just ends.
+    After an error over NCCL, or while it connects, this would wait for other ranks, so the process
+    just ends.
     """
-    if error is None or "nccl" not in dist.get_backend():
+    if error is None or (connected and "nccl" not in dist.get_backend()):
         dist.destroy_process_group()
     else:
-        end_without_cleanup(
-            error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-        )
+        code = error.code if isinstance(error, SystemExit) else 1
+        hard_exit(code if isinstance(code, int) else 1)
 
 
 def _end(
@@ -101,7 +101,7 @@ def _end(
             print_last_line(prog, f"{str(error) or 'interrupted'}{how_to_resume(prog)}")
         if ranks is not None:
             ranks.record_end(error)
-        leave(getattr(error, "code", 130))
+        exit_with(getattr(error, "code", 130))
     with suppress(ValueError):  # only the main thread can set a handler
         # PyTorch's handler would raise for the next dead worker
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

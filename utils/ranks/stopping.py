@@ -16,7 +16,7 @@ class Stopping:
     """Whether this rank was asked to stop (`request`), and whether all ranks have agreed to stop
     (`agreed`).
 
-    As a context it handles SIGTERM, SIGINT, SIGUSR1 and SIGHUP. Before `training_begins` they raise
+    As a context it handles SIGTERM, SIGINT, SIGUSR1 and SIGHUP. Before `defer_signals` they raise
     KeyboardInterrupt, because there is nothing to save. Afterwards the first signal is a request,
     on which the ranks agree when they next sum their losses, and a second SIGINT exits immediately.
     """
@@ -50,7 +50,7 @@ class Stopping:
                 number, signal.SIG_IGN if self.agreed and number != signal.SIGINT else handler
             )
 
-    def training_begins(self) -> None:
+    def defer_signals(self) -> None:
         """From now on, a stopped run finishes its update and saves before it exits."""
         self._training = True
 

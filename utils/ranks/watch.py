@@ -14,7 +14,7 @@ from functools import partial
 import torch.distributed as dist
 
 from utils.launch.environment import attempts_left
-from utils.launch.exits import exit_now, how_to_resume, inform_launcher, print_last_line, print_line
+from utils.launch.exits import exit_now, how_to_resume, print_last_line, print_line
 from utils.launch.rendezvous import Member
 from utils.ranks.stopping import EXIT_RESUME, Stopping
 from utils.waiting import DataWait, call_with_timeout
@@ -54,7 +54,7 @@ class Watch:
 
     def __init__(self, rank: int, timeout: float, prog: str, is_orphan: Callable[[], bool]):
         self.rank, self.timeout, self.prog, self._is_orphan = rank, timeout, prog, is_orphan
-        self.entered, self.place, self.waiting, self.patient = 0, "", False, False
+        self.entered, self.place, self.waiting, self.no_timeout = 0, "", False, False
         self._patience = min(10.0 if attempts_left() else 60.0, max(2.0, timeout / 10))
         self._store: dist.Store | None = None
         self._members: list[Member] = []
@@ -85,16 +85,16 @@ class Watch:
         """Whether the store cannot be reached."""
         return self._now - self._answered > _ANSWER + _TICK
 
-    def mark(self, place: str = "") -> None:
+    def enter(self, place: str = "") -> None:
         """Record that this rank is working, and on what; the default is what it did before."""
         self.waiting, self.place = False, place or self.place
 
-    def mark_waiting(self, place: str = "", patient: bool = False) -> None:
+    def enter_collective(self, place: str = "", no_timeout: bool = False) -> None:
         """Record that this rank waits for the others in a collective.
 
-        A `patient` wait has no time limit.
+        With `no_timeout`, the wait may take any time.
         """
-        self.place, self.patient, self.waiting = place or self.place, patient, True
+        self.place, self.no_timeout, self.waiting = place or self.place, no_timeout, True
         self._began, self._reported = self._now, False
         self.entered += 1
 
@@ -115,20 +115,14 @@ class Watch:
         mine = f"{_STOPPED * stopped}rank {self.rank} ended: {text}"
         if self._store is not None:
             with suppress(RuntimeError):
-                return (
-                    call_with_timeout(
-                        partial(self._store.compare_set, "ended", "", mine), _ANSWER
-                    ).decode()
-                    == mine
-                )
+                compare_set = partial(self._store.compare_set, "ended", "", mine)
+                return call_with_timeout(compare_set, _ANSWER).decode() == mine
         return True
 
     def _exit(self, text: str, code: int = 2) -> None:
         """Exit this process; the first rank that exits prints the text."""
         if self._inform_others(text, stopped=code == EXIT_RESUME):
             print_last_line(self.prog, text)
-        else:
-            inform_launcher(f"{self.prog}: {text}", is_cause=False)
         # connections break when this rank exits: let the others read it first
         if self._store is not None:
             time.sleep(4 * _TICK)
@@ -150,7 +144,7 @@ class Watch:
         wait = DataWait.current
         if wait is None:
             return
-        orphaned = "the launcher has exited" * self._is_orphan()
+        orphaned = "the launcher has exited" if self._is_orphan() else ""
         reason = Stopping.current.request if Stopping.current else orphaned
         wait.seconds += elapsed
         wait.asked += elapsed * bool(reason)
@@ -183,16 +177,14 @@ class Watch:
         if not self._reported and self._is_first():
             self._reported = True
             print_line(self.prog, text)
-        lost = [
-            rank
-            for rank, (_, since) in self._heard.items()
-            if rank != self.rank and self._now - since > _LOST
+        silent = [
+            self._now - since for rank, (_, since) in self._heard.items() if rank != self.rank
         ]
         # without the store, all ranks seem silent
-        if lost and attempts_left() and not self.store_lost:
+        if max(silent) > _LOST and attempts_left() and not self.store_lost:
             self._exit(f"error: {text}; gave up on the silent rank; the launcher restarts the run")
         still_late = self.describe_late(max(_SILENT, self.timeout / 2))
-        if waited > self.timeout + _LATER and still_late and not self.patient:
+        if waited > self.timeout + _LATER and still_late and not self.no_timeout:
             self._exit(f"error: {text}; read the output of the late ranks, or raise --timeout")
 
     def _follow(self, ended: float, text: str) -> None:
@@ -202,7 +194,7 @@ class Watch:
         if text.startswith(_STOPPED) and self.waiting:
             exit_now(EXIT_RESUME)  # that rank prints why
         if self._now - ended > (_GRACE if self.waiting else self.timeout):
-            print_last_line(self.prog, f"error: {text}", is_cause=False)
+            print_line(self.prog, f"error: {text}")
             exit_now(2)
 
     def _run_exchange(self, store: dist.Store) -> None:
@@ -244,7 +236,8 @@ class Watch:
                 parts.append(
                     f"rank {member.rank} ({member.host}, process {member.process}), {', '.join(signs)}"
                 )
-        return "; ".join(parts[:4]) + f"; and {len(parts) - 4} more" * (len(parts) > 4)
+        more = [f"and {len(parts) - 4} more"] if len(parts) > 4 else []
+        return "; ".join([*parts[:4], *more])
 
     def _is_first(self) -> bool:
         """Whether this rank is the lowest of those that wait."""

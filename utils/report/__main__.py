@@ -8,7 +8,7 @@ from utils.output import guard_output  # the first import: see its docstring
 import argparse
 from collections.abc import Sequence
 
-from utils.errors import UserError, one_line
+from utils.config.bounds import require
 from utils.files import check_output_file, expand
 from utils.launch.exits import exit_with_error
 from utils.report.page import PAGE, write_page
@@ -31,18 +31,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     folders = [expand(run) for run in flags.runs]
     out = expand(flags.out) if flags.out else folders[0] / PAGE
     try:
-        if len(folders) > 1 and flags.out is None:
-            raise UserError("--out is missing", "name a file for the page of several runs")
+        require(flags.out or len(folders) == 1, "--out is missing", "name the file of the page")
         if flags.out:
             check_output_file("--out", out)
         write_page(folders, out, images=not flags.no_images)
-    except (ValueError, OSError) as error:
-        exit_with_error(error, parser.prog)
     except Exception as error:
-        problem = f"log.jsonl, config.yaml or report.json has unknown contents ({one_line(error)})"
-        exit_with_error(
-            UserError(problem, "use the version of Lockstep that wrote them"), parser.prog
-        )
+        exit_with_error(error, parser.prog)
     print(out)
 
 

@@ -2,8 +2,12 @@
 checkpoint.
 """
 
+import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,35 +22,32 @@ from utils.runs.log import read_log
 from utils.tasks.table import TASKS
 
 ANALYSIS = "report.json"
-# saved in place of the default, which means the same
-_LIKE_DEFAULT = {"task": "classification", "grad_accum": 1}
 
 
 def read_run(folder: Path, images: bool = True) -> dict[str, Any]:
     """The values of page.html for a run. Raises ValueError or OSError if this is not the folder of
     a run.
 
-    If `images` is False, pictures are left out.
+    If `images` is False, pictures are left out. An analysis is left out if training has found a
+    better checkpoint since, unless it is that of eval.py, which names its checkpoint.
     """
-    require(
-        (folder / "config.yaml").is_file(),
-        f"{folder}: has no config.yaml",
-        "name a run folder, such as runs/NAME",
-    )
-    records = read_log(folder)
-    kinds = {
-        kind: [r for r in records if r.get("kind") == kind] for kind in ("start", "train", "eval")
-    }
+    kinds: dict[str, list] = {"start": [], "train": [], "eval": []}
+    for record in read_log(folder):
+        kinds.setdefault(record["kind"], []).append(record)
     settings, last = read_yaml(folder / "config.yaml"), (kinds["train"] or [{}])[-1]
-    metric = settings["best_metric"] or ""
-    highest = metric in TASKS[settings["task"]].highest_is_best
+    metric, task = settings["best_metric"] or "", TASKS[settings["task"]]
+    highest = metric in task.highest_is_best
     best = best_evaluation(kinds["eval"], metric, highest)
-    analysis = _analysis(folder, best)
+    analysis, value = read_analysis(folder), best.get(metric)
+    record = analysis.get("record", {})
+    if "checkpoint" not in record and record.get("step") != best.get("step"):
+        analysis = {}
     return {
         "name": folder.absolute().name,
         "settings": changed_settings(settings),
         "metric": metric,
-        "highest_is_best": highest,
+        "rank": math.inf if value is None else -value if highest else value,
+        "shown": task.shown,
         "best": best,
         **kinds,
         "last": last,
@@ -69,8 +70,8 @@ def best_evaluation(
     """
     of_step = {record["step"]: record for record in records}
     known = [record for record in of_step.values() if record.get(metric) is not None]
-    choose = max if highest else min
-    return choose(known, key=lambda record: record[metric], default=records[-1] if records else {})
+    choose, last = max if highest else min, records[-1] if records else {}
+    return choose(known, key=itemgetter(metric), default=last)
 
 
 def read_analysis(folder: Path) -> dict[str, Any]:
@@ -81,41 +82,16 @@ def read_analysis(folder: Path) -> dict[str, Any]:
     return analysis
 
 
-def _analysis(folder: Path, best: Mapping[str, Any]) -> dict[str, Any]:
-    """The analysis in report.json, unless training has found a better checkpoint since.
-
-    An evaluation of eval.py, which names its checkpoint, is kept.
-    """
-    analysis = read_analysis(folder)
-    record = analysis.get("record", {})
-    return analysis if "checkpoint" in record or record.get("step") == best.get("step") else {}
-
-
 def changed_settings(values: Mapping[str, Any]) -> dict[str, str]:
     """The settings that differ from their defaults, as text, without those of the machine."""
-    usual = asdict(TrainConfig()) | {"best_metric": values.get("best_metric")}
-    own = {
-        *OF_THIS_MACHINE,
-        *(name for name, value in _LIKE_DEFAULT.items() if values.get(name) == value),
-    }
-    kept = {name: value for name, value in values.items() if name not in own}
+    usual = asdict(TrainConfig())
     return {
-        name: _text(value)
-        for name, value in without_places(kept).items()
-        if value != usual.get(name, value)
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in without_places(values).items()
+        if name not in (*OF_THIS_MACHINE, "best_metric") and value != usual.get(name, value)
     }
 
 
-def without_places(value: Any) -> Any:
-    """The value with each absolute path reduced to its last part, so that the page can be shared."""
-    if isinstance(value, dict):
-        return {name: without_places(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [without_places(inner) for inner in value]
-    return Path(value).name if isinstance(value, str) and value.startswith(("/", "~")) else value
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def without_places(values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON values with each absolute path reduced to its last part, so that the page can be shared."""
+    return json.loads(re.sub(r'"[/~][^"]*/(?=[^"])', '"', json.dumps(values)))

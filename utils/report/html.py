@@ -17,7 +17,7 @@ from PIL import Image
 from utils.data.decode import decode
 from utils.data.spec import SMALL
 from utils.data.splits import Split
-from utils.predictions.tables import Row
+from utils.report.tables import Row
 
 _SIDE = 192  # pixels of a thumbnail's longer side
 _SHEET = 1100  # pixels of the longer side of first_batch.png in the page
@@ -31,10 +31,20 @@ def template(name: str) -> Template:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    environment.filters["date"] = lambda seconds: time.strftime(
-        "%Y-%m-%d %H:%M UTC", time.gmtime(seconds)
-    )
+    environment.filters |= {"date": date, "number": number}
     return environment.get_template(name)
+
+
+def date(seconds: float) -> str:
+    """A time of the log for readers."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+
+
+def number(value: float, digits: int = 3) -> str:
+    """The number with this many significant digits, or as an integer if it is large."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}".replace("e-0", "e-")
 
 
 def render(name: str, **values: Any) -> str:

@@ -4,15 +4,15 @@ If that fails, the run only prints a warning.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from utils.console import say
 from utils.data.splits import Split
 from utils.errors import one_line
 from utils.files import write_file
@@ -28,22 +28,6 @@ from utils.training.summary import always_answering
 _STORED = "best_predictions.npz"  # in the run folder, until the page is written
 
 
-@dataclass(frozen=True)
-class Evaluated:
-    """An evaluation; `record` has its metrics and origin.
-
-    `common` is the most frequent class of the training images. If it is None, the class of the
-    older analysis is used, if there is one. If `predictions` is None, the older analysis is kept.
-    """
-
-    task: Task
-    split: Split
-    predictions: Predictions | None
-    record: Mapping[str, Any]
-    seed: int
-    common: str | None = None
-
-
 def report_training(run: Run, result: Mapping[str, Any] | None = None) -> None:
     """Write the page of a run if it is complete; collective.
 
@@ -54,29 +38,21 @@ def report_training(run: Run, result: Mapping[str, Any] | None = None) -> None:
     and writes again.
     """
     state, found, stored = run.state, run.evaluator.predictions, run.folder / _STORED
-    if (
-        result
-        and found
-        and run.config.report
-        and run.ranks.is_main
-        and state.best_step in (None, state.step)
-    ):
-        with _warned(run.log.say):
+    if not run.config.report:
+        return
+    if run.ranks.is_main and result and found and state.best_step in (None, state.step):
+        with warned():
             file = BytesIO()
             np.savez(file, step=state.step, **found._asdict())
             write_file(stored, file.getvalue())
-    if run.config.report and run.ended and not state.owes_evaluation:
-        with run.ranks.agree("writing report.html", patient=True):
+    if run.ended and not state.owes_evaluation:
+        with run.ranks.agree("writing report.html", no_timeout=True):
             if run.ranks.is_main:
-                with _warned(run.log.say):
+                with warned():
                     record = read_run(run.folder, images=False)["best"]
-                    found = _read(stored, record["step"]) if result else None
                     common = (always_answering(run.data) or [None])[0]
-                    split = run.data.evaluation
-                    write_report(
-                        run.folder,
-                        Evaluated(run.task, split, found, record, run.config.seed, common),
-                    )
+                    best = _read(stored, record["step"])
+                    write_report(run.folder, run.task, run.data.evaluation, best, record, common)
                     stored.unlink(missing_ok=True)
 
 
@@ -88,42 +64,43 @@ def _read(path: Path, step: int) -> Predictions | None:
     return None
 
 
-def report_evaluation(
-    checkpoint: Path, evaluated: Evaluated, asked: bool, say: Callable[[str], None]
+def run_folder_of(checkpoint: Path) -> Path | None:
+    """The folder of the run that wrote a checkpoint; None if it was moved out of it."""
+    folder = checkpoint.absolute().parent
+    is_in_run = folder.name == "checkpoints" and (folder.parent / "log.jsonl").is_file()
+    return folder.parent if is_in_run else None
+
+
+def write_report(
+    folder: Path,
+    task: Task,
+    split: Split,
+    found: Predictions | None,
+    record: Mapping[str, Any],
+    common: str | None = None,
 ) -> None:
-    """Write the page again with this evaluation, if the checkpoint is in a run folder; `asked`:
-    --report was given.
+    """Store the analysis of an evaluation in report.json, then write the page.
+
+    `record` has the metrics and the origin of the evaluation. `common` is the most frequent class
+    of the training images. If it is None, the class of the older analysis is used, if there is one.
+    If `found` is None, the older analysis is kept.
     """
-    checkpoints = checkpoint.absolute().parent
-    folder = checkpoints.parent
-    if checkpoints.name == "checkpoints" and (folder / "log.jsonl").is_file():
-        with _warned(say):
-            write_report(folder, evaluated)
-    elif asked:
-        say(f"--report has no effect: {checkpoint} is not in a run folder")
-
-
-def write_report(folder: Path, evaluated: Evaluated) -> None:
-    """Store the analysis of an evaluation in report.json, then write the page."""
-    path, found, names = folder / ANALYSIS, evaluated.predictions, evaluated.task.class_names
     if found is not None:
-        analysis = analyse(found, evaluated.task, evaluated.seed)
+        analysis, names = analyse(found, task), task.class_names
         for error in analysis["errors"]:
-            error |= thumbnail(evaluated.split, error["index"])
-        common = evaluated.common or read_analysis(folder).get("always", {}).get("class")
+            error |= thumbnail(split, error["index"])
+        common = common or read_analysis(folder).get("always", {}).get("class")
         if common in names and found.labels.ndim == 1:
             share = float((found.labels == names.index(common)).mean())
             analysis["always"] = {"class": common, "accuracy": share}
-        analysis["record"] = without_places(finite(evaluated.record))
-        write_file(path, json.dumps(analysis, allow_nan=False))
+        analysis["record"] = without_places(finite(record))
+        write_file(folder / ANALYSIS, json.dumps(analysis, allow_nan=False))
     write_page([folder], folder / PAGE)
 
 
 @contextmanager
-def _warned(say: Callable[[str], None]) -> Iterator[None]:
-    """Print an error of any class with `say` instead of raising it, because the run itself has
-    succeeded.
-    """
+def warned() -> Iterator[None]:
+    """Print an error of any class instead of raising it, because the run itself has succeeded."""
     try:
         yield
     except Exception as error:

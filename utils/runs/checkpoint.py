@@ -92,11 +92,11 @@ class CheckpointManager:
         For --resume auto, or if --resume names a run folder, it is the newest good one.
         """
         # The main process may have to wait for the lock, and it verifies large files.
-        self.folder, checkpoint, self.begun = self.ranks.from_main(self._find, patient=True)
+        self.folder, checkpoint, self.begun = self.ranks.from_main(self._find, no_timeout=True)
         with self.ranks.agree():
             if checkpoint is None:
                 return None
-            saved = read_checkpoint(checkpoint)
+            saved = read_checkpoint(checkpoint, self.ranks.is_main)
             if saved.is_in(self.folder):
                 check_identity(saved)
             return saved
@@ -167,7 +167,7 @@ class CheckpointManager:
                 _check_own(self.folder, self._locked)
                 check_savable(optimizer)
                 new_partial(folder, state.step, bytes_to_save(model, optimizer, average))
-        self.ranks.mark_waiting()
+        self.ranks.enter_collective()
         try:
             yield partial if sharded or self.ranks.is_main else None
         except Exception as raised:

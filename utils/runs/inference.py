@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from utils.config.bounds import require
 from utils.config.scripts import EvalConfig, PredictConfig
 from utils.config.settings import OF_ONE_START, LaunchConfig, TrainConfig
-from utils.data.record import Record
+from utils.data.samples import SampleList
 from utils.data.spec import InputSpec, sides
 from utils.files import expand
-from utils.models.layers import Views
+from utils.models.layers import TestTimeAugmentation
 from utils.models.published import resize_input
 from utils.models.weight_files import read_weights
 from utils.models.zoo import build_model
@@ -43,7 +43,7 @@ class Inference:
     class_names: Any
     tensors: Callable[[], Mapping[str, Tensor]]
     origin: Mapping[str, Any]  # what a record of an evaluation says about them
-    record: Record | None = None  # the samples of the run
+    samples: SampleList | None = None  # the samples of the run
     evaluations: Sequence[Mapping[str, Any]] = ()  # of these weights, in the run
 
 
@@ -55,18 +55,18 @@ def find_saved(ckpt: str, kind: str | None, ranks: Ranks, tries: int = 10) -> In
     # Only the main process searches: a training run could move `best` between two searches.
     path = ranks.from_main(lambda: find_checkpoint(expand(ckpt)))
     try:
-        ranks.from_main(lambda: verify(path), patient=True)
+        ranks.from_main(lambda: verify(path), no_timeout=True)
         with ranks.agree():
-            return _read(path, kind)
+            return _read(path, kind, ranks.is_main)
     except (ValueError, OSError):
         if tries == 1 or not ranks.any_rank(not path.is_dir()):
             raise
     return find_saved(ckpt, kind, ranks, tries - 1)
 
 
-def _read(path: Path, kind: str | None) -> Inference:
+def _read(path: Path, kind: str | None, is_main: bool) -> Inference:
     """The weights of a verified checkpoint: by default the average, if it has one."""
-    saved, has_average = read_checkpoint(path), AVERAGE in files_of(path)
+    saved, has_average = read_checkpoint(path, is_main), AVERAGE in files_of(path)
     fix = "use --weights raw, or train with --ema_decay"
     require(has_average or kind != "ema", f"{path}: has no average of the weights", fix)
     kind = kind or ("ema" if has_average else "raw")
@@ -81,7 +81,7 @@ def _read(path: Path, kind: str | None) -> Inference:
         saved.class_names,
         lambda: tensors,
         origin | ({"weights": kind} if has_average else {}),
-        saved.record,
+        saved.samples,
         last if kind == "ema" or not has_average else [],  # with an average, those of the average
     )
 
@@ -111,7 +111,7 @@ def load_model(found: Inference, task: Task, ranks: Ranks) -> nn.Module:
 def place_model(model: nn.Module, tta: str | None, accelerator: Accelerator) -> nn.Module:
     """The model, or its test-time augmentation `tta`, compiled and on the device; without DDP."""
     compile_model(accelerator, model)
-    return (Views(model, tta) if tta else model).to(accelerator.device).eval()
+    return (TestTimeAugmentation(model, tta) if tta else model).to(accelerator.device).eval()
 
 
 def given_settings(flags: LaunchConfig) -> dict[str, Any]:

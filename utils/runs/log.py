@@ -146,7 +146,8 @@ class ProgressBar(tqdm):
             sys.stdout.flush()
 
     def _show_training(self, record: dict[str, Any]) -> None:
-        numbers = {name: f"{record[name]:.4f}" for name in self.training if name in record}
+        names = [*self.training, "grad_norm"]
+        numbers = {name: f"{record[name]:.4f}" for name in names if name in record}
         left = (self.total - record["step"]) * record["seconds"] / max(1, record["step"])
         numbers |= {
             "lr": f"{record['lr']:.2e}",

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from utils.config.bounds import require
-from utils.data.record import FILE as SAMPLES
+from utils.data.samples import FILE as SAMPLES
 from utils.errors import UserError, split_error
 from utils.files import read_json, read_text, write_file
 

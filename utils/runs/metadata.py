@@ -17,6 +17,7 @@ import torchvision
 
 from utils.config.bounds import Bound, read_fields, require
 from utils.config.cli import read_config
+from utils.config.plugin import PLUGIN, check_plugin
 from utils.config.settings import (
     FORMAT,
     OF_ONE_START,
@@ -26,7 +27,7 @@ from utils.config.settings import (
     to_yaml,
 )
 from utils.data.order import Plan
-from utils.data.record import FILE, Record, read_record
+from utils.data.samples import FILE, SampleList, read_samples
 from utils.data.spec import InputSpec
 from utils.data.splits import Data
 from utils.errors import UserError
@@ -79,7 +80,7 @@ class Checkpoint:
     path: Path
     config: TrainConfig
     state_file: StateFile
-    record: Record
+    samples: SampleList
 
     state = property(lambda self: self.state_file.state)
     spec = property(lambda self: self.state_file.input)
@@ -91,13 +92,15 @@ class Checkpoint:
         return run is not None and self.path.parent.parent.resolve() == run.resolve()
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path, is_main: bool = True) -> Checkpoint:
     """Read the small files of a verified checkpoint.
 
-    Raises ValueError if one of them is malformed.
+    Raises ValueError if one of them is malformed, or if the run had a plug-in that is not loaded.
+    The main process prints a line if the plug-in has changed.
     """
     state_file = StateFile.read(path / "state.json")
-    return Checkpoint(path, read_settings(path), state_file, read_record(path / FILE))
+    check_plugin(path, state_file.versions, is_main)
+    return Checkpoint(path, read_settings(path), state_file, read_samples(path / FILE))
 
 
 def check_identity(saved: Checkpoint) -> None:
@@ -134,7 +137,7 @@ def make_files(
     return {
         "state.json": json.dumps(asdict(state_file), indent=1, allow_nan=False).encode(),
         "config.yaml": config_to_save(config).encode(),
-        FILE: data.record.data,
+        FILE: data.samples.data,
     }
 
 
@@ -151,7 +154,7 @@ def _defaults(names: Iterable[str]) -> dict[str, Any]:
 
 @cache
 def versions() -> dict[str, str]:
-    """The versions of Lockstep, its commit, Python and the main packages."""
+    """The versions of Lockstep, its commit, Python, the main packages and the plug-in."""
     packages = {
         module.__name__: module.__version__ for module in (torch, torchvision, accelerate, np)
     }
@@ -160,6 +163,7 @@ def versions() -> dict[str, str]:
         "commit": code_commit(),
         **packages,
         "python": platform.python_version(),
+        **PLUGIN,
     }
 
 

@@ -12,7 +12,7 @@ import torch
 
 from utils.config.bounds import require
 from utils.config.defaults import resolve_batch
-from utils.config.settings import FIXED, KEPT, OF_THIS_MACHINE, TrainConfig
+from utils.config.settings import CHOSEN, FIXED, OF_THIS_MACHINE, TrainConfig
 from utils.data.order import Plan
 from utils.data.splits import Data
 from utils.errors import UserError, shorten
@@ -57,7 +57,7 @@ def keep_settings(
     own = {
         name
         for name in given
-        if name not in KEPT or getattr(config, name) != getattr(TrainConfig, name)
+        if name not in CHOSEN or getattr(config, name) != getattr(TrainConfig, name)
     }
     own |= {*OF_THIS_MACHINE}
     batch = {"batch_size", "grad_accum"}

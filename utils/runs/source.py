@@ -16,7 +16,7 @@ from torch import Tensor
 from utils.config.bounds import require
 from utils.config.scripts import EvalConfig
 from utils.config.settings import TrainConfig
-from utils.console import Terminal, join_names
+from utils.console import join_names, say
 from utils.errors import UserError, one_line
 from utils.files import expand, read_json
 from utils.models.checking import hash_tensors
@@ -65,7 +65,7 @@ class InitialWeights:
         return f"{self.name}: {self.match.line() if self.match else ''}{taken}"
 
 
-def find_source(
+def load_initial_weights(
     config: TrainConfig, saved: Checkpoint | None, ranks: Ranks
 ) -> tuple[TrainConfig, InitialWeights | None]:
     """What --init_from names, and the settings with those that follow from it; collective.
@@ -76,9 +76,7 @@ def find_source(
     if saved is not None:
         kept = saved.config.init_from
         if config.init_from and absolute_source(config.init_from) != kept:
-            Terminal(ranks.is_main).print(
-                "--init_from has no effect: a resumed run has the weights of its checkpoint"
-            )
+            say("--init_from has no effect: a resumed run has the weights of its checkpoint")
         return replace(config, init_from=kept), None
     if config.init_from is None:
         return config, None
@@ -97,7 +95,7 @@ def read_source(flag: str, where: str, model: str | None, ranks: Ranks) -> Initi
     """The weights in the file, folder or repository `where`, the value of `flag`, for this `model`;
     collective.
     """
-    found = ranks.from_main(partial(_find, flag, where), patient=True)
+    found = ranks.from_main(partial(_find, flag, where), no_timeout=True)
     with ranks.local_main_first(f"reading the weights of {flag}"):
         return _read(flag, found, model)
 
@@ -261,7 +259,7 @@ def _of_file(config: TrainConfig, file: str, ranks: Ranks) -> Inference:
         fix = "set --model to the model of these weights"
         require(outputs > 0, f"{where}: has no head for {config.model}", fix)
     if left_out:
-        Terminal(ranks.is_main).print(f"{where}: not used: {join_names(left_out, 6)}")
+        say(f"{where}: not used: {join_names(left_out, 6)}")
     names = source.class_names or partial(names_of_outputs, outputs, False)
     origin = {"model": config.model, "weights": file}
     return Inference(Path(source.name), config, spec, names, lambda: tensors, origin)

@@ -46,9 +46,6 @@ class TrainState:
     """Whether the run has reported that it diverges."""
     rounding_said: bool = False
     """Whether the run has reported that the processors of its ranks round differently."""
-    learned: bool = False
-    """Whether the first update or a train record had a loss below 0.8 times that of uniform
-    predictions."""
     best_value: Number | None = None
     """The best value so far of the task's metric, even if its checkpoint was not saved. Unlike
     `best`, it is kept by a resume in a new run folder."""

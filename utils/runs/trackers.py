@@ -6,7 +6,7 @@ may not have sent all of them.
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, WandBTracker, get_availabl
 from utils.config.bounds import require
 from utils.config.settings import OF_ONE_START, TrainConfig
 from utils.config.table import Table, suggestion
+from utils.console import say
 from utils.errors import UserError, one_line
 from utils.runs.log import read_log
 
@@ -69,14 +70,13 @@ _OF_WANDB = {
 class RunTrackers:
     """Starts and finishes the trackers of a run; `Accelerator.log` sends numbers to them.
 
-    Only the main process has trackers. `say` prints a line.
+    Only the main process has trackers.
     """
 
     accelerator: Accelerator
     config: TrainConfig
     folder: Path
     run_id: str
-    say: Callable[[str], None]
 
     def start(self, topology: Mapping[str, Any]) -> None:
         """Start the trackers and send what log.jsonl has; called on the main process.
@@ -114,7 +114,7 @@ class RunTrackers:
             yield
         except Exception as error:
             what = f"--report_to {self.config.report_to}"
-            self.say(f"{what}: {one_line(error)}; the run continues without trackers")
+            say(f"{what}: {one_line(error)}; the run continues without trackers")
             while trackers:
                 with suppress(Exception):
                     trackers.pop().finish()

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from utils.config.settings import TrainConfig
-from utils.console import printable
 from utils.tasks.losses import LOSSES
 from utils.tasks.task import Task
 
@@ -31,23 +30,22 @@ class Classification(Task):
     evaluation = ("loss", "accuracy", "top5")
     gathered = ("macro_f1", "macro_precision", "macro_recall")
     highest_is_best = ("accuracy", "top5", *gathered)
+    of_classes = ("Accuracy", "per_class_accuracy")
     shown = {"accuracy": "accuracy", "top5": "top-5", "loss": "loss"}  # noqa: RUF012
 
     def __init__(
         self, config: TrainConfig, class_names: list[str], labels: np.ndarray | None = None
     ):
         self.class_names, self.outputs = class_names, len(class_names)
-        self.losses: Callable[..., Tensor] = partial(LOSSES.choose(config.loss), **config.loss_args)
+        self.losses: Callable[..., Tensor] = partial(LOSSES.call, config)
         self.smoothing = config.label_smoothing
         self.weight = None
         if config.class_weights and labels is not None:
             self.weight = balanced_weights(labels, self.outputs)
         equal_scores, any_class = torch.zeros(1, self.outputs), torch.zeros(1, dtype=torch.int64)
-        self.uniform_loss = LOSSES.call(config, equal_scores, any_class, 0.0, None).item()
+        self.uniform_loss = self.losses(equal_scores, any_class, 0.0, None).item()
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        if self.weight is not None:
-            self.weight = self.weight.to(outputs.device)  # copied once
         return self.losses(outputs, targets, self.smoothing, self.weight).sum()
 
     def training_sums(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
@@ -71,23 +69,13 @@ class Classification(Task):
 
         return label_metrics(predictions, labels, classes=self.outputs)
 
-    def worst(self, record: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
-        accuracies = zip(self.class_names, record["per_class_accuracy"], strict=True)
-        worst = sorted(
-            (accuracy, printable(name)) for name, accuracy in accuracies if accuracy is not None
-        )[:10]
-        return "Accuracy of the classes, worst first", [
-            (name, f"{accuracy:.4f}") for accuracy, name in worst
-        ]
-
 
 def balanced_weights(labels: np.ndarray, classes: int) -> Tensor:
     """Weights of the classes inversely proportional to their samples, whose mean over the samples
-    is 1.
+    is 1, as scikit-learn's `class_weight="balanced"`.
 
     A class without samples has the weight 1.
     """
     counts = np.bincount(labels, minlength=classes)
-    weights = np.divide(1, counts, where=counts > 0, out=np.zeros(classes))
-    weights *= counts.sum() / (weights @ counts)
-    return torch.tensor(np.where(weights > 0, weights, 1), dtype=torch.float32)
+    share = len(labels) / np.count_nonzero(counts)
+    return torch.tensor(np.where(counts, share / counts.clip(1), 1), dtype=torch.float32)

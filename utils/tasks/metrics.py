@@ -13,7 +13,6 @@ import evaluate
 import numpy as np
 from sklearn.metrics import (
     average_precision_score,
-    confusion_matrix,
     precision_recall_fscore_support,
     roc_auc_score,
 )
@@ -37,19 +36,17 @@ class LabelMetrics(evaluate.Metric):
         )
 
     def _compute(self, predictions, references, classes: int) -> dict[str, Any]:
-        precision, recall, f1, _ = precision_recall_fscore_support(
-            references, predictions, average="macro", zero_division=0
+        precision, recall, f1, counts = precision_recall_fscore_support(
+            references, predictions, labels=range(classes), zero_division=0
         )
-        matrix = confusion_matrix(references, predictions, labels=range(classes))
-        hits, counts = matrix.diagonal(), matrix.sum(axis=1)
+        seen = np.union1d(references, predictions)
+        accuracies = zip(recall.tolist(), counts, strict=True)
         return {
-            "macro_precision": float(precision),
-            "macro_recall": float(recall),
-            "macro_f1": float(f1),
-            "classes_evaluated": len(np.unique(references)),
-            "per_class_accuracy": [
-                float(h / n) if n else None for h, n in zip(hits, counts, strict=True)
-            ],
+            "macro_precision": float(precision[seen].mean()),
+            "macro_recall": float(recall[seen].mean()),
+            "macro_f1": float(f1[seen].mean()),
+            "classes_evaluated": int((counts > 0).sum()),
+            "per_class_accuracy": [each if count else None for each, count in accuracies],
         }
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from utils.config.bounds import require
 from utils.config.settings import TrainConfig
-from utils.console import printable
-from utils.errors import UserError
+from utils.console import join_names, printable
 from utils.tasks.losses import SIGMOID_LOSSES
 from utils.tasks.task import Task, sigmoid
 
@@ -37,55 +37,47 @@ class MultiLabel(Task):
     when_mixed = "metrics count a label if its share is above 0.5"
     evaluation = training
     gathered: Sequence[str] = ("mAP", "macro_f1")
+    of_classes = ("Average precision", "per_class_ap")
     shown = {"mAP": "mAP", "micro_f1": "micro-F1", "loss": "loss"}  # noqa: RUF012
 
     def __init__(
         self, config: TrainConfig, class_names: list[str], labels: np.ndarray | None = None
     ):
-        self.class_names, self.outputs = class_names, self._outputs(config, class_names)
-        self.losses: Callable[..., Tensor] = partial(
-            SIGMOID_LOSSES.choose(config.loss), **config.loss_args
-        )
+        self.class_names = class_names
+        self.outputs = self._rows(torch.zeros(0, len(class_names))).shape[1]
+        self.losses: Callable[..., Tensor] = partial(SIGMOID_LOSSES.call, config)
         self.smoothing = config.label_smoothing
-        self.pos_weight = None if labels is None else self._pos_weight(config.pos_weight, labels)
+        self.pos_weight = None
+        if config.pos_weight is not None and labels is not None:
+            self.pos_weight = self._pos_weight(config.pos_weight, labels)
         # Compared with the logits, and float32 like them, so that all devices predict the same.
         self.cut: float = float(np.float32(math.log(config.threshold / (1 - config.threshold))))
         scores = torch.zeros(2, self.outputs)
         # no class, and all classes
         rows = scores + torch.tensor([[self.smoothing / 2], [1 - self.smoothing / 2]])
-        self.uniform_loss = SIGMOID_LOSSES.call(config, scores, rows, self.pos_weight).max().item()
+        self.uniform_loss = self.losses(scores, rows, self.pos_weight).max().item()
 
-    def _outputs(self, config: TrainConfig, class_names: list[str]) -> int:
-        return len(class_names)
-
-    def _pos_weight(self, given: Any, labels: np.ndarray) -> Tensor | None:
+    def _pos_weight(self, given: Any, labels: np.ndarray) -> Tensor:
         """The weights of --pos_weight, float32 [outputs], given the labels of the training split."""
-        if given is None:
-            return None
         if given == "balanced":
             positives = self._rows(torch.from_numpy(labels)).sum(0, dtype=torch.float64)
             # At least 1, for a class that no image or every image has.
-            return ((len(labels) - positives).clamp(min=1) / positives.clamp(min=1)).float()
+            given = ((len(labels) - positives).clamp(min=1) / positives.clamp(min=1)).tolist()
         weights = given if isinstance(given, list) else [given] * self.outputs
-        if len(weights) != self.outputs:
-            problem = (
-                f"--pos_weight has {len(weights)} values, and the model {self.outputs} outputs"
-            )
-            raise UserError(problem, "give one number, one for each class, or balanced")
+        problem = f"--pos_weight has {len(weights)} values, and the model {self.outputs} outputs"
+        fix = "give one number, one for each class, or balanced"
+        require(len(weights) == self.outputs, problem, fix)
         return torch.tensor(weights, dtype=torch.float32)
 
     def describe(self) -> str:
-        weights = () if self.pos_weight is None else self.pos_weight.tolist()
-        shown = ", ".join(f"{weight:.3g}" for weight in weights[:8]) + ", ..." * (len(weights) > 8)
-        return f"multilabel{f', pos_weight {shown}' if shown else ''}"
+        weights = [] if self.pos_weight is None else [f"{each:.3g}" for each in self.pos_weight]
+        return f"multilabel{', pos_weight ' if weights else ''}{join_names(weights, 8)}"
 
     def _rows(self, targets: Tensor) -> Tensor:
         """The targets as a row for each sample, [n, outputs]."""
         return targets
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        if self.pos_weight is not None and self.pos_weight.device != outputs.device:
-            self.pos_weight = self.pos_weight.to(outputs.device)  # once, because it waits
         rows = self._rows(targets).to(outputs.dtype)
         return self.losses(
             outputs, rows * (1 - self.smoothing) + self.smoothing / 2, self.pos_weight
@@ -129,15 +121,6 @@ class MultiLabel(Task):
 
         return class_metrics(predictions, labels, self.cut)
 
-    def worst(self, record: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
-        names = map(printable, self.class_names)
-        scores = zip(
-            record.get("per_class_ap", []), record.get("per_class_count", []), names, strict=False
-        )
-        worst = sorted(row for row in scores if row[0] is not None)[:10]
-        rows = [(name, f"{precision:.4f} of {count} images") for precision, count, name in worst]
-        return "Average precision of the classes, worst first", rows
-
 
 class Binary(MultiLabel):
     """One of two classes per image, with one output: multi-label with the second class alone.
@@ -152,11 +135,12 @@ class Binary(MultiLabel):
     gathered = ("auc",)
     shown = {"accuracy": "accuracy", "f1": "F1", "auc": "AUC", "loss": "loss"}  # noqa: RUF012
 
-    def _outputs(self, config: TrainConfig, class_names: list[str]) -> int:
-        if len(class_names) != 2:
-            problem = f"--task binary: --data {config.data} has {len(class_names)} classes, not two"
-            raise UserError(problem, "use classification")
-        return 1
+    def __init__(
+        self, config: TrainConfig, class_names: list[str], labels: np.ndarray | None = None
+    ):
+        problem = f"--task binary: --data {config.data} has {len(class_names)} classes, not two"
+        require(len(class_names) == 2, problem, "use classification")
+        super().__init__(config, class_names, labels)
 
     def describe(self) -> str:
         positive = printable(self.class_names[1])
@@ -173,10 +157,10 @@ class Binary(MultiLabel):
     def name_classes(
         self, top: np.ndarray, scores: np.ndarray, count: int
     ) -> tuple[list, np.ndarray, np.ndarray]:
-        _, top, probabilities = super().name_classes(
-            top, np.concatenate([-scores, scores], 1), count
-        )
-        return [self.class_names[int(own)] for own in scores[:, 0] > self.cut], top, probabilities
+        own_classes, _ = self.decide(top, scores)
+        both = np.concatenate([-scores, scores], 1)
+        _, top, probabilities = super().name_classes(top, both, count)
+        return [self.class_names[own] for own in own_classes], top, probabilities
 
     def metrics(self, predictions: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
         from utils.tasks.metrics import area_under_curve  # its import takes a second

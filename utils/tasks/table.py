@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from utils.config.bounds import require
 from utils.config.settings import TrainConfig
 from utils.config.table import Table
 from utils.errors import UserError
@@ -39,6 +40,10 @@ def make_task(
         name = "multilabel" if labels is not None and labels.ndim == 2 else "classification"
     if config.class_weights and name != "classification":
         raise UserError("--class_weights works only with --task classification", "leave it out")
-    task = TASKS.choose(name)(config, class_names, labels)
-    task.choose_best(config.best_metric)
+    task: Task = TASKS.choose(name)(config, class_names, labels)
+    task.metric = config.best_metric or task.metric
+    found = [*task.summary(dict.fromkeys(task.evaluation, 1.0), 1.0), *task.gathered]
+    known = [each for each in found if each in (*task.highest_is_best, *task.lowest_is_best)]
+    fix = f"use one of {', '.join(known)}, or add it to lowest_is_best of {type(task).__name__}"
+    require(task.metric in known, f"--best_metric {task.metric}: no such metric", fix)
     return replace(config, task=name, best_metric=task.metric), task

@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from utils.config.bounds import require
 from utils.console import printable, table
 from utils.errors import UserError
 
@@ -59,6 +58,8 @@ class Task:
     """Names of the values of a sample in an evaluation; the first one is "loss"."""
     gathered: Sequence[str] = ()
     """The numbers that `metrics` returns."""
+    of_classes: tuple[str, str] = ("", "")
+    """What the numbers of classes are that `report` shows, and their name in `metrics`."""
     shown: Mapping[str, str]
     """The metrics to print after an evaluation, in this order, and the words for them; absent ones
     are skipped."""
@@ -131,19 +132,6 @@ class Task:
         """Whether the highest value of `metric` is the best."""
         return self.metric in self.highest_is_best
 
-    def choose_best(self, metric: str | None) -> None:
-        """Let this metric (--best_metric) decide which checkpoint is the best."""
-        self.metric = metric or self.metric
-        names = [*self.summary(dict.fromkeys(self.evaluation, 1.0), 1.0), *self.gathered]
-        require(
-            self.metric in names,
-            f"--best_metric {metric}: no such metric",
-            f"use one of {', '.join(names)}",
-        )
-        known = self.metric in (*self.highest_is_best, *self.lowest_is_best)
-        problem = f"--best_metric {self.metric}: {type(self).__name__} does not say if its highest value is the best"
-        require(known, problem, "add it to highest_is_best or lowest_is_best of this class")
-
     def report(
         self, record: Mapping[str, Any], title: str, more: Sequence[tuple[str, Any]] = ()
     ) -> str:
@@ -159,14 +147,12 @@ class Task:
             ("count", record["count"]),
             ("seconds", f"{record['seconds']:.2f}"),
         ]
-        heading, classes = self.worst(record)
-        return "\n".join(
-            [table(title, [*rows, *more]), *([table(heading, classes)] if classes else [])]
-        )
-
-    def worst(self, record: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
-        """A heading, and the names and scores of up to ten classes, worst first."""
-        return "", []
+        what, key = self.of_classes
+        scores = zip(record.get(key, ()), map(printable, self.class_names), strict=False)
+        worst = sorted(pair for pair in scores if pair[0] is not None)[:10]
+        classes = [(name, f"{score:.4f}") for score, name in worst]
+        shown = [table(f"{what} of the classes, worst first", classes)] if classes else []
+        return "\n".join([table(title, [*rows, *more]), *shown])
 
 
 def score_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:

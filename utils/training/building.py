@@ -2,7 +2,7 @@
 model.
 """
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,22 +13,21 @@ from utils.config.bounds import require
 from utils.config.defaults import choose_images, choose_sizes, resolve_batch
 from utils.config.recipe import BACKBONE
 from utils.config.settings import OF_INPUT, TrainConfig
-from utils.console import Terminal, join_names
-from utils.data.auto_augment import AUTO_AUGMENTS
+from utils.console import join_names, progress
 from utils.data.cache import make_dataset
 from utils.data.datasets import ImageDataset
 from utils.data.decode import peek
-from utils.data.order import Plan
-from utils.data.sampling import make_plan
+from utils.data.order import Plan, make_plan
 from utils.data.selection import load_data
 from utils.data.sources import SOURCES, absolute_data, check_source
 from utils.data.spec import SMALL, InputSpec, sides
 from utils.data.splits import Data, Split
+from utils.data.transforms import AUTO_AUGMENTS
 from utils.errors import UserError
 from utils.models.checking import bad_tensors, check_batch_norm, has_batch_norm, hash_tensors
-from utils.models.features import accept_features, find_last_part
+from utils.models.features import find_last_part
 from utils.models.layers import checkpoint_blocks, freeze, keep_batch_stats
-from utils.models.matching import copy_matching, count_outputs, fit_names, zero_heads
+from utils.models.matching import Match, copy_matching, count_outputs, fit_names, zero_heads
 from utils.models.published import names_of_outputs
 from utils.models.weight_files import read_weights
 from utils.models.zoo import OWN_MODELS, check_model, input_spec
@@ -40,7 +39,7 @@ from utils.runs.loading import load_weights
 from utils.runs.manifest import MODEL
 from utils.runs.metadata import Checkpoint
 from utils.runs.resume import choose_batch, keep_settings, restore_state, resume_lines
-from utils.runs.source import InitialWeights, absolute_source, find_source
+from utils.runs.source import InitialWeights, absolute_source, load_initial_weights
 from utils.runs.state import TrainState
 from utils.runs.trackers import TRACKERS
 from utils.tasks.losses import LOSSES
@@ -59,16 +58,12 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
     """Raise ValueError or OSError for settings that do not work on this machine; not collective."""
     check_precision(config, ranks)
     check_sharding(config, ranks)
-    check_model(config)
-    check_source(config)
     check_run_folder(config)
     check_elastic(config)
-    if config.data_dir and config.resume is None and not config.data.startswith("torchvision/"):
-        raise UserError(
-            "--data_dir is for --data torchvision/NAME only",
-            "name a folder of your own with --data",
-        )
     if config.resume is None:
+        needed = not config.data_dir or config.data.startswith("torchvision/")
+        problem = "--data_dir is for --data torchvision/NAME only"
+        require(needed, problem, "name a folder of your own with --data")
         resolve_batch(config, ranks.topology.world_size)
 
 
@@ -91,29 +86,33 @@ def fill_settings(
         if before and given is not None:
             config = keep_settings(config, given, before, begun is not None)
             check_settings(config, ranks)
+        check_model(config)
+        check_source(config)
         for names in TABLES:
             names.check(config)
         choose_batch(config, saved, ranks.topology.world_size)
-    return find_source(config, saved, ranks)
+    return load_initial_weights(config, saved, ranks)
 
 
-def find_data(config: TrainConfig, saved: Checkpoint | None, ranks: Ranks) -> Data:
+def load_splits(config: TrainConfig, saved: Checkpoint | None, ranks: Ranks) -> Data:
     """Load and check the data; collective. A resumed run keeps its original samples."""
     with ranks.local_main_first("loading the data"):
-        data = load_data(config, saved.record if saved else None, Terminal(ranks.is_main))
+        data = load_data(config, saved.samples if saved else None)
     ranks.check_same(data.fingerprint, f"different images in --data {config.data}")
     return data
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What follows from the flags, the data and, in a resumed run, the checkpoint.
+    """What follows from the processes, the flags, the data and, in a resumed run, the checkpoint.
 
-    Only `state` changes later.
+    Only `state`, `notes` and `changed` grow later.
     """
 
+    ranks: Ranks
+    accelerator: Accelerator
     config: TrainConfig
-    chosen: list[str]  # lines about the settings that follow from the data
+    notes: list[str]  # lines for the start table, about settings that follow from the data or model
     changed: list[str]  # lines about a checkpoint, and what has changed since it was saved
     resumed_from: Path | None  # the checkpoint
     source: InitialWeights | None
@@ -132,6 +131,7 @@ def resolve(
     data: Data,
     source: InitialWeights | None,
     accelerator: Accelerator,
+    ranks: Ranks,
 ) -> Setup:
     """Choose the settings that follow from the data, and derive the plan, the input, the task and
     the state.
@@ -139,20 +139,20 @@ def resolve(
     `folder` is the run folder if it exists already. Raises ValueError if the checkpoint does not
     fit.
     """
-    processes = accelerator.num_processes
-    config, sizes = (config, []) if saved else choose_sizes(config, len(data.train), processes)
-    _, grad_accum, global_batch_size = choose_batch(config, saved, processes)
-    check_elastic_sizes(config, global_batch_size)
-    plan = make_plan(
-        config, data.train, global_batch_size, config.microbatches or grad_accum * processes
-    )
+    processes, train = accelerator.num_processes, data.train
+    config, sizes = (config, []) if saved else choose_sizes(config, len(train), processes)
+    _, grad_accum, batch = choose_batch(config, saved, processes)
+    check_elastic_sizes(config, batch)
+    microbatches = config.microbatches or grad_accum * processes
+    plan = make_plan(config, train.labels, batch, microbatches)
     updates = total_updates(config, plan)
     state = restore_state(saved, folder, config, plan, data)
-    config, images, spec = resolve_input(config, saved, data.train)
-    config, task = make_task(config, data.class_names, data.train.labels)
+    config, images, spec = resolve_input(config, saved, train)
+    with accelerator.device:  # the weights of classes are there
+        config, task = make_task(config, data.class_names, train.labels)
     final = replace(
         config,
-        global_batch_size=plan.global_batch_size,
+        global_batch_size=batch,
         batch_size=None,
         grad_accum=grad_accum if saved and not config.microbatches else config.grad_accum,
         data=absolute_data(config.data),
@@ -160,8 +160,10 @@ def resolve(
         init_from=absolute_source(config.init_from),
     )
     return Setup(
+        ranks=ranks,
+        accelerator=accelerator,
         config=final,
-        chosen=sizes + images,
+        notes=sizes + images,
         changed=resume_lines(saved, config, final, plan, processes) if saved else [],
         resumed_from=saved.path if saved else None,
         source=source,
@@ -182,9 +184,7 @@ def resolve_input(
     The input is the checkpoint's if the settings that it depends on are unchanged. It is not
     derived again, because some of the images may no longer exist.
     """
-    if saved is not None and all(
-        getattr(saved.config, name) == getattr(config, name) for name in OF_INPUT
-    ):
+    if saved and all(vars(saved.config)[name] == vars(config)[name] for name in OF_INPUT):
         return config, [], saved.spec
     channels, size, largest, ratio = peek(train)
     small = size is not None and max(size) <= SMALL
@@ -197,56 +197,45 @@ def resolve_input(
     spec = input_spec(config, channels, size)
     share = spec.for_evaluation().visible_share(ratio)
     if share < 0.99:
-        lines.append(
-            f"evaluation uses {share:.0%} of a typical image, whose height is {ratio:.2f} times its width"
-        )
+        shape = f"a typical image, whose height is {ratio:.2f} times its width"
+        lines.append(f"evaluation uses {share:.0%} of {shape}")
     return config, lines, spec
 
 
-def make_datasets(setup: Setup, ranks: Ranks) -> tuple[ImageDataset, ImageDataset]:
+def make_datasets(setup: Setup) -> tuple[ImageDataset, ImageDataset]:
     """The data sets of training and evaluation; collective.
 
     The first rank of a machine decodes small images.
     """
-    config, data, spec = setup.config, setup.data, setup.spec
-    bar = Terminal(ranks.is_main).progress("decoding")
+    config, data, spec, ranks = setup.config, setup.data, setup.spec, setup.ranks
+    bar = progress("decoding")
     with ranks.local_main_first("decoding images"):
         train_set = make_dataset(data.train, spec, config, True, bar)
         return train_set, make_dataset(data.evaluation, spec.for_evaluation(), config, False, bar)
 
 
 def adapt_model(
-    model: nn.Module, setup: Setup, saved: Checkpoint | None, accelerator: Accelerator, ranks: Ranks
-) -> tuple[nn.Module, nn.Module | None, list[str]]:
+    model: nn.Module, setup: Setup, saved: Checkpoint | None
+) -> tuple[nn.Module, nn.Module | None]:
     """Load the weights of the checkpoint or of --init_from into the bare model, and change its
     layers; collective.
 
     --freeze, --grad_checkpointing and --sync_batchnorm change layers, and the accelerate config may
-    compile the model. Returns the model, its last part if only this is trained, on features, and
-    lines for the start table. Raises ValueError if weights do not fit, or if a batch is too small
-    for batch statistics.
+    compile the model. Returns the model, and its last part if only this is trained, on features.
+    Raises ValueError if weights do not fit, or if a batch is too small for batch statistics.
     """
-    config, source, lines, last_part = setup.config, setup.source, list[str](), None
+    config, ranks, accelerator = setup.config, setup.ranks, setup.accelerator
     with ranks.agree("loading the weights"):
+        new: Mapping[str, str] = {}
         if saved is not None:
             load_weights(saved.path, read_weights(saved.path / MODEL), model)
-        elif source is not None:
-            load_source(model, source, setup.data.class_names, config)
-        new = source.match.new if source and source.match else {}
+        elif setup.source is not None:
+            new = load_source(model, setup.source, setup.data.class_names, config).new
         if config.freeze:
             freeze(model, config.freeze, new)
         if config.keep_batch_stats:
             keep_batch_stats(model, new)
-        if config.freeze or config.feature_views:
-            last_part, reason = choose_last_part(model, config, setup.spec, accelerator.is_fsdp2)
-            lines += [f"features are not cached: {reason}"] * (
-                BACKBONE in config.freeze and reason != ""
-            )
-        if config.dry_run and last_part is not None:
-            last_part = None  # the features of all images would take too long
-            lines.append(
-                "a real run caches the outputs of the frozen layers, so its updates are faster"
-            )
+        last_part = choose_last_part(model, setup)
         if config.grad_checkpointing:
             checkpoint_blocks(model, config.model)
         if has_batch_norm(model):
@@ -260,60 +249,60 @@ def adapt_model(
         # copies nothing.
         weights = hash_tensors([*model.parameters(), *model.buffers()])
         ranks.check_same(weights, "different weights at the start", SAME_START)
-    return model, last_part, lines
+    return model, last_part
 
 
-def choose_last_part(
-    module: nn.Module, config: TrainConfig, spec: InputSpec, sharded: bool = False
-) -> tuple[nn.Module | None, str]:
-    """The last part of the model, to train it on cached features; or None, to train on images, and
-    the reason.
+def choose_last_part(model: nn.Module, setup: Setup) -> nn.Module | None:
+    """The last part of the model, to train it on cached features; or None, to train on images.
 
     Raises UserError for settings that need images, and if --feature_views is given but features
     cannot be cached.
     """
-    if config.feature_views == 0:
-        return None, ""
-    part, reason = (None, "the model is sharded") if sharded else find_last_part(module, spec)
+    config, views = setup.config, setup.config.feature_views
+    if views == 0 or not (views or config.freeze):
+        return None
+    part, reason = None, "the model is sharded"
+    if not setup.accelerator.is_fsdp2:
+        part, reason = find_last_part(model, setup.spec)
     if part is None:
-        problem = (
-            f"--feature_views {config.feature_views}: features cannot be cached, because {reason}"
-        )
-        require(not config.feature_views, problem, "leave it out, or try --freeze backbone")
-        return None, reason
+        problem = f"--feature_views {views}: features cannot be cached, because {reason}"
+        require(views is None, problem, "leave it out, or try --freeze backbone")
+        if BACKBONE in config.freeze:
+            setup.notes.append(f"features are not cached: {reason}")
+        return None
     fix = "leave it out, or use --feature_views 0, which computes the frozen layers in each epoch"
-    for name in ("mixup", "cutmix"):
-        problem = (
-            f"--{name} mixes images, but with --freeze the last part is trained on cached features"
-        )
-        require(not getattr(config, name), problem, fix)
+    problem = "--mixup and --cutmix mix images, but the last part is trained on cached features"
+    require(not config.mixes, problem, fix)
     problem = f"--repeats {config.repeats}: copies of an image would have equal cached features"
-    require(config.repeats <= (config.feature_views or 1), problem, fix)
-    accept_features(module, part, spec)
-    return part, ""
+    require(config.repeats <= (views or 1), problem, fix)
+    if config.dry_run:  # the features of all images would take too long
+        faster = "a real run caches the outputs of the frozen layers, so its updates are faster"
+        setup.notes.append(faster)
+        return None
+    return part
 
 
 def load_source(
     module: nn.Module, source: InitialWeights, class_names: list[str], config: TrainConfig
-) -> None:
-    """Copy the weights that fit into the model, and note in `source` which they are.
+) -> Match:
+    """Copy the weights that fit into the model; returns which they are, and notes it in `source`.
 
     Raises UserError if no parameter fits, or if a copied tensor is NaN or infinite.
     """
     tensors, source.tensors = source.tensors, {}  # they are not needed again
-    where = f"--init_from {source.name}"
-    tensors, left_out = fit_names(
-        tensors, module, where, config.model, config.init_match == "order"
-    )
+    where, by_order = f"--init_from {source.name}", config.init_match == "order"
+    tensors, left_out = fit_names(tensors, module, where, config.model, by_order)
     zero_heads(module)
     if not source.class_names and count_outputs(tensors, module) == len(class_names):
         source.class_names = names_of_outputs(len(class_names), False, class_names)
         source.taken.append(f"outputs for classes, in order: {join_names(source.class_names, 6)}")
-    source.match = copy_matching(module, tensors, source.class_names, class_names)
-    source.match.unused += left_out
+    source.match = match = copy_matching(module, tensors, source.class_names, class_names)
+    match.unused += left_out
     if bad := bad_tensors(module.state_dict()):
         raise UserError(f"{where}: {join_names(bad, 3)} is NaN or infinite", "use other weights")
-    if not {key for key, _ in module.named_parameters()} & set(source.match.kept):
+    if not {key for key, _ in module.named_parameters()} & set(match.kept):
         theirs, own = join_names(tensors, 3), join_names(module.state_dict(), 3)
         problem = f"{where}: none of its tensors ({theirs}) fits {config.model}, which has {own}"
-        raise UserError(problem, "set --model to the model of these weights, or use others")
+        fix = "set --model to the model of these weights, use others, or try --init_match order"
+        raise UserError(problem, fix)
+    return match

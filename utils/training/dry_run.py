@@ -7,18 +7,17 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 
 from utils.config.settings import TrainConfig
+from utils.console import say
 from utils.data.datasets import Batch
 from utils.data.order import evaluation_blocks
 from utils.files import expand
-from utils.launch.exits import fix_for_memory
 from utils.memory import bytes_text
-from utils.models.sharded import is_sharded
+from utils.training.evaluation import Evaluator
 from utils.training.loop import synchronise
 from utils.training.meter import SyncInterval
 from utils.training.run import Run
@@ -48,8 +47,8 @@ def dry_run(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> dict:
     where = "GPU memory" if run.accelerator.device.type == "cuda" else "memory of a process"
     try:
         seconds, memory = _measured(run, lambda: _first_update(run, update))
-        eval_seconds, eval_memory = _measured(run, lambda: _first_block(run))
-        run.log.say(
+        eval_seconds, eval_memory = _measured(run, lambda: _first_block(run.evaluator))
+        say(
             f"dry run: an update of {size} images took {seconds:.1f} s (largest {where}: "
             f"{bytes_text(memory)}), an evaluation batch of {block} images {eval_seconds:.1f} s "
             f"({bytes_text(eval_memory)}); nothing was saved"
@@ -76,21 +75,9 @@ def _first_update(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> N
     synchronise(run, SyncInterval())  # raises the errors of any rank
 
 
-def _first_block(run: Run) -> None:
-    """Evaluate the first block of each rank, if it has one."""
-    run.module.eval()
-    # With a sharded model, this block has collectives: a rank that failed and waited in `agree`
-    # would block the others.
-    agreeing, passes = nullcontext() if is_sharded(run.module) else run.ranks.agree(), 1
-    with agreeing, torch.no_grad(), fix_for_memory("lower --eval_batch_size"):
-        for batch in run.evaluator.batches:
-            with run.accelerator.autocast():
-                outputs = run.module(batch.images)
-            run.task.evaluate(outputs.float(), batch.labels)[0].tolist()  # waits for the device
-            passes = 0
-            break
-        run.evaluator.join_others(passes)
-        run.evaluator.batches.check()
+def _first_block(evaluator: Evaluator) -> None:
+    *_, last = evaluator.collect(evaluator.task.evaluate, most=1)
+    last.tolist()  # waits for the device
 
 
 def _peak(device: torch.device) -> int:
@@ -101,6 +88,5 @@ def _peak(device: torch.device) -> int:
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         return peak
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else 1024 * largest

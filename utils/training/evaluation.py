@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from utils.config.settings import TrainConfig
-from utils.console import Terminal
+from utils.console import progress
 from utils.data.batches import Batches
 from utils.data.datasets import AnyDataset
 from utils.data.order import evaluation_blocks
 from utils.data.spec import InputSpec
-from utils.data.workers import make_loader
+from utils.data.workers import make_loaders
 from utils.errors import UserError
 from utils.launch.exits import fix_for_memory
 from utils.models.sharded import forget_whole_weights, is_sharded
@@ -116,31 +117,28 @@ class Evaluator:
         step: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
         stopping: Stopping | None = None,
         shape: Sequence[int] = (),
-        what: str = "evaluating",
+        most: int | None = None,
     ) -> list[Tensor]:
         """This rank's rows: the indices, and what `step(outputs, labels)` returns; collective.
 
         `accelerator.gather` needs the same shapes on all ranks: rows with the index -1 are added
-        where needed, and tensors without columns, [n, 0], are left out. `shape` is the shape of
-        the output for one image, by default that of the task.
-
-        About once a second, the ranks agree whether to stop early: if a rank could not read a
-        sample, or, with `stopping`, if it was asked to stop. Returns None if asked to stop. Raises
-        ValueError if a rank could not read an image.
+        where needed, and tensors without columns, [n, 0], are left out. `shape` is that of the
+        output for one image, by default the task's. A rank evaluates at most `most` blocks.
+        About once a second, the ranks agree whether to stop: if a rank could not read a sample,
+        which raises ValueError, or, with `stopping`, if it was asked to stop, which returns no rows.
         """
         device, was_training, stopped = self.accelerator.device, self.model.training, False
         processes, labels = self.accelerator.num_processes, self.batches.labels
         blocks = evaluation_blocks(len(labels), self.config.eval_batch_size)
         # Ranks take blocks in turn, so none has more blocks or rows than rank 0.
-        most = [len(block.indices) for block in [*blocks][::processes]]
-        # A rank without samples needs the shapes and types, too.
-        nothing = torch.zeros(0, *(shape or [self.task.outputs]), device=device)
+        sizes = [len(block.indices) for block in [*blocks][::processes]][:most]
+        nothing = torch.zeros(0, *(shape or [self.task.outputs]), device=device)  # for its types
         no_rows = step(nothing, torch.tensor(labels[:0], device=device))
         found = [(torch.zeros(0, dtype=torch.int64, device=device), *no_rows)]
-        bar, interval, block = Terminal(self.ranks.is_main).progress(what), SyncInterval(), 0
+        bar, interval, block = progress("evaluating"), SyncInterval(), 0
         self.model.eval()
         with same_kernels(), fix_for_memory("lower --eval_batch_size"):
-            for block, batch in enumerate(bar(self.batches), 1):
+            for block, batch in enumerate(islice(bar(self.batches), most), 1):
                 with self.accelerator.autocast():
                     outputs = self.model(batch.images)
                 indices = batch.indices.to(device, non_blocking=True)
@@ -149,25 +147,17 @@ class Evaluator:
                 if block <= len(blocks) // processes and interval.due(block):
                     if stopped := self._any_wants_to_stop(stopping, interval, block):
                         break
-            self.join_others(0 if stopped else len(most) - block)
-            rows = fill_up(found, sum(most))
+            if is_sharded(self.model):  # also without samples, as other ranks have more blocks
+                for _ in range(0 if stopped else len(sizes) - block):
+                    self.model(self.batches.no_images)
+                forget_whole_weights(self.model)
+            rows = fill_up(found, sum(sizes))
         self.model.train(was_training)
         with self.ranks.agree():
             self.batches.check()
-        if stopped and stopping:
-            stopping.agreed = True
-            return []
-        return rows
-
-    def join_others(self, passes: int) -> None:
-        """Run a sharded model on `passes` empty batches, as other ranks have more blocks.
-
-        Does nothing if the model is not sharded.
-        """
-        if is_sharded(self.model):
-            for _ in range(passes):
-                self.model(self.batches.no_images)
-            forget_whole_weights(self.model)
+        if stopping:
+            stopping.agreed |= stopped
+        return [] if stopped else rows
 
     def in_order(self, gathered: list[Tensor]) -> list[np.ndarray]:
         """The rows of `collect` of all ranks, in the order of the split.
@@ -186,12 +176,12 @@ class Evaluator:
     def _any_wants_to_stop(
         self, stopping: Stopping | None, interval: SyncInterval, block: int
     ) -> bool:
-        self.ranks.mark_waiting(f"block {block} of the evaluation")
+        self.ranks.enter_collective(f"block {block} of the evaluation")
         wants_to_stop = bool(self.batches.error or (stopping and stopping.request))
-        own = [wants_to_stop, time.perf_counter() - interval.time]
-        values = torch.tensor(own, dtype=torch.float64, device=self.accelerator.device)
-        stops, seconds = self.accelerator.reduce(values, "mean").tolist()
-        self.ranks.mark("evaluating")
+        own = torch.tensor([wants_to_stop, time.perf_counter() - interval.time]).double()
+        values = self.accelerator.reduce(own.to(self.accelerator.device), "mean")
+        stops, seconds = values.tolist()
+        self.ranks.enter("evaluating")
         interval.synced(block, seconds)
         return stops > 0
 
@@ -201,7 +191,7 @@ def make_eval_loader(
 ) -> DataLoader:
     """The loader of the evaluation blocks of all ranks, for `Accelerator.prepare`."""
     blocks = evaluation_blocks(len(dataset), config.eval_batch_size, epoch)
-    return make_loader(dataset, blocks, config, ranks.threads, ranks.device)
+    return make_loaders([(dataset, blocks)], config, ranks.threads, ranks.device)[0]
 
 
 def fill_up(found: list[tuple[Tensor, ...]], most: int) -> list[Tensor]:

@@ -3,22 +3,21 @@
 import math
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from torch import nn
 
 from utils.config.bounds import require
+from utils.config.plugin import PLUGIN
 from utils.config.recipe import AugmentationSettings
 from utils.data.augment import make_augmentation
-from utils.data.cache import VERSION, is_cached, keep_array, open_array
+from utils.data.cache import VERSION, cached, open_cached
 from utils.data.datasets import Features, ImageDataset
 from utils.data.order import evaluation_blocks
 from utils.data.spec import InputSpec
@@ -28,7 +27,6 @@ from utils.launch.environment import local_rank_and_size
 from utils.memory import bytes_text, free_memory
 from utils.models.checking import hash_tensors
 from utils.models.features import FrozenPart
-from utils.ranks.ranks import Ranks
 from utils.training.building import Setup
 from utils.training.evaluation import Evaluator, make_eval_loader
 
@@ -39,134 +37,107 @@ def features_of(
     model: nn.Module,
     last_part: nn.Module,
     setup: Setup,
-    accelerator: Accelerator,
-    ranks: Ranks,
 ) -> tuple[Features, Features]:
-    """The features of the training and evaluation images, on which the `last_part` is trained;
-    collective.
+    """The features of the training and evaluation images; collective. From now on, the model takes
+    features, the input of its `last_part`, instead of images.
 
     The weights of its other layers must be final. Raises ValueError if an image cannot be read or
     memory is short.
     """
     config, data, spec = setup.config, setup.data, setup.spec
-    frozen = FrozenPart(model.to(accelerator.device), last_part)
-    cache = FeatureCache(setup, frozen, accelerator, ranks)
-    views: list[list] = [[]]
+    cache = FeatureCache(setup, FrozenPart(model.to(setup.accelerator.device), last_part))
+    augmented: list = []  # what random views depend on
     if config.feature_views:
-        augmentation = [
-            config.seed,
-            *(getattr(config, field.name) for field in fields(AugmentationSettings)),
-        ]
-        views = [[epoch, *augmentation] for epoch in range(config.feature_views)]
+        names = [field.name for field in fields(AugmentationSettings)]
+        augmented = [config.seed, *(vars(config)[name] for name in names)]
     else:
-        train_set = train_set.with_augmentation(make_augmentation(config, spec, False))
-    train_features = cache.load(train_set, data.train, spec, views)
-    return train_features, cache.load(eval_set, data.evaluation, spec.for_evaluation(), [[]])
+        train_set = copy(train_set)
+        train_set.augmentation = make_augmentation(config, spec, False)
+    sets = (
+        cache.load(train_set, data.train, spec, config.feature_views or 1, augmented),
+        cache.load(eval_set, data.evaluation, spec.for_evaluation(), 1, []),
+    )
+    model.forward = partial(last_part)
+    return sets
 
 
 @dataclass
 class FeatureCache:
-    """Features in files of --cache_dir, one for each view of a split.
+    """Features of a split in a file of --cache_dir.
 
-    The name of a file is a hash of all that its bits depend on: images, view, frozen weights,
-    device and settings.
+    Its name is a hash of all that its bits depend on: images, views, frozen weights, device and
+    settings.
     """
 
     setup: Setup
     frozen: FrozenPart
-    accelerator: Accelerator
-    ranks: Ranks
 
     def load(
-        self, images: ImageDataset, split: Split, spec: InputSpec, keys: Sequence[list]
+        self, images: ImageDataset, split: Split, spec: InputSpec, views: int, augmented: list
     ) -> Features:
-        """The features of a split, one view for each of the `keys`.
-
-        Views that are not cached are computed.
-        """
-        start, computed, views, folder = (
-            time.perf_counter(),
-            0,
-            [],
-            expand(self.setup.config.cache_dir) / "features",
-        )
-        block_size = evaluation_blocks(len(images), self.setup.config.eval_batch_size).block_size
-        how = [*self._key, block_size]
-        for epoch, key in enumerate(keys):
-            name, found = fingerprint_of(how, split.cache_key, spec, key), False
-            path = folder / f"v{VERSION}-{name}.npy"
-            with self.ranks.local_main_first("checking cached features"), suppress(OSError):
-                found = is_cached(path, "computing the features again", (len(images),))
-            if self.ranks.any_rank(not found):
-                array, computed = self._compute(images, spec, epoch), computed + 1
-                with self.ranks.local_main_first("writing features"):
-                    views.append(keep_array(path, array))
-            else:
-                with self.ranks.agree():
-                    views.append(open_array(path))
-        seconds = time.perf_counter() - start
-        view = f"{len(keys)} random view{'s' * (len(keys) > 1)}" if keys[0] else "centre"
-        number = f"{computed} of them " * (computed < len(keys))
-        origin = f"{number}computed in {seconds:.1f} s" if computed else f"found in {folder}"
-        return Features(views, images, f"{view}, {origin}")
+        """The features of a split, which are computed if they are not cached; collective."""
+        config, ranks, start = self.setup.config, self.setup.ranks, time.perf_counter()
+        folder = expand(config.cache_dir) / "features"
+        block_size = evaluation_blocks(len(images), config.eval_batch_size).block_size
+        key = [*self._key, block_size, spec, views, *augmented]
+        path = folder / f"v{VERSION}-{fingerprint_of(split.cache_key, key)}.npy"
+        array, origin = open_cached(path, (views, len(images)), "<f4"), f"found in {folder}"
+        if ranks.any_rank(array is None):
+            found = self._compute(images, spec, views)
+            with ranks.local_main_first("writing features"):
+                array = cached(path, found.shape, "<f4", [found])
+            origin = f"computed in {time.perf_counter() - start:.1f} s"
+        assert array is not None
+        view = "centre"
+        if augmented:
+            view = "one random view" if views == 1 else f"{views} random views"
+        return Features(array, images, f"{view}, {origin}")
 
     @cached_property
-    def _key(self) -> Any:
+    def _key(self) -> list[Any]:
         """What the features depend on besides the images.
 
         Rounding depends on device, threads and versions.
         """
-        config, device = self.setup.config, self.accelerator.device
-        of_part, of_model = (
-            each.state_dict(keep_vars=True).values()
-            for each in (self.frozen.part, self.frozen.model)
-        )
-        trained = {id(tensor) for tensor in of_part}
-        frozen = [tensor for tensor in of_model if id(tensor) not in trained]
-        if device.type == "cuda":
-            place: Any = torch.cuda.get_device_name(device), config.tf32, config.deterministic
-        else:
-            place = torch.backends.cpu.get_cpu_capability(), self.ranks.threads
-        versions = [
-            getattr(sys.modules.get(name), "__version__", "")
-            for name in ("torch", "torchvision", "timm")
+        config, frozen = self.setup.config, self.frozen
+        trained = set(map(id, frozen.part.state_dict(keep_vars=True).values()))
+        tensors = frozen.model.state_dict(keep_vars=True).values()
+        weights = hash_tensors(tensor for tensor in tensors if id(tensor) not in trained)
+        model = config.model, getattr(frozen.model, "stem_change", ""), weights
+        arguments = sorted(config.model_args.items())
+        how = config.channels_last, config.tf32, config.deterministic
+        place = self.setup.accelerator.mixed_precision, self.setup.ranks.rounding
+        modules = [sys.modules.get(name) for name in ("torchvision", "timm")]
+        return [
+            *model,
+            arguments,
+            *PLUGIN.values(),
+            *how,
+            *place,
+            *(getattr(m, "__version__", "") for m in modules),
         ]
-        model = (
-            config.model,
-            getattr(self.frozen.model, "stem_change", ""),
-            sorted(config.model_args.items()),
-            hash_tensors(frozen),
-        )
-        return [*model, self.accelerator.mixed_precision, config.channels_last, *place, *versions]
 
-    def _compute(self, images: ImageDataset, spec: InputSpec, epoch: int) -> np.ndarray:
-        """The features of all images, float32 [N, ...], on every rank; collective."""
-        config, ranks, accelerator, frozen = (
-            self.setup.config,
-            self.ranks,
-            self.accelerator,
-            self.frozen,
-        )
+    def _compute(self, images: ImageDataset, spec: InputSpec, views: int) -> np.ndarray:
+        """The features of all images, float32 [views, N, ...], on every rank; collective."""
+        setup, frozen = self.setup, self.frozen
+        config, ranks, accelerator = setup.config, setup.ranks, setup.accelerator
         image = torch.zeros(1, spec.channels, *spec.size, device=accelerator.device)
         with torch.no_grad(), ranks.agree(), torch.compiler.set_stance("force_eager"):
             shape = frozen.eval()(image).shape[1:]
-            size, free = (
-                4 * len(images) * math.prod(shape),
-                free_memory()[0] // local_rank_and_size()[1],
-            )
-            if image.is_cuda:
-                free = min(free, torch.cuda.mem_get_info(image.device)[0])
-            need = 3 * size  # the rows of this rank, those of all ranks, and these sorted
+            size = 4 * len(images) * math.prod(shape)
+            free = free_memory()[0] // local_rank_and_size()[1]
+            need = (views + 3) * size  # also the rows of this rank, those of all, and these sorted
             problem = f"features need {bytes_text(need)} of memory in each process, but {bytes_text(free)} are free"
-            require(
-                need < free, problem, "use --feature_views 0, which computes them for each batch"
-            )
-        # `Accelerator.prepare` would keep the loader, and so its workers, as long as the run.
-        loader = prepare_data_loader(
-            make_eval_loader(images, config, ranks, epoch), even_batches=False
-        )
-        with torch.compiler.set_stance("force_eager"):
-            evaluator = Evaluator(ranks, accelerator, frozen, loader, spec, self.setup.task, config)
-            rows = evaluator.collect(lambda outputs, _: (outputs,), shape=shape, what="features")
+            fix = "use --feature_views 0, which computes them for each batch"
+            require(need < free, problem, fix)
+        found = np.empty((views, len(images), *shape), np.float32)
+        for view in range(views):
+            # `Accelerator.prepare` would keep the loader, and so its workers, as long as the run.
+            loader = make_eval_loader(images, config, ranks, view)
+            loader = prepare_data_loader(loader, even_batches=False)
+            evaluator = Evaluator(ranks, accelerator, frozen, loader, spec, setup.task, config)
+            with torch.compiler.set_stance("force_eager"):
+                rows = evaluator.collect(lambda outputs, _: (outputs,), shape=shape)
+            _, found[view] = evaluator.in_order(accelerator.gather(rows))
         frozen.model.train()
-        return evaluator.in_order(accelerator.gather(rows))[1]
+        return found

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from utils.console import say
 from utils.data.datasets import Batch, Features
 from utils.errors import one_line
 from utils.files import write_file
@@ -28,7 +29,7 @@ def write_first_batch(run: Run, batch: Batch) -> None:
         write_file(path, picture(run, batch))
     except Exception as error:
         problem = f"{path.name} could not be written ({one_line(error)})"
-        run.log.say(f"{problem}; the run continues without it")
+        say(f"{problem}; the run continues without it")
 
 
 def picture(run: Run, batch: Batch) -> bytes:

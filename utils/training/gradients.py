@@ -12,35 +12,25 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from utils.config.settings import TrainConfig
+from utils.data.batches import Batches
 from utils.data.datasets import Batch
 from utils.data.order import Plan, fold_in
 from utils.models.sharded import is_sharded
 from utils.ranks.accelerator import prepare_buckets
 from utils.training.building import Setup
-from utils.training.tree_sum import TreeSum
+from utils.training.tree_sum import TreeSum, joined, set_parts
 
 
 class Exchange:
-    """A context manager that measures the exchange of gradients.
-
-    The host does not wait for the device.
-    """
+    """The time of the exchanges of gradients. The host does not wait for the device."""
 
     def __init__(self, device: torch.device):
-        self.device, self.seconds = device, 0.0
-        self.marks: list[Any] = []
-        self.computed: list[float] = []  # seconds of each rank since the first train record
+        self.device, self.seconds, self.is_first = device, 0.0, True
+        self.marks: list[Any] = []  # the begin and the end of each exchange
 
-    def __enter__(self) -> None:
-        self.marks.append(self._mark())
-
-    def __exit__(self, *_error: object) -> None:
-        self.marks.append(self._mark())
-
-    def _mark(self) -> Any:
+    def mark(self) -> Any:
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -49,11 +39,10 @@ class Exchange:
 
     def add_up(self) -> None:
         """Add the seconds of the exchanges since the last call. A GPU must have completed them."""
-        for begin, end in zip(self.marks[::2], self.marks[1::2], strict=True):
-            self.seconds += (
-                begin.elapsed_time(end) / 1e3 if self.device.type == "cuda" else end - begin
-            )
-        self.marks.clear()
+        on_gpu, marks = self.device.type == "cuda", self.marks
+        for begin, end in zip(marks[::2], marks[1::2], strict=True):
+            self.seconds += begin.elapsed_time(end) / 1e3 if on_gpu else end - begin
+        marks.clear()
 
 
 class Gradients:
@@ -88,7 +77,7 @@ class Gradients:
         seed = fold_in(self.plan.seed, "layers", batch.update, batch.number) % 2**32
         # torch.manual_seed does the same as these lines, in 100 us
         if self.accelerator.device.type == "cuda":
-            torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+            torch.cuda.manual_seed(seed)
         torch.default_generator.manual_seed(seed)
 
     def microbatch(self, batch: Batch) -> AbstractContextManager[None]:
@@ -118,12 +107,12 @@ class TreeGradients(Gradients):
         super().__init__(model, accelerator, plan)
         self.tree = TreeSum(plan.ranges(accelerator.num_processes), accelerator.process_index)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        buffers = list(model.buffers())
         # Buffers of one type are joined to one vector: a network has hundreds of them, and each
         # kernel takes time.
-        self.buffers = [
-            [b for b in buffers if b.dtype == dtype] for dtype in {b.dtype: None for b in buffers}
-        ]
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in model.buffers():
+            by_type.setdefault(buffer.dtype, []).append(buffer)
+        self.buffers = list(by_type.values())
         self.start: list[Tensor] = []  # the buffers of each type at the start of the update
 
     def loss_scale(self, position: int) -> float:
@@ -136,15 +125,13 @@ class TreeGradients(Gradients):
         if self.start:
             self._set_buffers(self.start)
         else:
-            # A copy, because the vector of a single buffer is the buffer itself.
-            self.start = [_flatten_dense_tensors(buffers).clone() for buffers in self.buffers]
+            self.start = [*map(joined, self.buffers)]
         # `Accelerator.no_sync` does nothing in a single process, whose model has DDP if it has a
         # launcher.
         with getattr(self.model, "no_sync", nullcontext)():
             yield
-        now = [_flatten_dense_tensors(buffers) for buffers in self.buffers]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        changes = [_change(*pair) for pair in zip(now, self.start, strict=True)]
+        changes = [*map(_change, map(joined, self.buffers), self.start)]
         tensors = [*gradients, *changes, torch.ones((), device=self.accelerator.device)]
         if not len(batch.images):  # its batch statistics are NaN
             tensors = [torch.zeros_like(tensor) for tensor in tensors]
@@ -152,19 +139,19 @@ class TreeGradients(Gradients):
         self.tree.add(batch.number, tensors)
 
     def reduce(self) -> None:
-        with self.exchange:
-            sums = self.tree.total()
+        begin = self.exchange.mark()
+        sums = self.tree.total()
+        self.exchange.marks += [begin, self.exchange.mark()]
         for parameter, gradient in zip(self.parameters, sums, strict=False):
             parameter.grad = gradient
         *changes, count = sums[len(self.parameters) :]
         means = [change / count.clamp(min=1) for change in changes]
-        self._set_buffers([_add_change(*pair) for pair in zip(self.start, means, strict=True)])
+        self._set_buffers([*map(_add_change, self.start, means)])
         self.start = []
 
-    @torch.no_grad()
     def _set_buffers(self, values: Sequence[Tensor]) -> None:
-        for buffers, joined in zip(self.buffers, values, strict=True):
-            torch._foreach_copy_(buffers, _unflatten_dense_tensors(joined, buffers))
+        for buffers, vector in zip(self.buffers, values, strict=True):
+            set_parts(buffers, vector)
 
 
 def _change(now: Tensor, before: Tensor) -> Tensor:
@@ -179,9 +166,11 @@ def _add_change(before: Tensor, mean: Tensor) -> Tensor:
     return (before.long() + mean.round().long()).to(before.dtype)
 
 
-def clip_gradients(accelerator: Accelerator, model: nn.Module, config: TrainConfig) -> None:
+def clip_gradients(
+    accelerator: Accelerator, model: nn.Module, config: TrainConfig
+) -> Tensor | None:
     """Apply --clip_value, then --clip_norm, to the summed gradients of an update; all ranks have
-    the same ones.
+    the same ones. Returns their norm before --clip_norm, if that is set.
     """
     if config.clip_value or config.clip_norm:
         # Accelerate's own functions would call it twice, which fp16 refuses
@@ -189,16 +178,13 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, config: TrainConf
     if config.clip_value:
         nn.utils.clip_grad_value_(model.parameters(), config.clip_value)
     if config.clip_norm:
-        nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
+        return nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
+    return None
 
 
-def make_gradients(
-    setup: Setup, model: nn.Module, module: nn.Module, accelerator: Accelerator
-) -> Gradients:
-    """How the gradients of `model`, which wraps `module` for training, are added up; collective."""
-    if setup.config.microbatches:
-        return TreeGradients(model, accelerator, setup.plan)
-    spec = setup.spec
-    no_images = torch.empty(0, spec.channels, spec.height, spec.width, device=accelerator.device)
-    prepare_buckets(model, module, no_images)  # otherwise a resumed run sums gradients differently
-    return Gradients(model, accelerator, setup.plan)
+def make_gradients(setup: Setup, model: nn.Module, batches: Batches) -> Gradients:
+    """How the gradients of `model`, as Accelerate wraps it, are added up; collective."""
+    kind = TreeGradients if setup.config.microbatches else Gradients
+    if kind is Gradients:  # otherwise a resumed run sums gradients differently
+        prepare_buckets(model, batches.no_images)
+    return kind(model, setup.accelerator, setup.plan)

@@ -1,28 +1,21 @@
 """Parameter groups: which parameters have weight decay, and how fast each layer learns."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
 from utils.config.settings import TrainConfig
+from utils.models.layers import find_blocks
 from utils.models.matching import head_prefixes
-from utils.training.summary import count_parameters
 
 Groups = list[dict[str, Any]]
 
 # The last parts of the names of embeddings, tokens and scales. Not all models list them in
 # `no_weight_decay`.
-_UNDECAYED = (
-    "class_token",
-    "cls_token",
-    "pos_embed",
-    "pos_embedding",
-    "relative_position_bias_table",
-    "layer_scale",
-)
-_CONTAINERS = nn.Sequential | nn.ModuleList | nn.ModuleDict
+_UNDECAYED = {"class_token", "cls_token", "pos_embed", "pos_embedding", "layer_scale"}
+_UNDECAYED |= {"relative_position_bias_table"}
 
 
 def parameter_groups(config: TrainConfig, model: nn.Module) -> Groups:
@@ -35,11 +28,14 @@ def parameter_groups(config: TrainConfig, model: nn.Module) -> Groups:
     of_head = head_prefixes(model)
     hidden = hidden_matrices(model) - undecayed if config.optimizer == "muon" else set()
     groups: dict[tuple, dict[str, Any]] = {}
-    for name, parameter in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         decay = 0.0 if name in undecayed else config.weight_decay
         scale = scales[name] * ((config.head_scale or 1.0) if name.startswith(of_head) else 1.0)
         group = {"weight_decay": decay, "lr_scale": scale}
-        group |= {"hidden": name in hidden} if config.optimizer == "muon" else {}
+        if config.optimizer == "muon":
+            group["hidden"] = name in hidden
         key = (name in undecayed, *group.values())
         groups.setdefault(key, {"params": []} | group)["params"].append((name, parameter))
     return [groups[key] for key in sorted(groups)]
@@ -79,35 +75,24 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
     """The number of each parameter's layer, from 0 at the input. timm's models number them
     themselves.
 
-    In other models, each block is a layer, in the order in which the model creates them.
-    Containers, and modules with more than half of the model's parameters, are divided into their
-    blocks. A block that has only vectors, such as a normalisation, belongs to the layer before it.
-    So do parameters that are not in a block, such as a class token.
+    In other models, each block (`find_blocks`) and each module outside of them is a layer, in the
+    order in which the model creates them. One that has only vectors, such as a normalisation, has
+    the number of the layer before it, and so have parameters outside of all, such as class tokens.
     """
     if matcher := getattr(model, "group_matcher", None):
         from timm.models import group_parameters
 
         return group_parameters(model, matcher(coarse=False), reverse=True)
-    numbers: dict[str, int] = {}
-    number = -1
-    for is_block, named in _blocks(model, "", count_parameters(model.parameters()) / 2):
-        number += is_block and any(parameter.ndim > 1 for _, parameter in named)
+    blocks, numbers, number, inside = {*find_blocks(model)}, dict[str, int](), -1, "."
+    for path, module in model.named_modules():
+        if path.startswith(inside):
+            continue
+        is_layer = module in blocks or next(module.children(), None) is None
+        named = list(module.named_parameters(path, recurse=is_layer))
+        number += is_layer and any(parameter.ndim > 1 for _, parameter in named)
         numbers |= {name: max(0, number) for name, _ in named}
+        inside = f"{path}." if is_layer else inside
     return numbers
-
-
-def _blocks(module: nn.Module, prefix: str, half: float) -> Iterator[tuple[bool, list]]:
-    """The parameters of each block, with True, and those of `module` itself, with False."""
-    yield False, list(module.named_parameters(prefix, recurse=False))
-    for name, child in module.named_children():
-        path = f"{prefix}.{name}" if prefix else name
-        is_leaf = next(child.children(), None) is None
-        if isinstance(child, _CONTAINERS) or (
-            not is_leaf and count_parameters(child.parameters()) > half
-        ):
-            yield from _blocks(child, path, half)
-        else:
-            yield True, list(child.named_parameters(path))
 
 
 def hidden_matrices(model: nn.Module) -> set[str]:

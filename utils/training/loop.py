@@ -5,25 +5,19 @@ profile.
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from accelerate.utils import ProfileKwargs
 
+from utils.console import say
 from utils.data.datasets import Batch
 from utils.errors import one_line
 from utils.runs.metadata import make_files
-from utils.training.divergence import (
-    LEARNED,
-    check_weights,
-    compare_ranks,
-    report_bad_loss,
-    watch_evaluation,
-    watch_loss,
-)
+from utils.training.divergence import check_weights, compare_ranks, report_bad_loss, watch_loss
 from utils.training.first_batch import write_first_batch
 from utils.training.meter import SyncInterval
 from utils.training.run import Run
@@ -35,84 +29,78 @@ def batches_of_update(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     state, ranks = run.state, run.ranks
     run.meter.updates += 1
     for step in range(run.gradients.steps):
-        ranks.mark(f"update {state.step + 1}, reading a batch")
+        ranks.enter(f"update {state.step + 1}, reading a batch")
         start = time.perf_counter()
         batch = next(batches)
-        run.meter.wait += time.perf_counter() - start
+        run.meter.totals["wait"] += time.perf_counter() - start
         assert batch.update == state.step, f"a batch of update {batch.update}, not {state.step}"
         if state.step == step == 0:
             write_first_batch(run, batch)
-        ranks.mark_waiting(f"update {state.step + 1}, computing and adding up gradients")
+        ranks.enter_collective(f"update {state.step + 1}, computing and adding up gradients")
         if batch.number >= 0:  # otherwise another rank has one microbatch more
             yield batch
 
 
-def synchronise(run: Run, interval: SyncInterval) -> float:
+def synchronise(run: Run, interval: SyncInterval) -> None:
     """Sum losses over the ranks, and agree on errors and stopping; collective, about once a second.
 
     A rank that cannot read a sample continues with an empty batch until this point, so that no rank
-    waits for it. Returns the seconds since the last save.
+    waits for it.
     """
-    state, batches = run.state, run.train_batches
-    run.ranks.mark_waiting(f"after update {state.step}, adding up losses")
+    state, batches, meter = run.state, run.train_batches, run.meter
+    run.ranks.enter_collective(f"after update {state.step}, adding up losses")
     failed = batches.error is not None or run.log.error is not None or run.checkpoints.has_failed
-    reduced = run.meter.reduce(run.accelerator, failed, bool(run.stopping.request))
+    reduced = meter.reduce(run.accelerator, failed, bool(run.stopping.request))
     if reduced.failed:
         with run.ranks.agree():
             batches.check()
             run.log.check()
         run.checkpoints.wait()
     if not math.isfinite(reduced.totals["loss"]):
-        found = run.ranks.gather(run.meter.first_bad())
-        first, rank = min((bad, rank) for rank, bad in enumerate(found) if bad)
+        found = enumerate(run.ranks.gather(meter.first_bad()))
         with run.ranks.agree():
-            report_bad_loss(run, rank, *first)
-    # the ranks always synchronise here, so this is the loss of the initial weights
-    if state.step == 1:
-        state.learned = (
-            reduced.totals["loss"] / reduced.totals["count"] < LEARNED * run.task.uniform_loss
-        )
+            report_bad_loss(run, *min((bad, rank) for rank, bad in found if bad))
     run.gradients.exchange.add_up()
     interval.synced(state.step, reduced.seconds)
     state.seconds += reduced.seconds
     state.since_log = reduced.totals
     run.stopping.agreed = reduced.stop
-    return reduced.since_save
 
 
 def training_record(run: Run) -> dict[str, Any]:
     """The train record of all samples since the last record; the next one then starts anew;
     collective.
     """
-    state, totals, processes = run.state, run.state.since_log, run.accelerator.num_processes
+    state, accelerator, totals = run.state, run.accelerator, run.state.since_log
     seconds, count = state.seconds - state.logged_seconds, totals["count"]
     summary = run.task.summary({name: totals[name] for name in run.task.training}, count)
-    of_gpu: dict[str, float] = {}
-    if run.accelerator.device.type == "cuda":
-        of_gpu["gpu_memory"] = torch.cuda.max_memory_allocated(run.accelerator.device)
-        torch.cuda.reset_peak_memory_stats(run.accelerator.device)
-    if run.accelerator.scaler:
-        of_gpu["skipped"] = totals["skipped"] / processes
-    of_ranks = watch_ranks(run, seconds) if run.config.microbatches else {}
-    watch_loss(run, summary["loss"], count)
-    state.logged_seconds, state.since_log = state.seconds, {}
-    run.meter.reset()
-    return {
+    watch_loss(run, "training", summary["loss"])
+    record = {
         "step": state.step,
         "epoch": state.epochs_begun,
         **summary,
         "lr": learning_rate(run.config, state.step - 1, run.updates),
         "images_per_second": count / seconds,
-        "data_wait": totals["wait"] / processes / seconds,
+        "data_wait": totals["wait"] / accelerator.num_processes / seconds,
         "seconds": state.seconds,
-        **of_gpu,
-        **of_ranks,
     }
+    if accelerator.device.type == "cuda":
+        record["gpu_memory"] = torch.cuda.max_memory_allocated(accelerator.device)
+        torch.cuda.reset_peak_memory_stats(accelerator.device)
+    if accelerator.scaler:
+        record["skipped"] = totals["skipped"] / accelerator.num_processes
+    if (norm := run.meter.grad_norm) is not None:
+        record["grad_norm"] = norm.item()  # of the last update; collective with FSDP2
+    if run.config.microbatches:
+        record |= times_of_ranks(run, seconds)
+    state.logged_seconds, state.since_log = state.seconds, {}
+    run.meter.reset()
+    return record
 
 
 def evaluation_record(run: Run, result: Mapping[str, Any]) -> dict[str, Any]:
     """The record of an evaluation, whose metrics are in `result`."""
-    watch_evaluation(run, result["loss"])
+    watch_loss(run, "evaluation", result["loss"])
     state, split = run.state, run.data.evaluation
     return {"step": state.step, "epoch": state.epochs_begun, "split": split.name, **result}
 
@@ -121,65 +109,30 @@ def prepare_save(run: Run) -> dict[str, bytes]:
     """Check and compare the weights; returns the small files of a checkpoint on the main process;
     collective.
     """
-    state, ranks = run.state, run.ranks
-    with ranks.agree(f"after update {state.step}, saving"):
+    files, ranks = dict[str, bytes](), run.ranks
+    with ranks.agree(f"after update {run.state.step}, saving"):
         check_weights(run)
         run.log.sync()
-        files = (
-            make_files(run.config, state, run.plan, run.data, run.spec, ranks)
-            if ranks.is_main
-            else {}
-        )
+        if ranks.is_main:
+            files = make_files(run.config, run.state, run.plan, run.data, run.spec, ranks)
     compare_ranks(run)
     return files
 
 
-# the seconds of computing before a message, and the part of them that a rank may wait
-WATCHED, LONG = 30, 0.2
-
-
-def watch_ranks(run: Run, seconds: float) -> dict[str, list[float]]:
+def times_of_ranks(run: Run, seconds: float) -> dict[str, list[float]]:
     """The seconds that each rank computed, and waited for slower ranks, for a train record;
     collective.
 
-    Time in which a rank waited for data is in neither. Says once if a rank waits long for another.
-    Empty for the first record of a start, because its time includes other work.
+    Time in which a rank waited for data is in neither. Empty for the first record of a start,
+    because its time includes other work.
     """
-    exchange, shares = (
-        run.gradients.exchange,
-        list(map(len, run.plan.ranges(run.accelerator.num_processes))),
-    )
-    each = run.ranks.gather((exchange.seconds, run.meter.wait))
-    computing, before = [seconds - sum(own) for own in each], exchange.computed
-    exchange.seconds, exchange.computed = 0.0, [0.0 for _ in each]
-    if not before:
+    exchange = run.gradients.exchange
+    each = run.ranks.gather((exchange.seconds, run.meter.totals["wait"]))
+    is_first, exchange.is_first, exchange.seconds = exchange.is_first, False, 0.0
+    if is_first:
         return {}
-    exchange.computed = total = [own + now for own, now in zip(before, computing, strict=True)]
-    part = 1 - min(total) / max(total)
-    if max(before) < WATCHED <= max(total) and part > LONG:
-        better = balance(shares, total)
-        advice = (
-            f"try --shares {','.join(map(str, better))}"
-            if better != shares
-            else "use more --microbatches"
-        )
-        slow, fast = total.index(max(total)), total.index(min(total))
-        run.log.say(
-            f"rank {fast} waits for rank {slow} for {part:.0%} of the computing time; {advice}"
-        )
+    computing = [seconds - sum(own) for own in each]
     return {"computing": computing, "waiting": [own - min(each)[0] for own, _ in each]}
-
-
-def balance(shares: Sequence[int], seconds: Sequence[float]) -> list[int]:
-    """Shares with which all ranks need the same time, if they needed these `seconds` for their
-    `shares`.
-
-    Returns `shares` if a rank would get none.
-    """
-    speeds = [share / max(time, 1e-9) for share, time in zip(shares, seconds, strict=True)]
-    ends = [round(sum(shares) * end / sum(speeds)) for end in accumulate(speeds, initial=0.0)]
-    found = [end - begin for begin, end in pairwise(ends)]
-    return found if min(found) > 0 else list(shares)
 
 
 # updates that are not recorded, recorded and discarded, recorded and kept
@@ -195,10 +148,11 @@ def make_profiler(run: Run) -> AbstractContextManager[torch.profiler.profile | N
         return nullcontext()
     first = run.state.step + WAIT + WARM_UP + 1
     if first > run.updates:
-        run.log.say(f"--profile: the run ends before update {first}, where the trace begins")
+        say(f"--profile: the run ends before update {first}, where the trace begins")
         return nullcontext()
-    schedule = torch.profiler.schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=1)
-    return torch.profiler.profile(schedule=schedule, on_trace_ready=partial(write_trace, run))
+    schedule = {"wait": WAIT, "warmup": WARM_UP, "active": ACTIVE, "repeat": 1}
+    writing = partial(write_trace, run)
+    return run.accelerator.profile(ProfileKwargs(schedule_option=schedule, on_trace_ready=writing))
 
 
 def write_trace(run: Run, profiler: torch.profiler.profile) -> None:
@@ -209,8 +163,8 @@ def write_trace(run: Run, profiler: torch.profiler.profile) -> None:
         profiler.export_chrome_trace(str(unfinished))
         os.replace(unfinished, path)
     except (OSError, RuntimeError) as error:  # the run continues without a trace
-        run.log.say(f"--profile: {path} cannot be written ({one_line(error)[:120]})")
+        say(f"--profile: {path} cannot be written ({one_line(error)[:120]})")
         return
     by_time = f"self_{run.ranks.device.type}_time_total"
     slowest = profiler.key_averages().table(by_time, _ROWS, max_name_column_width=40)
-    run.log.say(f"{slowest}trace: {path} (open it at https://ui.perfetto.dev)")
+    say(f"{slowest}trace: {path} (open it at https://ui.perfetto.dev)")

@@ -51,13 +51,12 @@ class Synchronised(NamedTuple):
 
     `totals` has the task's training sums by name, the `count` of samples, the seconds that ranks
     waited for data (`wait`), and the updates that fp16 skipped, summed over the ranks (`skipped`),
-    all since the last train record. `seconds` since the last synchronisation and `since_save` are
-    means over the ranks.
+    all since the last train record. `seconds` since the last synchronisation is the mean over the
+    ranks.
     """
 
     totals: dict[str, float]
     seconds: float
-    since_save: float
     failed: bool
     stop: bool
 
@@ -81,22 +80,17 @@ class Meter:
             there, here = join_names(start), join_names(self.names)
             problem = f"the checkpoint has the training sums {there}; this task needs {here}"
             raise UserError(problem, "use another checkpoint")
-        start = start if is_main else {}
-        self.device, self.sums = device, [start.get(name, 0.0) for name in task.training]
-        # samples, and seconds waited for them
-        self.count, self.wait = start.get("count", 0.0), start.get("wait", 0.0)
-        self.skipped, self.updates, self.taken = (
-            start.get("skipped", 0.0),
-            0,
-            torch.zeros((), device=device),
-        )
+        # besides sums of the task: samples, seconds waited for them, and updates that fp16 skipped
+        self.totals = dict.fromkeys(self.names, 0.0) | (dict(start) if is_main else {})
+        self.device, self.updates, self.taken = device, 0, torch.zeros((), device=device)
         scaled = getattr(optimizer, "optimizer", None)  # only fp16 has a wrapper around it
         self.scaled = scaled is not None
         if scaled is not None:
             scaled.register_step_pre_hook(self._count_step)
+        self.grad_norm: Tensor | None = None  # of the last update, on the device
         # since the last synchronisation
         self.batches: list[tuple[tuple[int, int], Sequence[Tensor]]] = []
-        self.started = self.saved = time.perf_counter()
+        self.started = time.perf_counter()
 
     def add(self, loss: Tensor, outputs: Tensor, batch: Batch) -> None:
         """Add a microbatch with its summed loss and its `outputs` [n, ...].
@@ -105,7 +99,7 @@ class Meter:
         """
         sums = self.task.training_sums(loss.detach(), outputs.detach(), batch.labels)
         self.batches.append(((batch.update, batch.number), sums))
-        self.count += len(batch.labels)
+        self.totals["count"] += len(batch.labels)
 
     def _count_step(self, optimizer: Optimizer, *_given: Any) -> None:
         """Count a step on the device.
@@ -124,31 +118,22 @@ class Meter:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         # On the device, each batch would need several kernels for this.
-        for place, column in enumerate(zip(*(sums for _, sums in self.batches), strict=True)):
-            self.sums[place] += rounded(torch.stack(column)).sum().item()
+        columns = zip(*(sums for _, sums in self.batches), strict=True)
+        for name, column in zip(self.names, columns, strict=False):
+            self.totals[name] += rounded(torch.stack(column)).sum().item()
         if self.scaled:
-            self.skipped += self.updates - self.taken.item()
+            self.totals["skipped"] += self.updates - self.taken.item()
             self.taken.zero_()
         self.updates, now = 0, time.perf_counter()
-        own = [
-            self.count,
-            self.wait,
-            self.skipped,
-            now - self.started,
-            now - self.saved,
-            failed,
-            stop,
-        ]
+        own = [*self.totals.values(), now - self.started, failed, stop]
         self.started = now
-        values = torch.tensor([*self.sums, *own], dtype=torch.float64, device=self.device)
+        values = torch.tensor(own, dtype=torch.float64, device=self.device)
         # Exact for counts below 2**53.
-        *sums, seconds, since_save, failures, stops = accelerator.reduce(values, "sum").tolist()
-        processes, totals = accelerator.num_processes, dict(zip(self.names, sums, strict=True))
+        *sums, seconds, failures, stops = accelerator.reduce(values, "sum").tolist()
+        totals = dict(zip(self.names, sums, strict=True))
         if math.isfinite(totals["loss"]):  # otherwise `first_bad` needs them, and the run ends
             self.batches.clear()
-        return Synchronised(
-            totals, seconds / processes, since_save / processes, failures > 0, stops > 0
-        )
+        return Synchronised(totals, seconds / accelerator.num_processes, failures > 0, stops > 0)
 
     def first_bad(self) -> tuple[int, int] | None:
         """The update and number of this rank's first microbatch with a NaN or infinite loss, if
@@ -160,11 +145,6 @@ class Meter:
         """Do not count the time since the last synchronisation, which was not spent on training."""
         self.started = time.perf_counter()
 
-    def restart_save_clock(self) -> None:
-        """Measure the time since the last save from now on."""
-        self.saved = time.perf_counter()
-
     def reset(self) -> None:
         """Start the sums of the next train record."""
-        self.sums = [0.0] * len(self.sums)
-        self.count, self.wait, self.skipped = 0.0, 0.0, 0.0
+        self.totals = dict.fromkeys(self.names, 0.0)

@@ -6,6 +6,7 @@ default are what --optimizer_args may set. If it ignores a setting, add a line t
 """
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,68 +25,50 @@ from utils.training.groups import Groups, parameter_groups
 class MuonAndAdamW(torch.optim.Optimizer):
     """torch's Muon on the groups with `hidden`, and torch's AdamW on the others.
 
+    Muon sees a convolution kernel as the matrix [out, in * height * width] (Jordan et al., 2024).
     Both work on the groups and the state of this optimizer, so it is saved, restored and scheduled
     like any other.
     """
 
     def __init__(self, groups: Groups, lr: float, muon: dict[str, Any], adamw: dict[str, Any]):
         placeholder = [torch.zeros(1, 1)]  # the groups are given before each step
-        self._muon = _MuonOfKernels(placeholder, lr=lr, **muon)
+        self._muon = torch.optim.Muon(placeholder, lr=lr, **muon)
         self._adamw = torch.optim.AdamW(placeholder, lr=lr, **adamw)
-        super().__init__([self._of(group).defaults | group for group in groups], {"lr": lr})
+        own = {True: self._muon.defaults, False: self._adamw.defaults}
+        super().__init__([own[group["hidden"]] | group for group in groups], {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take one step of both optimizers."""
-        for part in (self._muon, self._adamw):
-            part.state = self.state
-            part.param_groups = [group for group in self.param_groups if self._of(group) is part]
-            part.step()
+        self._muon.param_groups, self._muon.state = [], defaultdict(dict)
+        self._adamw.param_groups, self._adamw.state = [], self.state
+        for group in self.param_groups:
+            if group["hidden"]:
+                used = [kernel for kernel in group["params"] if kernel.grad is not None]
+                group = group | {"params": [*map(self._as_matrix, used)]}
+            (self._muon if group["hidden"] else self._adamw).param_groups.append(group)
+        self._muon.step()
+        self._adamw.step()
 
-    def _of(self, group: dict[str, Any]) -> torch.optim.Optimizer:
-        return self._muon if group["hidden"] else self._adamw
-
-
-class _MuonOfKernels(torch.optim.Muon):
-    """torch's Muon, which sees a convolution kernel as the matrix [out, in * height * width]
-    (Jordan et al., 2024).
-    """
-
-    def _init_group(self, group, params_with_grad, grads, muon_momentum_bufs):
-        for kernel in group["params"]:
-            if kernel.grad is not None:
-                state, order = self.state[kernel], _memory_order(kernel)
-                if "momentum_buffer" not in state:
-                    # the gradient may have another layout
-                    state["momentum_buffer"] = torch.zeros_like(kernel)
-                params_with_grad.append(kernel.permute(order).view(len(kernel), -1))
-                grads.append(kernel.grad.permute(order).reshape(len(kernel), -1))
-                muon_momentum_bufs.append(
-                    state["momentum_buffer"].permute(order).view(len(kernel), -1)
-                )
-        return False  # no complex numbers
-
-
-def _memory_order(kernel: Tensor) -> list[int]:
-    """The dimensions, output first, then the others as in memory: permuted so, a kernel can be
-    viewed as a matrix.
-    """
-    return [0, *sorted(range(1, kernel.ndim), key=kernel.stride, reverse=True)]
+    def _as_matrix(self, kernel: Tensor) -> Tensor:
+        """The kernel as a matrix in the same memory, with its gradient and its momentum."""
+        # output first, then the others as in memory, so that a view is possible
+        order = [0, *sorted(range(1, kernel.ndim), key=kernel.stride, reverse=True)]
+        state = self.state[kernel]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(kernel)
+        matrix, momentum = (
+            each.permute(order).view(len(kernel), -1) for each in (kernel, state["momentum_buffer"])
+        )
+        assert kernel.grad is not None
+        matrix.grad = kernel.grad.permute(order).reshape(matrix.shape)  # may have another layout
+        self._muon.state[matrix] = {"momentum_buffer": momentum}
+        return matrix
 
 
 # The others of torch.optim need several gradients in an update, all samples, or sparse gradients.
-_OF_TORCH = (
-    "Adafactor",
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "ASGD",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-)
+_OF_TORCH = ["Adafactor", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"]
+_OF_TORCH += ["ASGD", "NAdam", "RAdam", "RMSprop"]
 # Arguments that have flags, and those about how torch computes a step
 _NOT_ARGUMENTS = {"params", "lr", "momentum", "weight_decay"}
 _NOT_ARGUMENTS |= {"maximize", "foreach", "capturable", "differentiable", "fused"}
@@ -93,10 +76,8 @@ _NOT_ARGUMENTS |= {"maximize", "foreach", "capturable", "differentiable", "fused
 
 def sgd(groups: Groups, config: TrainConfig, nesterov: bool = True) -> torch.optim.Optimizer:
     """SGD with Nesterov momentum, see --momentum."""
-    nesterov = nesterov and config.momentum > 0
-    return torch.optim.SGD(
-        groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov, fused=True
-    )
+    momentum, nesterov = config.momentum, nesterov and config.momentum > 0
+    return torch.optim.SGD(groups, config.lr, momentum, nesterov=nesterov, fused=True)
 
 
 def muon(
@@ -114,13 +95,11 @@ def muon(
     """
     if not any(group["hidden"] for group in groups):
         raise UserError("--optimizer muon: this model has no hidden matrices to train", "use adamw")
-    scaled = [
-        group if group["hidden"] else group | {"lr_scale": group["lr_scale"] * adamw_lr}
-        for group in groups
-    ]
+    for group in groups:
+        group["lr_scale"] *= 1.0 if group["hidden"] else adamw_lr
     beta1, beta2 = betas
     of_muon = {"momentum": config.momentum, "adjust_lr_fn": adjust_lr_fn}
-    return MuonAndAdamW(scaled, config.lr, of_muon, {"betas": (beta1, beta2), "fused": True})
+    return MuonAndAdamW(groups, config.lr, of_muon, {"betas": (beta1, beta2), "fused": True})
 
 
 def of_torch(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
@@ -131,20 +110,13 @@ def of_torch(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.
     fused = {"fused": True} if kind in (torch.optim.Adam, torch.optim.AdamW) else {}
 
     def build(groups: Groups, config: TrainConfig, **arguments) -> torch.optim.Optimizer:
-        for name, value in arguments.items():  # torch ignores surplus values
-            default = parameters[name].default
-            if isinstance(default, tuple) and len(value) != len(default):
-                raise ValueError(f"{name} must have {len(default)} values, got {value}")
         momentum = {"momentum": config.momentum} if "momentum" in parameters else {}
         return kind(groups, lr=config.lr, **momentum, **fused, **arguments)
 
     build.__doc__ = f"torch.optim.{kind.__name__}."
-    own = [
-        p.replace(kind=p.KEYWORD_ONLY)
-        for name, p in parameters.items()
-        if name not in _NOT_ARGUMENTS
-    ]
-    build.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+    own = [parameters[name] for name in parameters if name not in _NOT_ARGUMENTS]
+    named = [each.replace(kind=each.KEYWORD_ONLY) for each in own]
+    build.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
     return build
 
 
@@ -164,31 +136,18 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
     return OPTIMIZERS.call(config, parameter_groups(config, model), config)
 
 
-def state_per_value(config: TrainConfig) -> int:
-    """How many values an optimizer keeps for each value of a parameter."""
-    states = _try_arguments(config).state.items()
-    counts = (
-        sum(isinstance(v, Tensor) and v.shape == p.shape for v in state.values())
-        for p, state in states
-    )
-    return max(counts, default=0)
-
-
-def _try_arguments(config: TrainConfig) -> torch.optim.Optimizer:
-    """Take a step on a small model.
-
-    Raises an error if the optimizer does not accept --optimizer_args.
+def _try_arguments(config: TrainConfig) -> None:
+    """Take a step on a small model, which fails if the optimizer does not accept
+    --optimizer_args.
     """
-    # The default of --lr is chosen later, from the data.
-    known = replace(
-        config, lr=config.lr or 1.0, weight_decay=config.weight_decay or 0.0, layer_decay=None
-    )
+    # These defaults are chosen later, from the data.
+    lr, decay = config.lr or 1.0, config.weight_decay or 0.0
+    known = replace(config, lr=lr, weight_decay=decay, layer_decay=None)
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     optimizer = build_optimizer(known, model)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    return optimizer
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -210,8 +169,8 @@ def init_optimizer(
     if accelerator.is_fsdp2:
         optimizer.state.clear()  # that of Adagrad belongs to parameters that FSDP2 has replaced
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
-        if accelerator.is_fsdp2:
-            group["fused"] = False  # fused SGD does not support DTensor
+        # fused SGD does not support DTensor
+        group["fused"] = not accelerator.is_fsdp2
         for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return prepared if accelerator.scaler else optimizer

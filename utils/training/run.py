@@ -5,16 +5,16 @@ import math
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from pathlib import Path
 
-from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from utils.config.defaults import advice, hint_for_few, list_changes
 from utils.config.recipe import AugmentationSettings, LossSettings, OptimizerSettings
 from utils.config.settings import TrainConfig
-from utils.console import printable, table
+from utils.console import printable, say, table
 from utils.data.batches import Batches
 from utils.data.datasets import Features, describe_place
 from utils.data.sources import has_columns
@@ -24,7 +24,6 @@ from utils.launch.exits import inform_launcher
 from utils.memory import bytes_text
 from utils.models.weight_average import WeightAverage
 from utils.models.zoo import OWN_MODELS
-from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
 from utils.runs.checkpoint import CheckpointManager
 from utils.runs.log import RunLog
@@ -32,8 +31,9 @@ from utils.runs.metadata import config_to_save, versions
 from utils.runs.trackers import RunTrackers
 from utils.training.building import Setup
 from utils.training.evaluation import Evaluator
-from utils.training.gradients import Gradients
+from utils.training.gradients import make_gradients
 from utils.training.meter import Meter
+from utils.training.sharding import describe_shards
 from utils.training.summary import (
     always_answering,
     classes_row,
@@ -46,36 +46,41 @@ from utils.training.summary import (
 BAD_IMAGES = "bad_images.json"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Run:
-    """All parts of a training run. No field is replaced, but the objects in them change."""
+    """All parts of a training run. No attribute is replaced, but the objects in them change.
 
-    setup: Setup
-    ranks: Ranks
-    stopping: Stopping
-    accelerator: Accelerator
-    checkpoints: CheckpointManager
-    model: nn.Module  # as Accelerate wraps it, for training
-    module: nn.Module  # without the wrapper, for evaluation
-    optimizer: Optimizer
-    gradients: Gradients
-    average: WeightAverage | None  # of the weights, with --ema_decay
-    train_batches: Batches
-    evaluator: Evaluator
-    meter: Meter
-    log: RunLog
-    trackers: RunTrackers
-    notes: Sequence[str]  # lines for the start table
-    sharding: str  # with FSDP, the bytes before and after it
+    `model` is the network as Accelerate wraps it, for training, and `module` without the wrapper,
+    for evaluation; `average` is that of its weights, with --ema_decay; `loaders` are those of
+    training and evaluation, as Accelerate wraps them. Collective.
+    """
 
-    folder = property(lambda self: self.checkpoints.folder)
-    config = property(lambda self: self.setup.config)
-    data = property(lambda self: self.setup.data)
-    plan = property(lambda self: self.setup.plan)
-    updates = property(lambda self: self.setup.updates)
-    spec = property(lambda self: self.setup.spec)
-    task = property(lambda self: self.setup.task)
-    state = property(lambda self: self.setup.state)
+    def __init__(
+        self,
+        setup: Setup,
+        stopping: Stopping,
+        checkpoints: CheckpointManager,
+        folder: Path,
+        model: nn.Module,
+        module: nn.Module,
+        optimizer: Optimizer,
+        average: WeightAverage | None,
+        loaders: Sequence[DataLoader],
+    ):
+        self.setup, self.stopping, self.checkpoints = setup, stopping, checkpoints
+        self.folder, self.model, self.module = folder, model, module
+        self.optimizer, self.average = optimizer, average
+        self.ranks, self.accelerator = ranks, accelerator = setup.ranks, setup.accelerator
+        self.config, self.state = config, state = setup.config, setup.state
+        self.spec, self.task = spec, task = setup.spec, setup.task
+        self.data, self.plan, self.updates = setup.data, setup.plan, setup.updates
+        with ranks.agree("opening the log"):
+            self.log = RunLog(folder, ranks.is_main, state, self.updates, task)
+        self.trackers = RunTrackers(accelerator, config, folder, state.run_id)
+        device, eval_spec = accelerator.device, spec.for_evaluation()
+        self.train_batches = Batches(loaders[0], spec, config, device, True, task.outputs)
+        self.evaluator = Evaluator(ranks, accelerator, module, loaders[1], eval_spec, task, config)
+        self.gradients = make_gradients(setup, model, self.train_batches)
+        self.meter = Meter(task, device, state.since_log, ranks.is_main, optimizer)
 
     @property
     def ended(self) -> str:
@@ -89,116 +94,90 @@ class Run:
             return "max_steps" if config.max_steps else "epochs"
         if state.seconds >= (config.max_seconds or math.inf):
             return "max_seconds"
-        return (
-            "early_stopping"
-            if state.evaluations_since_best >= (config.early_stopping or math.inf)
-            else ""
-        )
+        patience = config.early_stopping or math.inf
+        return "early_stopping" if state.evaluations_since_best >= patience else ""
 
 
 def log_start(run: Run) -> None:
     """Print what runs where, start the trackers, and write the settings to the run folder;
     collective.
     """
-    config, ranks, folder, processes = (
-        run.config,
-        run.ranks,
-        run.folder,
-        run.accelerator.num_processes,
-    )
-    numbers = run.plan.sizes(processes) | {
+    config, ranks, folder, data = run.config, run.ranks, run.folder, run.data
+    source, images = run.setup.source, run.train_batches.dataset
+    numbers = run.plan.sizes(run.accelerator.num_processes) | {
         "threads": ranks.threads,
         "precision": run.accelerator.mixed_precision,
+        "device": ranks.device.type,
+        "input": run.spec.describe_pixels(),
+        "init_weights": source and source.weights,
+        "max_seconds": config.max_seconds,
+        "versions": versions(),
     }
-    numbers |= {"device": ranks.device.type, "input": run.spec.describe_pixels()}
-    source = run.setup.source
-    numbers |= {"init_weights": source.weights} if source else {}
-    numbers |= {"versions": versions()}
+    numbers = {name: value for name, value in numbers.items() if value is not None}
     with ranks.agree("starting the trackers"):
         if ranks.is_main:
             run.trackers.start(numbers)
     run.log.write("start", step=run.state.step, **numbers, time=time.time())
-    rows = start_rows(run, ranks.gather(ranks.describe()))
-    by_loader = run.train_batches.dataset.in_loader
-    small = run.spec.small, run.spec.for_evaluation().small
-    has_momentum = any("momentum" in group for group in run.optimizer.param_groups)
-    centre = isinstance(run.train_batches.dataset, Features) and not config.feature_views
-    lines = [
-        *warn_about_data(run.data, config),
-        *advice(
-            config, small, by_loader, has_columns(config.data), processes, has_momentum, centre
-        ),
-    ]
+    rows = start_rows(run)
+    lines = warn_about_data(data)
+    lines += advice(
+        config,
+        small=(run.spec.small, run.spec.for_evaluation().small),
+        by_loader=images.in_loader,
+        has_columns=has_columns(config.data),
+        processes=run.accelerator.num_processes,
+        has_momentum=any("momentum" in group for group in run.optimizer.param_groups),
+        centre=isinstance(images, Features) and not config.feature_views,
+    )
     if not run.setup.resumed_from and config.model not in OWN_MODELS:
         lines += hint_for_few(config, run.plan.samples)
     title = "Lockstep  dry run" if config.dry_run else f"Lockstep  {folder}"
-    run.log.say("\n".join([*run.setup.changed, table(title, rows), *lines]))
+    say("\n".join([*run.setup.changed, table(title, rows), *lines]))
     with ranks.agree():
         if ranks.is_main:
             write_file(folder / "config.yaml", config_to_save(config))
-            if run.data.bad_images:
-                write_file(folder / BAD_IMAGES, json.dumps(run.data.bad_images, indent=1) + "\n")
-            if source is not None and source.match is not None:
+            if data.bad_images:
+                write_file(folder / BAD_IMAGES, json.dumps(data.bad_images, indent=1) + "\n")
+            if source and source.match:
                 write_file(folder / "init_from.txt", f"{source.name}\n{source.match.text()}")
 
 
-def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
-    """The rows of the table at the start of a run; `places` describes where each rank runs."""
-    plan, data, config, processes = run.plan, run.data, run.config, len(places)
-    interface = f" on {run.ranks.interface}" if run.ranks.interface else ""
-    # Only torchvision's models have the first of these, and models whose head was kept the second.
-    changes = filter(
-        None, [getattr(run.module, name, "") for name in ("stem_change", "head_change")]
-    )
-    model = [config.model, describe_parameters(run.module), run.spec.describe(), *changes]
-    optimizer = [
-        config.optimizer,
-        f"lr {config.lr:.4g}",
-        f"weight decay {config.weight_decay:g}",
-        config.lr_schedule,
-    ]
-    chosen = [
-        ("" if number else "defaults", line)
-        for number, line in enumerate([*run.setup.chosen, *run.notes])
-    ]
-    text = "{batch_size} x {processes} processes x {grad_accum} accumulation = {global_batch_size}"
-    batch = text.format(**plan.sizes(processes))
+def start_rows(run: Run) -> list[tuple[str, str]]:
+    """The rows of the table at the start of a run; collective."""
+    plan, data, config, setup, ranks = run.plan, run.data, run.config, run.setup, run.ranks
+    places = ranks.gather(ranks.describe())
+    most, per_rank = plan.microbatches, plan.microbatches // len(places)
+    interface = f" on {ranks.interface}" if ranks.interface else ""
+    model = [config.model, describe_parameters(run.module), run.spec.describe()]
+    # only torchvision's models have the first of these, and models whose head was kept the second
+    model += [getattr(run.module, name, "") for name in ("stem_change", "head_change")]
+    optimizer = [config.optimizer, f"lr {config.lr:.4g}", f"weight decay {config.weight_decay:g}"]
+    optimizer += [config.lr_schedule, *list_changes(config, OptimizerSettings)]
+    recipe = list_changes(config, AugmentationSettings) + list_changes(config, LossSettings)
+    batch = "{batch_size} x {processes} processes x {grad_accum} accumulation = {global_batch_size}"
     if config.microbatches:
-        most = plan.microbatches
-        batch = f"{plan.global_batch_size} in {most} microbatches; the same bits on 1 to {most} processes"
+        batch = (
+            f"{{global_batch_size}} in {most} microbatches; the same bits on 1 to {most} processes"
+        )
     rows = [
         *((f"rank {rank}", place) for rank, place in enumerate(places)),
-        ("backend", f"{run.ranks.backend}{interface}, precision {run.accelerator.mixed_precision}"),
-        (
-            "data",
-            f"{config.data}: {plan.samples} training, {len(data.evaluation)} {data.evaluation.name}",
-        ),
+        ("backend", f"{ranks.backend}{interface}, precision {config.mixed_precision}"),
+        ("data", f"{config.data}: {plan.samples} training, {len(data.evaluation)} {data.evaluation.name}"),
         ("classes", classes_row(data)),
         ("images", describe_place([run.train_batches.dataset, run.evaluator.batches.dataset])),
-        ("model", ", ".join(model)),
+        ("model", ", ".join(filter(None, model))),
         ("input", run.spec.describe_pixels()),
-        ("init_from", run.setup.source.describe() if run.setup.source else ""),
-        ("sharding", run.sharding),
-        ("batch", batch),
-        ("optimizer", ", ".join(optimizer + list_changes(config, OptimizerSettings))),
-        (
-            "updates",
-            f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}",
-        ),
+        ("init_from", setup.source.describe() if setup.source else ""),
+        ("sharding", describe_shards(run.module, ranks)),
+        ("batch", batch.format(**plan.sizes(len(places)))),
+        ("optimizer", ", ".join(optimizer)),
+        ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
         ("task", run.task.describe()),
-        (
-            "recipe",
-            ", ".join(
-                list_changes(config, AugmentationSettings) + list_changes(config, LossSettings)
-            ),
-        ),
+        ("recipe", ", ".join(recipe)),
         ("mixing", f"training {run.task.when_mixed}" if config.mixes else ""),
-        *chosen,
-        (
-            "depends on topology",
-            differences(config, run.module, plan.microbatches // processes, plan.microbatches),
-        ),
-    ]
+        *(("" if number else "defaults", line) for number, line in enumerate(setup.notes)),
+        ("depends on topology", differences(config, run.module, per_rank, most)),
+    ]  # fmt: skip
     return [(name, text) for name, text in rows if text]
 
 
@@ -214,20 +193,22 @@ def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
         if state.step < run.updates:
             run.log.write("end", step=state.step, reason=run.ended, seconds=state.seconds)
         trained = result or state.best_step or run.setup.resumed_from is None
-        checkpoint = folder if trained else run.setup.resumed_from
-        words = [*script_command("eval.py"), "--ckpt", str(checkpoint)]
-        words += ["--data_dir", config.data_dir] if config.data_dir else []
-        words += (
-            ["--cache_dir", config.cache_dir] if config.cache_dir != TrainConfig.cache_dir else []
-        )
-        title, following = "Done", f"evaluate it: {shlex.join(words)}"
+        words = [
+            *script_command("eval.py", config.plugin),
+            "--ckpt",
+            folder if trained else run.setup.resumed_from,
+        ]
+        for name in ("data_dir", "cache_dir"):
+            if (value := getattr(config, name)) != getattr(TrainConfig, name):
+                words += [f"--{name}", value]
+        title, following = "Done", f"evaluate it: {shlex.join(map(str, words))}"
     else:
         reason = run.stopping.request or "another rank was asked to stop"
         title = f"Stopped after update {state.step} of {run.updates} ({reason})"
         following = f"resume with: {resume_command(command, config.output_dir, folder.name)}"
         if run.ranks.topology.local_rank == 0:  # each machine has its own launcher
             inform_launcher(f"{title}\n{following}")
-    run.log.say(f"{table(title, result_rows(run, result, done))}\n{following}")
+    say(f"{table(title, result_rows(run, result, done))}\n{following}")
     run.trackers.close()
     run.log.close()
     return not done
@@ -235,37 +216,24 @@ def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
 
 def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, str]]:
     """The rows of the table at the end of a run."""
-    state, names = run.state, dict.fromkeys([run.task.metric, "loss"])
-    rows = [(name, f"{result[name]:.4f}") for name in names if name in result] if result else []
-    if result and "weights" in result:
-        rows.append(("weights", result["weights"]))
-    if result and run.task.metric == "accuracy" and (always := always_answering(run.data)):
+    state, metric, found = run.state, run.task.metric, result or {}
+    names = [name for name in dict.fromkeys([metric, "loss"]) if name in found]
+    rows = [(name, f"{found[name]:.4f}") for name in names]
+    if "weights" in found:
+        rows.append(("weights", found["weights"]))
+    if result and metric == "accuracy" and (always := always_answering(run.data)):
         rows.append((printable(f"always predicting {always[0]}"), f"{always[1]:.4f}"))
-    if done and state.step < run.updates:
+    if done and (state.step < run.updates or result is None):
         setting = f"--{run.ended} {getattr(run.config, run.ended)}"
-        rows.append(
-            (
-                "ended by",
-                f"{setting} after update {state.step} of {run.updates}; raise it to continue",
-            )
-        )
-    elif done and result is None:
-        rows = [
-            (
-                "finished",
-                f"all {state.step} updates were already done; raise --epochs or --max_steps to continue",
-            )
-        ]
+        where = f"after update {state.step} of {run.updates}"
+        rows.append(("ended by", f"{setting} {where}; raise it to continue"))
     if state.best is not None:
         rows.append(("best", f"{state.best:.4f} at update {state.best_step}"))
-    rows.append(
-        (
-            "training",
-            f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s",
-        )
-    )
+    rate = state.images / max(state.seconds, 1e-9)
+    rows.append(("training", f"{state.seconds:.1f} s, {rate:.0f} images/s"))
     if run.ranks.is_main:  # no other rank prints
         rows.append(("checkpoints", bytes_text(size_of(run.folder / "checkpoints"))))
         page = run.folder / "report.html"
-        rows += [("page", str(page))] if done and run.config.report and page.exists() else []
+        if done and run.config.report and page.exists():
+            rows.append(("page", str(page)))
     return rows

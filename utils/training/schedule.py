@@ -27,40 +27,34 @@ class Due(NamedTuple):
 
 def due_after(config: TrainConfig, state: TrainState, updates: int) -> Due:
     """What is due after update `state.step` of `updates`; --save_seconds is checked in train.py."""
-    last, epoch_ends = state.step == updates, state.position == 0
-    save = (
-        state.step % config.save_every == 0
-        if config.save_every
-        else epoch_ends and not config.save_seconds
-    )
+
+    def due(every: int | None, otherwise: bool) -> bool:
+        return state.step == updates or (state.step % every == 0 if every else otherwise)
+
+    epoch_ends = state.position == 0
     return Due(
-        log=last or state.step % config.log_every == 0,
-        evaluate=last or (state.step % config.eval_every == 0 if config.eval_every else epoch_ends),
-        save=last or save,
+        log=due(config.log_every, False),
+        evaluate=due(config.eval_every, epoch_ends),
+        save=due(config.save_every, epoch_ends and not config.save_seconds),
     )
 
 
 def total_updates(config: TrainConfig, plan: Plan) -> int:
     """The number of updates of the whole run. Raises ValueError if --drop_last leaves none."""
     batch = f"{plan.samples} samples do not fill a global batch of {plan.global_batch_size}"
-    require(
-        plan.updates_per_epoch > 0,
-        f"--drop_last leaves no update: {batch}",
-        "lower --global_batch_size",
-    )
+    problem = f"--drop_last leaves no update: {batch}"
+    require(plan.updates_per_epoch > 0, problem, "lower --global_batch_size")
     updates = config.max_steps or config.epochs * plan.updates_per_epoch
     if cooldown := count_updates(config.cooldown_steps, updates):
         warmup = count_updates(config.warmup_steps or 0, updates)
         problem = f"--warmup_steps {warmup} and --cooldown_steps {cooldown} exceed the {updates} updates of the run"
         require(warmup + cooldown <= updates, problem, "lower them")
-        unscaled, last = replace(config, lr=1.0), updates - cooldown
-        end = SCHEDULES.call(config, unscaled, last, last)
+        last = updates - cooldown
+        end = SCHEDULES.call(config, replace(config, lr=1.0), last, last)
         problem = (
             f"--cooldown_steps has no effect: {config.lr_schedule} ends with {end:.2g} times --lr"
         )
-        require(
-            end > 1e-5, problem, "use --lr_schedule constant, or linear or cosine with a higher end"
-        )
+        require(end > 1e-5, problem, "use --lr_schedule constant")
     return updates
 
 
@@ -111,11 +105,8 @@ def step(
 
     Below 1, `step_size` is a fraction of the run.
     """
-    if step_size <= 0:
-        raise ValueError(f"step_size must be above 0, got {step_size}")
-    return _warm_up(config, update, updates) * gamma ** (
-        update // max(1, count_updates(step_size, updates))
-    )
+    drops = update // max(1, count_updates(step_size, updates))
+    return _warm_up(config, update, updates) * gamma**drops
 
 
 def multistep(
@@ -156,13 +147,9 @@ def onecycle(
     defaults are those of torch's OneCycleLR (Smith and Topin, 2017). Unlike there, the momentum is
     constant.
     """
-    lr = config.lr
+    lr, warmup = config.lr, config.warmup_steps
     start, end = lr / div_factor, lr / (div_factor * final_div_factor)
-    top = (
-        0.3 * updates - 1
-        if config.warmup_steps is None
-        else float(count_updates(config.warmup_steps, updates))
-    )
+    top = 0.3 * updates - 1 if warmup is None else float(count_updates(warmup, updates))
     if update <= top and top > 0:
         return _half_cosine(start, lr, update / top)
     return _half_cosine(lr, end, (update - top) / max(1.0, updates - 1 - top))
@@ -189,17 +176,14 @@ def _check_arguments(config: TrainConfig) -> None:
     """Raise ValueError if --lr_schedule_args give a learning rate that is negative, NaN or
     infinite.
     """
-    # The data, which may decide --lr, are not known yet.
-    config = replace(config, lr=config.lr or 1.0, cooldown_steps=0)
+    config = replace(
+        config, lr=1.0, cooldown_steps=0
+    )  # the data, which may decide --lr, are unknown
     last = 2**32  # beyond any warm-up
     for update in range(last, -1, -last // 16):
         lr = learning_rate(config, update, last)
-        problem = f"the learning rate would be {lr / config.lr:g} times --lr"
-        require(
-            0 <= lr < math.inf,
-            f"--lr_schedule_args for {config.lr_schedule}: {problem}",
-            "change or remove them",
-        )
+        problem = f"--lr_schedule_args for {config.lr_schedule}: the learning rate would be {lr:g} times --lr"
+        require(0 <= lr < math.inf, problem, "change or remove them")
 
 
 SCHEDULES = Table(

@@ -2,12 +2,10 @@
 topology.
 """
 
-import math
 from collections.abc import Iterable
 
 import numpy as np
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from utils.config.settings import TrainConfig
 from utils.console import join_names, printable
@@ -51,21 +49,13 @@ def has_dropout(module: nn.Module) -> bool:
     """Whether a layer draws random numbers in training: dropout, also of attention weights, or
     stochastic depth.
     """
-    names = ("dropout", "drop_prob", "drop_rate", "attention_dropout")
-    for layer in module.modules():
-        rates = [getattr(layer, name, 0.0) for name in names]
-        if isinstance(layer, _DropoutNd) or type(layer).__name__ == "StochasticDepth":
-            rates.append(layer.p)
-        if layer.training and any(isinstance(rate, int | float) and rate > 0 for rate in rates):
-            return True
-    return False
+    names = ("p", "dropout", "drop_prob", "drop_rate", "attention_dropout")
+    rates = [getattr(each, name, 0) for each in module.modules() if each.training for name in names]
+    return any(isinstance(rate, int | float) and 0 < rate <= 1 for rate in rates)
 
 
 # evaluation images; with fewer, the 95 % interval of an accuracy of 90 % is wider than 8 points
 FEW = 200
-# times as many images; the smallest imbalance factor of the long-tailed CIFAR sets (Cui et al.,
-# 2019)
-_UNEQUAL = 10
 
 
 def classes_row(data: Data) -> str:
@@ -77,30 +67,18 @@ def classes_row(data: Data) -> str:
     return f"{len(names)}{several}, each with {counts}"
 
 
-def warn_about_data(data: Data, config: TrainConfig) -> list[str]:
+def warn_about_data(data: Data) -> list[str]:
     """Lines to print about the data at the start of a run."""
     lines, names = [*data.train.notes, *data.evaluation.notes], data.class_names
     if data.evaluation.name == "test":
+        problem = "split test chooses the best checkpoint, so its score will be slightly too high"
         fix = "with --eval_fraction 0.1, a hold-out chooses it, and eval.py --split test then gives the score"
-        lines.append(
-            f"split test chooses the best checkpoint, so its score will be slightly too high; {fix}"
-        )
+        lines.append(f"{problem}; {fix}")
     for split, word in ((data.train, "training"), (data.evaluation, "evaluation")):
-        absent = [
-            names[index] for index in np.flatnonzero(count_classes(split.labels, len(names)) == 0)
-        ]
-        if absent:
-            lines.append(
-                f"{len(absent)} of {len(names)} classes have no {word} image: {join_names(absent)}"
-            )
-    counts = count_classes(data.train.labels, len(names))
-    rarest = int(np.where(counts, counts, len(data.train) + 1).argmin())
-    if (always := always_answering(data)) and counts.max() >= _UNEQUAL * counts[rarest]:
-        name, share = always
-        problem = f"class {name} has {counts.max()} of {len(data.train)} training images, {names[rarest]} has "
-        problem += f"{counts[rarest]}: always predicting {name} has an accuracy of {share:.4f}"
-        fix = "; consider --sampler balanced or --class_weights balanced"
-        lines.append(problem + fix * (config.sampler == "shuffle" and not config.class_weights))
+        counts = count_classes(split.labels, len(names))
+        if absent := [name for name, count in zip(names, counts, strict=True) if not count]:
+            problem = f"{len(absent)} of {len(names)} classes have no {word} image"
+            lines.append(f"{problem}: {join_names(absent)}")
     return [printable(line) for line in dict.fromkeys(lines)]
 
 
@@ -117,31 +95,18 @@ def always_answering(data: Data) -> tuple[str, float] | None:
     return data.class_names[most], float((data.evaluation.labels == most).mean())
 
 
-def interval_of_share(share: float, count: int) -> tuple[float, float]:
-    """The 95 % Wilson score interval of a proportion of `count` samples (Wilson, 1927).
-
-    Unlike a bootstrap interval, it is wider than zero if the share is 0 or 1.
-    """
-    weight = 1.96**2 / count
-    centre, half = share + weight / 2, math.sqrt(weight * (share * (1 - share) + weight / 4))
-    return (centre - half) / (1 + weight), (centre + half) / (1 + weight)
-
-
 def _range(split: Split, names: list[str]) -> str:
     """For example `12 (class cat) to 40 (class dog)`, or `12` if all classes have the same number."""
     counts = count_classes(split.labels, len(names))
     least, most = int(counts.argmin()), int(counts.argmax())
     if counts[least] == counts[most]:
         return str(counts[least])
-    return " to ".join(
-        f"{counts[index]} (class {printable(names[index])})" for index in (least, most)
-    )
+    ends = (f"{counts[index]} (class {printable(names[index])})" for index in (least, most))
+    return " to ".join(ends)
 
 
 def count_classes(labels: np.ndarray, classes: int) -> np.ndarray:
     """The number of samples of each class, int64 [classes]; `labels` are those of a split."""
-    return (
-        labels.sum(0, dtype=np.int64)
-        if labels.ndim == 2
-        else np.bincount(labels, minlength=classes)
-    )
+    if labels.ndim == 2:
+        return labels.sum(0, dtype=np.int64)
+    return np.bincount(labels, minlength=classes)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 Node = tuple[int, int]  # its level, 0 for microbatches, and its index in the level
 
@@ -28,6 +27,18 @@ def subtrees(numbers: range) -> list[Node]:
             node = (node[0] + 1, node[1] // 2)
         nodes.append(node)
     return nodes
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """The values of tensors of one type as one new vector, in the order of their dimensions."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+@torch.no_grad()
+def set_parts(tensors: Sequence[Tensor], vector: Tensor) -> None:
+    """Copy a vector, as `joined` makes it, into the tensors, which keep their layout in memory."""
+    parts = vector.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(list(tensors), [*map(Tensor.view_as, parts, tensors)])
 
 
 class TreeSum:
@@ -60,12 +71,9 @@ class TreeSum:
         result = parts[0]
         for dtype in {tensor.dtype: None for tensor in result} if self.processes > 1 else ():
             chosen = [place for place, tensor in enumerate(result) if tensor.dtype == dtype]
-            total = self._exchange(
-                [_flatten_dense_tensors([part[place] for place in chosen]) for part in parts]
-            )
-            # Copied into the first tensors to keep their layout in memory: a norm may depend on it.
-            targets = [result[place] for place in chosen]
-            torch._foreach_copy_(targets, _unflatten_dense_tensors(total, targets))
+            nodes = [[part[place] for place in chosen] for part in parts]
+            # into the first tensors, because a norm may depend on the layout in memory
+            set_parts(nodes[0], self._exchange([*map(joined, nodes)]))
         return result
 
     def _exchange(self, nodes: Sequence[Tensor]) -> Tensor:

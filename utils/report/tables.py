@@ -2,23 +2,22 @@
 
 import csv
 import glob
-import io
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from utils.config.bounds import require
 from utils.console import join_names, printable
-from utils.data.check import check_images
-from utils.data.scan import Scan
+from utils.data.folders import Scan, files_below, notes
 from utils.data.splits import Files, Split, fingerprint_of, whole_split
-from utils.errors import UserError
 from utils.files import check_output_file
 from utils.tasks.task import Predictions, Task
 from utils.training.evaluation import TOP
@@ -31,34 +30,25 @@ def find_images(given: Sequence[str]) -> Split:
     image is found.
     """
     found: list[str] = []
-    notes: list[str] = []
+    lines: list[str] = []
     for pattern in given:
-        is_path = os.path.lexists(pattern)
-        paths = [pattern] if is_path else glob.glob(os.path.expanduser(pattern), recursive=True)
-        if not paths:
-            problem = f"{join_names([pattern])}: no such file or folder"
-            raise UserError(problem, "correct the path or the pattern")
+        expanded = os.path.expanduser(pattern)
+        paths = [pattern] if os.path.lexists(pattern) else glob.glob(expanded, recursive=True)
+        problem = f"{join_names([pattern])}: no such file or folder"
+        require(bool(paths), problem, "correct the path or the pattern")
         for path in sorted(paths):
             if os.path.isdir(path):
-                scan = Scan(Path(path), [])
-                found += scan.images(path, "")
-                notes += scan.notes()
+                scan = Scan()
+                found += scan.images(files_below(path))
+                lines += notes(path, {"files of unsupported types are left out": scan.kinds()})
             else:
                 found.append(path)
-    if not found:
-        problem = "; ".join([f"{join_names(given)}: no images", *notes])
-        raise UserError(problem, "name JPEG or PNG files, or folders with some in them")
+    problem = "; ".join([f"{join_names(given)}: no images", *lines])
+    require(bool(found), problem, "name JPEG or PNG files, or folders with some in them")
     names = list(dict.fromkeys(found))
     fingerprint = fingerprint_of(*map(os.fsencode, names))
     split = whole_split("images", Files(names), np.zeros(len(names)), fingerprint)
-    return replace(split, notes=tuple(notes))
-
-
-def check_all(split: Split, cache_dir: str, progress: Callable) -> Split:
-    """The split with the errors of all images that cannot be decoded; they keep their positions."""
-    checked = check_images(split, True, cache_dir, progress)
-    bad = {row: f"not a readable image ({reason})" for row, reason in checked.bad.items()}
-    return replace(checked, bad=bad)
+    return replace(split, notes=tuple(lines))
 
 
 # The start of a text that a spreadsheet would run as a formula, unless all of it is a number.
@@ -104,13 +94,12 @@ def make_rows(task: Task, top: np.ndarray, scores: np.ndarray, count: int) -> li
 
 def rows_of_split(task: Task, split: Split, found: Predictions) -> list[dict[str, Any]]:
     """The rows of the file of a split: path or index, label, prediction and loss of each sample."""
-    names, places, rows = task.class_names, split.rows[found.indices].tolist(), []
+    names, images, rows = task.class_names, split.images, []
     made = make_rows(task, found.top, found.scores, TOP)
-    parts = zip(places, found.labels, made, found.values[:, 0], strict=True)
-    for place, label, row, loss in parts:
-        images = split.images
+    places, losses = split.image_index[found.indices].tolist(), found.values[:, 0]
+    for place, label, row, loss in zip(places, found.labels, made, losses, strict=True):
         image = {"path": images.names[place]} if isinstance(images, Files) else {"index": place}
-        own = [names[n] for n in np.flatnonzero(label)] if np.ndim(label) else names[label]
+        own = [*compress(names, label)] if np.ndim(label) else names[label]
         cells = row.cells(min(TOP, len(names)))
         rows.append({**image, "label": own, **cells, "loss": rounded(loss)})
     return rows
@@ -122,16 +111,17 @@ def result_rows(rows: Sequence[Row], split: Split) -> list[tuple[str, Any]]:
     for position, row in enumerate(rows[:SHOWN]):
         found = row.error or ", ".join(f"{name} {value}" for name, value in row.likely)
         lines.append((printable(split.describe(position)), printable(found)))
-    bad = sum(row.error is not None for row in rows)
-    lines += [("...", f"{len(rows) - SHOWN} more")] * (len(rows) > SHOWN)
-    return lines + [("unreadable", f"{bad} of {len(rows)} images")] * (bad > 0)
+    if len(rows) > SHOWN:
+        lines.append(("...", f"{len(rows) - SHOWN} more"))
+    if bad := sum(row.error is not None for row in rows):
+        lines.append(("unreadable", f"{bad} of {len(rows)} images"))
+    return lines
 
 
 def check_table_file(flag: str, path: Path) -> None:
     """Raise UserError, which names the flag, if `path` has another ending or cannot be written."""
-    if path.suffix.lower() not in _FORMS:
-        problem = f"{flag} {path}: must end in {', '.join(_FORMS)}"
-        raise UserError(problem, "for example predictions.csv")
+    problem = f"{flag} {path}: must end in {', '.join(_FORMS)}"
+    require(path.suffix.lower() in _FORMS, problem, "for example predictions.csv")
     check_output_file(flag, path)
 
 
@@ -165,21 +155,14 @@ def _csv(rows: list[dict[str, Any]]) -> bytes:
 
 
 def _json(rows: list[dict[str, Any]]) -> bytes:
-    """A list with an object for each row, one on each line; pandas would round 1e-20 to 0."""
-    return ("[\n" + ",\n".join(map(_dumps, rows)) + "\n]\n").encode()
+    """A list with an object for each row; pandas would round 1e-20 to 0."""
+    return _dumps(rows, indent=1).encode()
 
 
 def _parquet(rows: list[dict[str, Any]]) -> bytes:
-    import pyarrow
-    from pyarrow import parquet
+    import pandas
 
-    table, file = pyarrow.Table.from_pylist(rows), io.BytesIO()
-    text = pyarrow.string()
-    # A column without any value is one of texts.
-    types = {pyarrow.null(): text, pyarrow.list_(pyarrow.null()): pyarrow.list_(text)}
-    fields = [(field.name, types.get(field.type, field.type)) for field in table.schema]
-    parquet.write_table(table.cast(pyarrow.schema(fields)), file)
-    return file.getvalue()
+    return pandas.DataFrame(rows).to_parquet(index=False)
 
 
 _FORMS = {".csv": _csv, ".json": _json, ".parquet": _parquet}

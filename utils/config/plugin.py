@@ -1,0 +1,50 @@
+"""--plugin FILE: a Python file of the user's own that adds entries to the tables.
+
+Only a flag or a --config file names a file to import. Checkpoints and logs have its name and its
+SHA-256, which are only compared.
+"""
+
+import sys
+from collections.abc import Mapping
+from hashlib import sha256
+from importlib import import_module
+from pathlib import Path
+from traceback import extract_tb
+
+from utils.config.bounds import require
+from utils.errors import UserError, one_line
+from utils.files import expand
+
+PLUGIN: dict[str, str] = {}
+"""The SHA-256 of the plug-in of this process, if it has one, by its file name; `versions` has it."""
+
+
+def load_plugin(file: str) -> None:
+    """Import the file. Raises UserError, with the line of the file, if this fails."""
+    path = expand(file).resolve()
+    require(path.is_file(), f"--plugin {file}: no such file", "give the path of a Python file")
+    PLUGIN[path.name] = sha256(path.read_bytes()).hexdigest()
+    sys.path.append(str(path.parent))  # also for loader processes that import it by its name
+    try:
+        module = import_module(path.stem)
+        if not path.samefile(str(module.__file__)):
+            raise ImportError("Python has another module of this name: rename the file")
+    except Exception as error:
+        calls = extract_tb(error.__traceback__)
+        lines = [f", line {call.lineno}" for call in calls if call.filename == str(path)]
+        problem = f"--plugin {file}{''.join(lines[-1:])}: {type(error).__name__}: {one_line(error)}"
+        raise UserError(problem, "correct it") from error
+
+
+def check_plugin(path: Path, versions: Mapping[str, str], is_main: bool = True) -> None:
+    """Raise UserError if the run or checkpoint at `path`, made with these `versions`, needs another
+    plug-in.
+
+    The main process prints a line if the file has changed.
+    """
+    for name in versions:
+        fits = not name.endswith(".py") or name in PLUGIN
+        require(fits, f"{path}: was made with the plug-in {name}", f"add --plugin {name}")
+    for name, content in PLUGIN.items():
+        if is_main and versions.get(name) != content:
+            print(f"{path}: was not made with this version of --plugin {name}")

@@ -1,0 +1,274 @@
+"""Augmentations of colours and shapes for single images: automatic augmentation and colour jitter;
+and those that fill a box: random erasing and cutout.
+
+Colours and shapes are computed by torchvision's functions. To add a policy, write a `Transform` and
+add it to AUTO_AUGMENTS: its parameters with a default are what --auto_augment_args may set.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cache, partial
+from itertools import permutations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as F
+
+from utils.config.bounds import require
+from utils.config.table import Table
+from utils.data.draws import Array, Transform
+from utils.data.spec import InputSpec
+
+_ORDERS = list(permutations(range(3)))
+_MAGNITUDES = 31  # of each operation, as in torchvision
+_TRIES = 10  # boxes to draw until one is smaller than the image, as in torchvision and timm
+_AREA = 0.02, 0.33  # of the image, as in torchvision
+_ASPECT = math.log(0.3), math.log(3.3)  # of the box, as in torchvision
+
+
+class ColorTransform(Transform):
+    """Changes colours or shapes of planes [C, H, W]."""
+
+    def planes(self, x: Tensor, random: list[float]) -> Tensor:
+        """The changed planes."""
+        raise NotImplementedError
+
+    def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
+        return self.planes(pixels.permute(2, 0, 1), random.tolist()).permute(1, 2, 0)
+
+
+class ColorJitter(ColorTransform):
+    """Multiply brightness, contrast and saturation by factors in [1 - X, 1 + X], in random order."""
+
+    streams = ("jitter_order", "jitter_brightness", "jitter_contrast", "jitter_saturation")
+    # the last one keeps grey images
+    adjust = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation)
+
+    def __init__(self, strength: float):
+        self.low, self.high = max(0.0, 1 - strength), 1 + strength
+
+    def planes(self, x: Tensor, random: list[float]) -> Tensor:
+        for place in _ORDERS[int(random[0] * len(_ORDERS))]:
+            x = self.adjust[place](x, self.low + (self.high - self.low) * random[1 + place])
+        return x
+
+
+class Policy(ColorTransform):
+    """The operations of a policy of torchvision and their magnitudes; random numbers select one."""
+
+    def __init__(self, spec: InputSpec, policy: Callable, interpolation: str):
+        if interpolation not in ("nearest", "bilinear"):
+            raise ValueError(f"interpolation must be nearest or bilinear, got {interpolation}")
+        self.mode = InterpolationMode(interpolation)
+        self.transform = policy(num_magnitude_bins=_MAGNITUDES, interpolation=self.mode)
+        self.operations = [
+            (name, magnitudes(_MAGNITUDES, *spec.size), is_signed)
+            for name, (magnitudes, is_signed) in self.transform._AUGMENTATION_SPACE.items()
+        ]
+
+    def apply(self, x: Tensor, operation: float, place: int, sign: float) -> Tensor:
+        """Apply the operation that a random number selects, with the magnitude at this place and a
+        random sign.
+        """
+        name, magnitudes, is_signed = self.operations[int(operation * len(self.operations))]
+        magnitude = 0.0 if magnitudes is None else float(magnitudes[place])
+        return self.change(x, name, -magnitude if is_signed and sign < 0.5 else magnitude)
+
+    def change(self, x: Tensor, name: str, magnitude: float) -> Tensor:
+        """What torchvision's operation of this name returns for planes, faster."""
+        if name == "Sharpness":
+            return _sharpness(x, 1 + magnitude)
+        if name == "Solarize":
+            return _solarize(x, 255 * magnitude)
+        if name in ("Color", "Contrast", "AutoContrast", "Equalize"):
+            x = x.contiguous()  # faster than with the channels last
+        change = partial(
+            self.transform._apply_image_or_video_transform,
+            transform_id=name,
+            magnitude=magnitude,
+            interpolation=self.mode,
+            fill=self.transform._fill,
+        )
+        moves = name.startswith(("Shear", "Translate", "Rotate"))
+        if not moves or self.mode != InterpolationMode.NEAREST or len(x) != 3:
+            return change(x)
+        # RGB is moved as one plane of 24-bit integers, exact in float32.
+        red, green, blue = x.int()
+        moved = change((red + (green << 8) + (blue << 16)).float()[None]).int()
+        return torch.cat([moved, moved >> 8, moved >> 16]).byte()
+
+
+class TrivialAugment(Policy):
+    """TrivialAugment Wide: one random operation of random magnitude (Müller and Hutter, 2021)."""
+
+    streams = ("auto_operation", "auto_magnitude", "auto_sign")
+
+    def __init__(self, spec: InputSpec, interpolation: str = "nearest"):
+        super().__init__(spec, v2.TrivialAugmentWide, interpolation)
+
+    def planes(self, x: Tensor, random: list[float]) -> Tensor:
+        operation, place, sign = random
+        return self.apply(x, operation, int(place * _MAGNITUDES), sign)
+
+
+class RandAugment(Policy):
+    """RandAugment: several random operations of the same magnitude (Cubuk et al., 2019)."""
+
+    def __init__(
+        self, spec: InputSpec, num_ops: int = 2, magnitude: int = 9, interpolation: str = "nearest"
+    ):
+        problem = f"magnitude must be between 0 and {_MAGNITUDES - 1}, and num_ops between 1 and 16"
+        require(0 <= magnitude < _MAGNITUDES and 1 <= num_ops <= 16, problem)
+        super().__init__(spec, v2.RandAugment, interpolation)
+        self.magnitude = magnitude
+        self.streams = tuple(
+            f"auto_{what}_{number}" for number in range(num_ops) for what in ("operation", "sign")
+        )
+
+    def planes(self, x: Tensor, random: list[float]) -> Tensor:
+        for operation, sign in zip(random[::2], random[1::2], strict=True):
+            x = self.apply(x, operation, self.magnitude, sign)
+        return x
+
+
+class ThreeAugment(ColorTransform):
+    """3-Augment of DeiT III: grey, solarized or blurred (Touvron et al., 2022)."""
+
+    streams = ("auto_operation", "auto_sigma")
+
+    def __init__(self, spec: InputSpec):
+        pass
+
+    def planes(self, x: Tensor, random: list[float]) -> Tensor:
+        operation, sigma = int(random[0] * 3), 0.1 + 1.9 * random[1]
+        if operation == 0:
+            return F.rgb_to_grayscale(x, len(x)) if len(x) > 1 else x
+        if operation == 1:
+            return _solarize(x, 128)
+        radius = math.ceil(3 * sigma)
+        size = [2 * min(radius, side - 1) + 1 for side in (x.shape[2], x.shape[1])]
+        return F.gaussian_blur(x, size, [sigma, sigma])
+
+
+AUTO_AUGMENTS: Table = Table(
+    "auto_augment",
+    {"trivialaugment": TrivialAugment, "randaugment": RandAugment, "3augment": ThreeAugment},
+    trial=lambda config: AUTO_AUGMENTS.call(config, InputSpec(32, 32, 3, [0.5] * 3, [0.5] * 3)),
+)
+
+
+def _sharpness(x: Tensor, factor: float) -> Tensor:
+    """The result of `F.adjust_sharpness`, several times as fast: with sums of 3x3 pixels instead of
+    a convolution.
+    """
+    if min(x.shape[1:]) <= 2:
+        return x
+    floats = x.float()
+    inner = floats[:, 1:-1, 1:-1]
+    # Sums of integers are exact, and the quotients are never halfway between two integers.
+    columns = floats[:, :-2] + floats[:, 1:-1] + floats[:, 2:]
+    blurred = columns[..., :-2] + columns[..., 1:-1] + columns[..., 2:]
+    blurred.add_(inner, alpha=4).div_(13).round_()
+    inner.add_(blurred.sub_(inner), alpha=1 - factor)
+    return floats.clamp_(0, 255).to(torch.uint8)
+
+
+def _solarize(x: Tensor, threshold: float) -> Tensor:
+    """The result of `F.solarize`, many times as fast: with bitwise operations on bytes instead of
+    float32.
+    """
+    return x ^ -(x >= math.ceil(np.float32(threshold))).byte()
+
+
+class FillBox(Transform):
+    """Fill a box of each image with the mean colour, which the normalisation maps to 0 up to
+    rounding.
+    """
+
+    batched = True
+
+    def __init__(self, spec: InputSpec):
+        self.height, self.width = spec.size
+        self.fill = tuple(min(255, max(0, round(255 * mean))) for mean in spec.mean)
+
+    def boxes(self, random: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The first row and column of each box, and the row and column after its end, integers of
+        any dtype [n] each, from random numbers, float64, so that rounding is the same on any
+        device.
+
+        They may lie outside the image. A box without pixels changes nothing.
+        """
+        raise NotImplementedError
+
+    def batch(self, images: Tensor, random: Array) -> Tensor:
+        boxes = self.boxes(torch.as_tensor(random).double())
+        top, left, bottom, right = (edge[:, None] for edge in boxes)
+        row = torch.arange(self.height, device=images.device)
+        column = torch.arange(self.width, device=images.device).repeat_interleave(len(self.fill))
+        rows, columns = (row >= top) & (row < bottom), (column >= left) & (column < right)
+        # Inside the box, `images ^ (images ^ fill)` is `fill`. On a CPU, bitwise operations on
+        # whole rows take an eighth of the time of torch.where.
+        pixels = images.flatten(2)
+        changes = pixels ^ _fill_row(self.fill, self.width, images.device)
+        changes &= -columns.byte()[:, None]  # 255 inside the box
+        changes &= -rows.byte()[:, :, None]
+        return changes.bitwise_xor_(pixels).view(images.shape)
+
+
+class RandomErasing(FillBox):
+    """Fill a random box of the image with this probability (Zhong et al., 2017)."""
+
+    streams = (
+        *("erasing", "erasing_top", "erasing_left"),
+        *(f"erasing_{what}_{number}" for what in ("area", "aspect") for number in range(_TRIES)),
+    )
+
+    def __init__(self, spec: InputSpec, probability: float):
+        super().__init__(spec)
+        self.probability = probability
+
+    def boxes(self, random: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        areas, aspects = random[:, 3 : 3 + _TRIES], random[:, 3 + _TRIES :]
+        (low, high), pixels = _AREA, self.height * self.width
+        side = (areas * ((high - low) * pixels) + low * pixels).sqrt_()
+        low, high = (limit / 2 for limit in _ASPECT)
+        shape = (aspects * (high - low) + low).exp_()
+        heights, widths = (side * shape).round_(), (side / shape).round_()
+        fits = (heights < self.height) & (widths < self.width)
+        first = fits.byte().argmax(1, keepdim=True)
+        fits &= random[:, :1] < self.probability
+        height, width = ((sizes * fits).gather(1, first)[:, 0] for sizes in (heights, widths))
+        top = (random[:, 1] * (self.height + 1 - height)).floor_()
+        left = (random[:, 2] * (self.width + 1 - width)).floor_()
+        return top, left, top + height, left + width
+
+
+class Cutout(FillBox):
+    """Fill a square at a random place (DeVries and Taylor, 2017); the part of it outside the image
+    is cut off.
+    """
+
+    streams = ("cutout_row", "cutout_column")
+
+    def __init__(self, spec: InputSpec, side: int):
+        problem = (
+            f"--cutout {side}: the square can cover the whole {spec.height}x{spec.width} image"
+        )
+        require(side < max(spec.size), problem, "use a smaller one")
+        super().__init__(spec)
+        self.side = side
+
+    def boxes(self, random: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        row, column = random.unbind(1)
+        top = (row * self.height).long() - self.side // 2
+        left = (column * self.width).long() - self.side // 2
+        return top, left, top + self.side, left + self.side
+
+
+@cache
+def _fill_row(fill: tuple[int, ...], width: int, device: torch.device) -> Tensor:
+    """A row of pixels of this colour, uint8 [W * C]. It is copied to the device once."""
+    return torch.tensor(fill, dtype=torch.uint8).repeat(width).to(device)
