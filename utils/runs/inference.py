@@ -57,16 +57,16 @@ def find_saved(ckpt: str, kind: str | None, ranks: Ranks, tries: int = 10) -> In
     try:
         ranks.from_main(lambda: verify(path), no_timeout=True)
         with ranks.agree():
-            return _read(path, kind, ranks.is_main)
+            return _read(path, kind)
     except (ValueError, OSError):
         if tries == 1 or not ranks.any_rank(not path.is_dir()):
             raise
     return find_saved(ckpt, kind, ranks, tries - 1)
 
 
-def _read(path: Path, kind: str | None, is_main: bool) -> Inference:
+def _read(path: Path, kind: str | None) -> Inference:
     """The weights of a verified checkpoint: by default the average, if it has one."""
-    saved, has_average = read_checkpoint(path, is_main), AVERAGE in files_of(path)
+    saved, has_average = read_checkpoint(path), AVERAGE in files_of(path)
     fix = "use --weights raw, or train with --ema_decay"
     require(has_average or kind != "ema", f"{path}: has no average of the weights", fix)
     kind = kind or ("ema" if has_average else "raw")
