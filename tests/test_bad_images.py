@@ -114,22 +114,14 @@ def test_a_check_is_made_once_until_a_file_changes():
     (kept,) = Path("cache/checked").iterdir()
     before = kept.stat().st_mtime_ns
     assert (checked(paths).checksums == first.checksums).all() and kept.stat().st_mtime_ns == before
+    kept.write_text('[[1, ""]]')  # a damaged result is replaced
+    assert (checked(paths).checksums == first.checksums).all()
     status = paths[2].stat()
     Image.fromarray(pictures(1, seed=9)[0]).save(paths[2])
     os.utime(paths[2], ns=(status.st_atime_ns, status.st_mtime_ns))
     again = checked(paths)
     assert len(list(Path("cache/checked").iterdir())) == 2
     assert np.flatnonzero(again.checksums != first.checksums).tolist() == [2]
-
-
-@pytest.mark.parametrize("content", ["", '[[1, ""]]', '[[1, ""], [2, ""], [3, ""], ["x", ""]]'])
-def test_a_damaged_result_of_a_check_is_replaced(content):
-    paths = image_folder("data", {"cat": 4})
-    first = checked(paths)
-    (kept,) = Path("cache/checked").iterdir()
-    kept.write_text(content)
-    assert (checked(paths).checksums == first.checksums).all()
-    assert [pair[0] for pair in json.loads(kept.read_text())] == first.checksums.tolist()
 
 
 def test_many_images_are_checked_by_several_processes_with_the_same_result():
@@ -279,15 +271,6 @@ def test_the_image_in_a_place_stays_the_same_when_another_one_goes_too(labels):
     assert np.flatnonzero(first != second).tolist() == [also]
 
 
-def test_files_that_were_repaired_stay_left_out_of_the_run(skipped):
-    train_run(1, "run", *SKIP, "--max_steps", "4")
-    for name in json.loads(Path("runs/run/bad_images.json").read_text()):
-        Image.fromarray(smooth(SIDE, SIDE)).save(name)
-    (outcome,) = run_ranks(1, train.main, [*SKIP, *RESUME])
-    assert outcome.code == 0 and "has new files since training, which are left out" in outcome.out
-    assert losses("run") == losses("on1")
-
-
 def test_an_evaluation_leaves_out_and_names_what_can_no_longer_be_read(skipped):
     name = load("data", bad_images="skip").evaluation.describe(1)
     spoil(Path(name))
@@ -340,11 +323,3 @@ def test_a_small_data_set_with_bad_images_is_decoded_without_them():
     train_run(1, "run", "--data", "data", *RUN, "--max_steps", "3", "--bad_images", "skip")
     bad = json.loads(Path("runs/run/bad_images.json").read_text())
     assert set(bad) == {str(paths[4]), str(paths[50])}
-
-
-def test_a_change_of_one_byte_near_either_end_of_a_large_file_shows():
-    (path,) = image_folder("data", {"cat": 1}, size=(SIDE, SIDE), kind="bmp")
-    data, before = path.read_bytes(), checked([path]).checksums
-    for place in (60, len(data) - 3):
-        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-        assert (checked([path]).checksums != before).all()
