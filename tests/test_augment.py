@@ -13,9 +13,9 @@ from torchvision.transforms.v2 import functional as F
 
 from utils.config.settings import TrainConfig
 from utils.data.augment import AUGMENTATIONS, Center, ShiftAndFlip, crop_box, make_augmentation
-from utils.data.batches import Batches
+from utils.data.batches import DeviceLoader
 from utils.data.cache import make_dataset
-from utils.data.datasets import DecodedImages, ResidentImages
+from utils.data.datasets import CachedDataset, DeviceDataset
 from utils.data.decode import LARGE
 from utils.data.draws import Draws
 from utils.data.order import Microbatch
@@ -129,7 +129,7 @@ def both_ends(augmentation, images, microbatch):
         single[place : place + 1] = augmentation.apply(pixels[None].clone(), own)
     if augmentation.batched:
         return single, augmentation.apply(changed, random)
-    dataset = DecodedImages(images.numpy(), np.arange(len(images)), augmentation)
+    dataset = CachedDataset(images.numpy(), np.arange(len(images)), augmentation)
     return single, dataset.__getitems__(microbatch).images
 
 
@@ -200,13 +200,13 @@ def test_small_images_and_photographs_are_changed_by_the_same_flags_in_the_same_
         whole_split("train", images, np.arange(30), "made"), spec, config, True, iter
     )
     if place == "device":
-        dataset = ResidentImages(dataset, CPU.device)
+        dataset = DeviceDataset(dataset, CPU.device)
     order = np.random.default_rng(0).permutation(30)
     microbatches = [
         Microbatch(0, 2, number, part) for number, part in enumerate(np.split(order, [12]))
     ]
     loader = make_loaders([(dataset, Given(microbatches))], config, CPU.threads, CPU.device)[0]
-    batches = list(Batches(loader, spec, config, CPU.device, training=True))
+    batches = list(DeviceLoader(loader, spec, config, CPU.device, training=True))
     assert torch.cat([batch.labels for batch in batches]).tolist() == order.tolist()
     found = (
         torch.cat([batch.images for batch in batches]).permute(0, 2, 3, 1).round().to(torch.uint8)
@@ -311,11 +311,11 @@ def test_an_empty_batch_passes_through_everything():
         InputSpec(8, 8, 1, [0.5], [0.5]),
         TrainConfig(crop_padding=2, flip=True, num_workers=0),
     )
-    decoded = DecodedImages(pictures(5, channels=1)[..., None], np.arange(5))
+    decoded = CachedDataset(pictures(5, channels=1)[..., None], np.arange(5))
     for dataset, spec in ((decoded, small), (photograph_set(photographs(2)), SPEC)):
         given = Given([Microbatch(0, 0, 0, np.zeros(0, np.int64))])
         loader = make_loaders([(dataset, given)], config, CPU.threads, CPU.device)[0]
-        (batch,) = Batches(loader, spec, config, CPU.device, training=True)
+        (batch,) = DeviceLoader(loader, spec, config, CPU.device, training=True)
         assert batch.images.shape == (0, spec.channels, spec.height, spec.width)
         assert batch.images.dtype == torch.float32 and batch.labels.dtype == torch.int64
         assert batch.labels.shape == batch.indices.shape == (0,)
