@@ -14,7 +14,7 @@ from torch import nn
 import eval
 import train
 from utils.config.settings import TrainConfig
-from utils.data.datasets import DecodedImages
+from utils.data.datasets import CachedDataset
 from utils.data.spec import InputSpec
 from utils.errors import UserError
 from utils.models.small import FastNet, some_images
@@ -110,8 +110,8 @@ def test_the_network_computes_what_it_says():
 def test_images_are_chosen_evenly():
     pixels = np.arange(2500).reshape(-1, 1, 1, 1)
     for images, expected in (
-        (DecodedImages(pixels, pixels.ravel()), range(0, 2500, 3)),
-        (DecodedImages(pixels[:1], pixels[:1].ravel()), [0]),
+        (CachedDataset(pixels, pixels.ravel()), range(0, 2500, 3)),
+        (CachedDataset(pixels[:1], pixels[:1].ravel()), [0]),
     ):
         assert some_images(images).ravel().tolist() == list(expected)
 

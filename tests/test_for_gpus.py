@@ -401,7 +401,7 @@ def test_a_gpu_normalises_in_one_operation():
     pixels = torch.arange(256, dtype=torch.uint8).view(1, 1, 64, 4)[..., :3].repeat(5, 4, 1, 1)
 
     def batches(device):
-        return uploads.Batches(
+        return uploads.DeviceLoader(
             SimpleNamespace(dataset=None), spec, TrainConfig(), device, training=False
         )
 

@@ -18,7 +18,7 @@ import train
 import utils.training.meter
 from utils.config.cli import read_config
 from utils.config.settings import TrainConfig
-from utils.data.datasets import DecodedImages
+from utils.data.datasets import CachedDataset
 from utils.runs.state import TrainState
 from utils.training.schedule import due_after
 
@@ -123,14 +123,14 @@ def test_a_resume_reads_no_sample_to_skip_it():
 
 
 def _samples_read(flags):
-    read, get = [], DecodedImages.__getitems__
+    read, get = [], CachedDataset.__getitems__
 
     def watched(dataset, microbatch):
         if len(dataset) == 480:  # the training split
             read.extend(microbatch.indices)
         return get(dataset, microbatch)
 
-    DecodedImages.__getitems__ = watched
+    CachedDataset.__getitems__ = watched
     train.main(flags)
     return len(read)
 

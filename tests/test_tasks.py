@@ -194,7 +194,7 @@ def test_an_evaluation_that_counts_a_sample_twice_or_not_at_all_is_an_error():
 
 def _train_with_wrong_blocks(flags):
     planted, *flags = flags
-    iterate = evaluation.Batches.__iter__
+    iterate = evaluation.DeviceLoader.__iter__
 
     def wrong(self):
         first = self.what == "an evaluation batch"
@@ -202,5 +202,5 @@ def _train_with_wrong_blocks(flags):
             yield from [batch] * ({"twice": 2, "missing": 0}[planted] if first else 1)
             first = False
 
-    evaluation.Batches.__iter__ = wrong
+    evaluation.DeviceLoader.__iter__ = wrong
     train.main([*flags, "--eval_batch_size", "20"])
