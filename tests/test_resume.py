@@ -61,12 +61,12 @@ def test_the_same_command_on_another_number_of_processes_keeps_the_global_batch(
 
 
 def test_a_number_of_processes_that_cannot_keep_it_is_refused_before_the_data_is_loaded():
-    def without_data():
+    def without_data(flags):
         np.loadtxt = None  # a call of it would be another error
-        train.main([*AUTO, "--max_steps", "2"])
+        train.main(flags)
 
     train_run(2, "run", *FLAGS, "--max_steps", "1")
-    line = refused(without_data, processes=3)
+    line = refused(without_data, *AUTO, "--max_steps", "2", processes=3)
     assert "its global batch of 64 is not divisible by 3 processes; resume with 1, 2 or 4" in line
 
 
