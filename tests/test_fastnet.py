@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.ranks import returned
-from helpers.training_runs import same_tensors, train_run, weights
+from helpers.training_runs import same_tensors, train_run, weights, words
 from torch import nn
 
 import eval
@@ -32,7 +32,7 @@ RUN = [
     "--global_batch_size",
     "120",
 ]
-RUN += ["--max_train_samples", "480", "--lr", "1", "--save_every", "3"]  # 4 updates an epoch
+RUN += words("--max_train_samples 480 --lr 1 --save_every 3")  # 4 updates an epoch
 
 
 def correlated(count: int, size: int, channels: int) -> np.ndarray:
@@ -156,7 +156,7 @@ def test_runs_begin_with_the_same_weights_on_any_topology_and_with_those_of_the_
     train_run(1, "run", *RUN, "--threads", "1", "--max_steps", "3")
     assert torch.equal(weights("run")["whiten.weight"], one["whiten.weight"])
     for more in (
-        ["--run_name", "run", "--resume", "auto", "--max_steps", "4"],
+        words("--run_name run --resume auto --max_steps 4"),
         ["--init_from", "runs/run"],
     ):
         (found,) = returned(1, weights_at_the_start, [*RUN, "--threads", "1", *more], True)
@@ -166,14 +166,7 @@ def test_runs_begin_with_the_same_weights_on_any_topology_and_with_those_of_the_
 def test_it_learns_in_few_updates_to_the_same_bits_on_two_processes_and_is_evaluated_without_its_images():
     flags = [
         *RUN,
-        "--threads",
-        "1",
-        "--microbatches",
-        "4",
-        "--max_steps",
-        "24",
-        "--eval_every",
-        "24",
+        *words("--threads 1 --microbatches 4 --max_steps 24 --eval_every 24"),
     ]
     log = train_run(1, "one", *flags)
     assert log[-1]["accuracy"] > 0.9

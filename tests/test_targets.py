@@ -19,6 +19,7 @@ from helpers.training_runs import (
     same_tensors,
     train_run,
     weights,
+    words,
 )
 from PIL import Image
 from sklearn.metrics import accuracy_score, average_precision_score, f1_score, roc_auc_score
@@ -44,35 +45,10 @@ FLAGS = [
     "mlp",
     "--model_args",
     "{hidden: 8}",
-    "--threads",
-    "1",
-    "--lr",
-    "0.05",
-    "--log_every",
-    "1",
+    *words("--threads 1 --lr 0.05 --log_every 1"),
 ]
-FLAGS += [
-    "--global_batch_size",
-    "12",
-    "--max_steps",
-    "8",
-    "--eval_every",
-    "4",
-    "--save_every",
-    "4",
-    "--keep",
-    "9",
-]
-FLAGS += [
-    "--eval_batch_size",
-    "5",
-    "--pos_weight",
-    "balanced",
-    "--label_smoothing",
-    "0.1",
-    "--threshold",
-    "0.4",
-]
+FLAGS += words("--global_batch_size 12 --max_steps 8 --eval_every 4 --save_every 4 --keep 9")
+FLAGS += words("--eval_batch_size 5 --pos_weight balanced --label_smoothing 0.1 --threshold 0.4")
 
 
 def label_sets(count: int) -> list[list[str]]:
@@ -205,14 +181,7 @@ def test_mixed_repeated_and_weighted_samples_are_the_same_on_two_processes(data,
         data,
         *flags,
         *FLAGS,
-        "--mixup",
-        "0.4",
-        "--cutmix",
-        "1",
-        "--repeats",
-        "2",
-        "--loss",
-        "focal",
+        *words("--mixup 0.4 --cutmix 1 --repeats 2 --loss focal"),
     ]
     train_run(1, "one", *flags, "--grad_accum", "3", "--data_on_device", "yes")
     train_run(2, "two", *flags, "--data_on_device", "no")
@@ -222,7 +191,7 @@ def test_mixed_repeated_and_weighted_samples_are_the_same_on_two_processes(data,
 
 def test_the_first_update_has_the_loss_of_the_formula():
     write_data()
-    more = ["--max_steps", "1", "--global_batch_size", "50", "--lr", "1e-30"]
+    more = words("--max_steps 1 --global_batch_size 50 --lr 1e-30")
     (outcome,) = run_ranks(
         1, train.main, ["--run_name", "run", "--data", "list.csv", *FLAGS, *more]
     )
@@ -305,9 +274,7 @@ def test_a_run_on_a_list_is_resumed_with_its_labels_only(runs):
     text = Path("list.csv").read_text()
     first = next(line for line in text.splitlines() if "bird| cat" in line and "train" in line)
     Path("list.csv").write_text(text.replace(first, first.replace("bird| cat", "cat")))
-    error = refused(
-        train.main, "--resume", "auto", "--run_name", "list", "--data", "list.csv", *FLAGS
-    )
+    error = refused(train.main, *words("--resume auto --run_name list --data list.csv"), *FLAGS)
     assert "1 of 50 images of 'train' changed class: images/0.png" in error
 
 
@@ -462,11 +429,7 @@ def test_a_loss_with_an_argument_for_each_class_is_tried_with_the_classes_of_the
 
     monkeypatch.setitem(LOSSES, "weighted", weighted)
     flags = [
-        "--task",
-        "classification",
-        "--loss",
-        "weighted",
-        "--loss_args",
+        *words("--task classification --loss weighted --loss_args"),
         "{alpha: [1.0, 2.0, 4.0]}",
     ]
     config = parse_args(TrainConfig, "train.py", flags, [LOSSES])

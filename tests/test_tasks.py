@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import records, same_tensors, weights
+from helpers.training_runs import records, same_tensors, weights, words
 from torch.nn import functional as F
 
 import eval
@@ -35,18 +35,7 @@ FLAGS = [
     "--global_batch_size",
     "120",
 ]
-FLAGS += [
-    "--max_steps",
-    "12",
-    "--eval_every",
-    "4",
-    "--save_every",
-    "4",
-    "--log_every",
-    "3",
-    "--threads",
-    "1",
-]
+FLAGS += words("--max_steps 12 --eval_every 4 --save_every 4 --log_every 3 --threads 1")
 
 
 class Value(Task):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.make_data import image_folder
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import refused, train_run, weights
+from helpers.training_runs import refused, train_run, weights, words
 from PIL import Image
 from sklearn.metrics import roc_auc_score
 from torch import nn
@@ -109,9 +109,7 @@ def test_the_metrics_on_one_to_three_processes_are_those_of_the_mean_logits():
         )
     (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run", "--max_eval_samples", "7"])
     assert "tta" not in outcome.value and abs(outcome.value["loss"] - found[0]["loss"]) > 1e-3
-    (outcome,) = run_ranks(
-        1, eval.main, ["--ckpt", "runs/run", "--max_eval_samples", "7", "--tta", "flip"]
-    )
+    (outcome,) = run_ranks(1, eval.main, words("--ckpt runs/run --max_eval_samples 7 --tta flip"))
     assert "\nviews            flip\n" in outcome.out
     line = refused(eval.main, "--ckpt", "runs/run", "--tta", "crop")
     assert line == "eval.py: error: --tta must be flip, shift or flip,shift, got crop"
@@ -126,9 +124,7 @@ def test_photographs_of_a_binary_task_are_seen_in_all_views():
     images = np.stack([np.asarray(Image.open(path)) for path in paths]).transpose(0, 3, 1, 2)
     logits = mean_logits("run", (images.astype(np.float32) / 255 - 0.5) / 0.5, "flip")[:, 0]
     labels = torch.tensor([0.0] * 5 + [1.0] * 4, dtype=torch.float64)
-    for record in evaluations(
-        "run", "--tta", "flip", "--num_workers", "0", "--eval_batch_size", "2"
-    ):
+    for record in evaluations("run", *words("--tta flip --num_workers 0 --eval_batch_size 2")):
         assert record["loss"] == pytest.approx(
             F.binary_cross_entropy_with_logits(logits, labels).item(), rel=1e-4
         )
