@@ -4,7 +4,6 @@ If a new version of a package changes one, its case here fails. A new use needs 
 """
 
 import ast
-import inspect
 from pathlib import Path
 
 import datasets
@@ -84,12 +83,6 @@ def contents_of_tables() -> None:
     assert one._fingerprint == same._fingerprint != other._fingerprint
 
 
-def kernels_of_muon() -> None:
-    """Else --optimizer muon refuses convolution kernels."""
-    given = inspect.signature(torch.optim.Muon._init_group).parameters
-    assert [*given] == ["self", "group", "params_with_grad", "grads", "muon_momentum_bufs"]
-
-
 def places_of_batches() -> None:
     """Else Accelerate moves the batches, before the host has finished them."""
 
@@ -118,7 +111,6 @@ CASES = {
     operations_of_policies: "_AUGMENTATION_SPACE _fill _apply_image_or_video_transform",
     ends_of_workers: "_MultiProcessingDataLoaderIter _clean_up_worker",
     contents_of_tables: "_fingerprint",
-    kernels_of_muon: "_init_group",  # overridden
     places_of_batches: "",  # attributes that others read
     replaced_forwards: "",
 }
