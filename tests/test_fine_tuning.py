@@ -236,11 +236,9 @@ def test_averaged_weights_take_precedence(folder):
         assert same_tensors(initial(init_from=where, model=RESNET)[1].tensors, tensors)
 
 
-@pytest.mark.parametrize("names", [["z", "a"], []])
-def test_a_repository_of_the_hub_is_read_with_its_classes_and_its_commit(
-    names, monkeypatch, tmp_path
-):
+def test_a_repository_of_the_hub_is_read_with_its_classes_and_its_commit(monkeypatch, tmp_path):
     cfg = {"mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7], "input_size": [3, 48, 40]}
+    about = {"label_names": ["z", "a"], "architecture": "test_resnet", "pretrained_cfg": cfg}
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     repository, commit = tmp_path / "models--owner--name", "0123456789" * 4
     snapshot = repository / "snapshots" / commit
@@ -249,17 +247,17 @@ def test_a_repository_of_the_hub_is_read_with_its_classes_and_its_commit(
     (repository / "refs/main").write_text(commit)
     published = build(RESNET, 2, seed=1, channels_last=False)
     save_file(published.state_dict(), snapshot / "model.safetensors")
-    if names:
-        about = {"label_names": names, "architecture": "test_resnet", "pretrained_cfg": cfg}
-        (snapshot / "config.json").write_text(json.dumps(about))
     for where in ("hf://owner/name", f"hf://owner/name@{commit}"):
-        config, source = initial(init_from=where, model=None if names else RESNET)
-        assert source.name == f"hf://owner/name@{commit}" and source.class_names == names
-        found = ([0.1, 0.2, 0.3], [48, 40]) if names else ([0.5] * 3, [160, 160])
-        assert config.model == RESNET and (config.mean, config.image_size) == found
+        config, source = initial(init_from=where, model=RESNET)
+        assert source.name == f"hf://owner/name@{commit}" and source.class_names == []
+        assert (config.mean, config.image_size) == ([0.5] * 3, [160, 160])
+    (snapshot / "config.json").write_text(json.dumps(about))
+    config, source = initial(init_from="hf://owner/name")
+    assert source.class_names == ["z", "a"] and config.model == RESNET
+    assert (config.mean, config.image_size) == ([0.1, 0.2, 0.3], [48, 40])
     model = build(RESNET, 2)
     load_source(model, source, ["a", "z"], TrainConfig(model=RESNET))
-    assert torch.equal(model.fc.weight, published.fc.weight[[1, 0] if names else [0, 1]])
+    assert torch.equal(model.fc.weight, published.fc.weight[[1, 0]])
     with pytest.raises(UserError, match=r"safetensors of owner/other cannot be downloaded"):
         initial(init_from="hf://owner/other")
 
@@ -397,9 +395,6 @@ def test_a_killed_run_with_everything_on_ends_with_the_same_bits_on_other_number
     assert f"{sum(sizes.values()):,} parameters, {trained:,} of them trained" in outcomes[0].out
     line = refused(train.main, *ALL_ON, *words("--run_name run --resume auto --freeze conv1"))
     assert "was trained with --freeze " in line
-
-
-# -- stochastic depth ---------------------------------------------------------------------
 
 
 def test_the_rates_of_timms_blocks_grow_up_to_the_one_that_is_given():

@@ -6,7 +6,6 @@ import copy
 import math
 import os
 import pickle
-import re
 import shutil
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import timm
 import torch
 import torchvision
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import records, refused, same_tensors, train_run, weights, words
+from helpers.training_runs import same_tensors, words
 from torch import nn
 
 import eval
@@ -88,15 +87,6 @@ def test_the_stem_fits_small_images_and_the_small_one_can_be_chosen_for_larger_o
     assert features.conv0.stride == (1, 1) and isinstance(features.pool0, nn.Identity)
 
 
-def test_large_images_keep_the_stem_and_grey_ones_change_its_channels_only():
-    conv = build("squeezenet1_0", spec_of(224, 1)).features[0]
-    plain = torchvision.models.squeezenet1_0().features[0]
-    for name in ("kernel_size", "stride", "padding", "out_channels"):
-        assert getattr(conv, name) == getattr(plain, name)
-    assert conv.in_channels == 1 and conv.bias is not None
-    assert build("resnet18", spec_of(128, 3)).stem_change == ""
-
-
 def test_the_standard_stem_is_torchvisions_own_network_on_images_of_any_size():
     model = build("resnet18", spec_of(32, 3), stem="standard")
     torch.manual_seed(fold_in(0, "weights"))
@@ -106,19 +96,7 @@ def test_the_standard_stem_is_torchvisions_own_network_on_images_of_any_size():
     grey = build("resnet18", spec_of(32, 1), stem="standard")
     assert (grey.conv1.in_channels, grey.conv1.stride) == (1, (2, 2))
     assert grey.stem_change == "stem with 1 input channel"
-
-
-@pytest.mark.full
-def test_the_start_table_and_the_checkpoint_say_which_stem_a_run_has():
-    flags = words("--model resnet18 --data synthetic/2x32x40 --channels 3 --global_batch_size 18")
-    flags += words("--max_steps 1 --threads 1 --run_name run --stem")
-    (outcome,) = run_ranks(1, train.main, [*flags, "standard"])
-    assert re.search("^ *model .*32x32 colour images$", outcome.out, re.M), outcome.err
-    torchvision.models.resnet18(num_classes=2).load_state_dict(weights("run"))
-    line = refused(train.main, *flags, "auto", "--resume", "auto")
-    assert "was trained with a --stem of standard, not auto" in line
-    (result,) = returned(1, eval.main, ["--ckpt", "runs/run"])
-    assert result["accuracy"] == records("run", "eval")[-1]["accuracy"]
+    assert build("resnet18", spec_of(128, 3)).stem_change == ""
 
 
 # -- published weights
@@ -304,19 +282,6 @@ def test_photographs_are_resized_for_evaluation_as_for_the_published_weights():
         assert found == (cfg.interpolation, cfg.crop_mode == "squash"), name
 
 
-def test_the_share_of_a_photograph_follows_the_flag_then_the_weights():
-    for settings, resize in (
-        ({}, 256),
-        ({"image_size": 320}, 365),
-        ({"eval_crop": 0.5}, 448),
-        ({"pretrained": True, "image_size": 448}, 464),
-        ({"pretrained": True, "eval_crop": 0.9}, 248),
-        # up to 96 pixels there is none
-        ({"pretrained": True, "image_size": 96, "eval_crop": 0.5}, None),
-    ):
-        assert input_spec(TrainConfig(model="resnet50", **settings), 3, None).resize == resize
-
-
 def test_means_and_deviations_are_given_for_each_channel_or_for_all():
     for pretrained in (False, True):
         given = {"mean": [0.1, 0.2, 0.3], "std": [0.4]}
@@ -410,13 +375,3 @@ def test_a_copy_of_a_model_has_its_own_weights():
 def test_a_model_that_cannot_take_an_empty_batch_is_refused_with_shared_batch_statistics():
     with pytest.raises(ValueError, match="does not accept an empty batch"):
         build(NO_EMPTY, spec_of(28, 3), model_args=SMALL_SWIN, sync_batchnorm=True)
-
-
-@pytest.mark.full
-def test_a_rank_without_samples_trains_a_model_that_cannot_take_an_empty_batch():
-    flags = ["--data", "digits", "--model", NO_EMPTY, "--model_args", str(SMALL_SWIN)]
-    flags += words("--image_size 28 --max_train_samples 21 --global_batch_size 20 --max_steps 4")
-    flags += words("--max_eval_samples 10 --threads 1 --optimizer adamw --lr 0.001 --log_every 1")
-    one, two = (train_run(n, f"of{n}", *flags, "--drop_last", "false") for n in (1, 2))
-    found, expected = ([r["loss"] for r in run if r["kind"] == "train"] for run in (two, one))
-    assert len(expected) == 4 and found == pytest.approx(expected, rel=1e-5)
