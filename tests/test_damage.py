@@ -561,7 +561,7 @@ def test_settings_of_a_checkpoint_do_not_apply_to_this_machine():
     settings = {"cache_dir": "stranger/cache", "data_dir": "stranger/data", "output_dir": "stranger/runs",
                 "num_workers": 4000, "data_on_device": "yes", "threads": 9999, "timeout": 0.001, "profile": True,
                 "interface": "stranger0", "run_name": "stranger", "backend": "nccl", "resume": "stranger",
-                "init_method": "file:///stranger"}  # fmt: skip
+                "init_method": "tcp://stranger:1"}  # fmt: skip
     mine = yaml.safe_load((NEWEST / "config.yaml").read_bytes()) | settings
     mine |= {"data": "synthetic/10x8x100", "image_size": 8}
     (NEWEST / "config.yaml").write_text(yaml.safe_dump(mine))

@@ -69,7 +69,7 @@ BAD_INPUT = {
     "threads": (("--threads", "100000"), "--threads must be at most ", 1),
     "init_method": (
         ("--init_method", "tcp://host"),
-        "--init_method must be env://, tcp://HOST:PORT or file://",
+        "--init_method must be env:// or tcp://HOST:PORT",
         1,
     ),
     "fp16 without a GPU": (("--mixed_precision", "fp16"), "fp16 needs a GPU", 1),

@@ -215,7 +215,7 @@ def test_a_card_has_no_numbers_of_other_weights():
     assert "The checkpoint has no evaluation of these weights." in text and "0.5000" not in text
     one.saved.config.mixed_precision = "bf16"
     result = {"loss": 1.0, "accuracy": 0.5, "count": 4}
-    text = card(replace(one, saved=replace(one.saved, evaluations=[result])), no_code, 0.0)
+    text = card(replace(one, saved=replace(one.saved, evaluation=result)), no_code, 0.0)
     assert "| accuracy | 0.5000 |" in text and "4 images, each counted once, in bf16:" in text
 
 

@@ -309,7 +309,7 @@ def _train_to_a_constant_answer(flags: list[str], die_at: int | None = None) -> 
 def test_the_page_shows_the_best_checkpoint_after_a_kill_and_before_and_after_eval_py(inside):
     flags = [
         *REPORT,
-        *["--max_steps", "12", "--lr", "0.05", "--eval_every", "4", "--save_every", "4"],
+        *shlex.split("--max_steps 12 --lr 0.05 --eval_every 4 --save_every 4"),
     ]
     (killed,) = run_ranks(1, _train_to_a_constant_answer, flags, 9)
     assert killed.code == -signal.SIGKILL
@@ -372,7 +372,7 @@ def test_the_page_names_no_host_and_no_absolute_path(inside):
 
 def test_an_error_of_the_page_is_a_warning_and_the_run_ends_well():
     Path("runs/unlucky/report.html").mkdir(parents=True)
-    flags = ["--run_name", "unlucky", *REPORT, "--max_steps", "2", "--resume", "auto"]
+    flags = ["--run_name", "unlucky", *REPORT, *shlex.split("--max_steps 2 --resume auto")]
     (outcome,) = run_ranks(1, train.main, flags)
     assert outcome.code == 0 and "report.html could not be written (" in outcome.out
     assert Path("runs/unlucky/checkpoints/latest").exists()

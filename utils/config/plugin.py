@@ -12,6 +12,7 @@ from pathlib import Path
 from traceback import extract_tb
 
 from utils.config.bounds import require
+from utils.console import say
 from utils.errors import UserError, one_line
 from utils.files import expand
 
@@ -36,7 +37,7 @@ def load_plugin(file: str) -> None:
         raise UserError(problem, "correct it") from error
 
 
-def check_plugin(path: Path, versions: Mapping[str, str], is_main: bool = True) -> None:
+def check_plugin(path: Path, versions: Mapping[str, str]) -> None:
     """Raise UserError if the run or checkpoint at `path`, made with these `versions`, needs another
     plug-in.
 
@@ -46,5 +47,5 @@ def check_plugin(path: Path, versions: Mapping[str, str], is_main: bool = True) 
         fits = not name.endswith(".py") or name in PLUGIN
         require(fits, f"{path}: was made with the plug-in {name}", f"add --plugin {name}")
     for name, content in PLUGIN.items():
-        if is_main and versions.get(name) != content:
-            print(f"{path}: was not made with this version of --plugin {name}")
+        if versions.get(name) != content:
+            say(f"{path}: was not made with this version of --plugin {name}")

@@ -82,7 +82,7 @@ class Mixing:
         turns = None if occurrences is None else occurrences[first]
         streams = ("mix", "mix_which", "mix_share", "mix_row", "mix_column")
         draws = Draws(config.seed, epoch, indices[first], turns)
-        random = draws.uniform(*streams).astype(np.float64)
+        random = draws.uniform(*streams).double().numpy()
         is_mixed = random[:, 0] < config.mix_prob
         first, (_, which, quantile, row, column) = first[is_mixed], random[is_mixed].T
         is_cut = (which < 0.5) | (config.mixup == 0) if config.cutmix else which < 0
@@ -185,12 +185,7 @@ class Batches:
     def _streamed(self, loaded: Iterator[Batch]) -> Iterator[Batch]:
         """Batches on the device from batches of pixels, augmented."""
         augmentation = Augmentation() if self.dataset.in_loader else self.dataset.augmentation
-        on_host = self.device.type == "cpu"  # else tensors, because arrays are not uploaded
-        draws = ((batch, augmentation.draw(batch.microbatch)) for batch in loaded)
-        drawn = (
-            (batch, random if on_host else [*map(torch.from_numpy, random)])
-            for batch, random in draws
-        )
+        drawn = ((batch, augmentation.draw(batch.microbatch)) for batch in loaded)
         for batch, random in _upload(drawn, self.device):
             yield batch._replace(images=augmentation.apply(batch.images, random))
 
