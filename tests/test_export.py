@@ -89,13 +89,13 @@ def write_data() -> None:
     image_folder("two", dict.fromkeys("ab", 20), (28, 20))
 
 
-def reference(saved: Checkpoint, pixels: np.ndarray, raw: bool = False) -> np.ndarray:
+def reference(saved: Checkpoint, pixels: np.ndarray) -> np.ndarray:
     """The checkpoint's probabilities, by its own model and float64 outside it."""
     spec, config = saved.spec.for_evaluation(), saved.config
     outputs = 1 if config.task == "binary" else len(saved.class_names)
     model = build_model(config, saved.spec, outputs, saved.weight_bytes).eval()
     average = saved.path / "ema.safetensors"
-    chosen = average if average.exists() and not raw else saved.path / "model.safetensors"
+    chosen = average if average.exists() else saved.path / "model.safetensors"
     model.load_state_dict(load_file(chosen))
     values = (pixels.astype(np.float64) / 255 - spec.mean) / spec.std
     with torch.no_grad():
@@ -331,13 +331,9 @@ FULL += [("swin_t", "torch"), ("resnext50_32x4d", "timm")]
         *(pytest.param(*one, marks=pytest.mark.full) for one in FULL),
     ],
 )
-def test_other_architectures_load_by_their_lines(tmp_path, model, name, monkeypatch):
-    one = loaded(model, PHOTO)
-    assert export.write(one, name, tmp_path / "out") <= 1e-5
-    images = np.random.default_rng(1).integers(0, 256, (3, 128, 128, 3), np.uint8)
-    found = functions_of_card(tmp_path / "out", monkeypatch)["predict"](images)
-    values = (torch.from_numpy(images).permute(0, 3, 1, 2) / 255 - 0.5) / 0.5
-    assert np.abs(found - one.model(values).softmax(1).numpy()).max() <= 1e-5
+def test_other_architectures_load_by_their_lines(tmp_path, model, name):
+    # it compares the code of the card with the checkpoint
+    assert export.write(loaded(model, PHOTO), name, tmp_path / "out") <= 1e-5
 
 
 @pytest.fixture
@@ -391,16 +387,6 @@ def test_an_export_that_fails_or_differs_from_the_checkpoint_is_refused_and_no_f
         monkeypatch.setitem(FORMATS, "torch", failing)
         assert f"--to torch: mlp cannot be exported ({reason}" in export_to("out", run)
         assert not Path("out").exists() and not list(Path().glob(".out*"))
-
-
-@pytest.mark.full
-def test_the_raw_weights_of_a_run_with_an_average_are_exported(run, home):
-    flags = ["--ckpt", str(run), "--to", "torch", "--out", "out", "--weights", "raw"]
-    returned(1, export.main, flags)
-    assert json.loads(Path("out/config.json").read_text())["weights"] == "raw"
-    images = np.random.default_rng(2).integers(0, 256, (5, 28, 20, 3), np.uint8)
-    found = torch.export.load("out/model.pt2").module()(torch.from_numpy(images)).numpy()
-    assert np.abs(found - reference(of(home, "two"), images, raw=True)).max() <= 1e-5
 
 
 def killed_in_the_middle(arguments: list[str]) -> None:

@@ -4,15 +4,14 @@ weights.
 
 import copy
 import math
-import os
 import pickle
 import shutil
-from pathlib import Path
 
 import pytest
 import timm
 import torch
 import torchvision
+from helpers.published import HUB, publish, use_own_caches
 from helpers.ranks import returned, run_ranks
 from helpers.training_runs import same_tensors, words
 from torch import nn
@@ -104,21 +103,8 @@ def test_the_standard_stem_is_torchvisions_own_network_on_images_of_any_size():
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A torch hub folder of the test's own, and no way into the network."""
-    monkeypatch.setenv("TORCH_HOME", os.path.abspath("torch"))
-    for name in ("http_proxy", "https_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    Path("torch/hub/checkpoints").mkdir(parents=True)
-    return Path("torch/hub/checkpoints")
-
-
-def publish(hub, name):
-    """Write random weights where torchvision looks for the published ones; returns their network."""
-    weights = torchvision.models.get_model_weights(name).DEFAULT
-    torch.manual_seed(1)
-    model = torchvision.models.get_model(name)
-    torch.save(model.state_dict(), hub / weights.url.rsplit("/", 1)[1])
-    return model
+    use_own_caches(monkeypatch)
+    return HUB
 
 
 def fix_of(config, spec):
@@ -139,7 +125,7 @@ def fix_of(config, spec):
     ],
 )
 def test_published_weights_are_loaded_under_a_new_head_and_evaluated_as_trained(hub, name, head):
-    wanted = publish(hub, name).state_dict()
+    wanted = publish(name).state_dict()
     config = TrainConfig(model=name, pretrained=True)
     spec = input_spec(config, 1, (28, 28))
     preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
@@ -171,7 +157,7 @@ def head_rows(settings, names, published):
 
 
 def test_the_published_head_is_kept_for_classes_that_the_weights_know(hub):
-    published = publish(hub, "resnet18")
+    published = publish("resnet18")
     settings = {"model": "resnet18"}
     model, rows = head_rows(settings, ["goldfish", "tench", "toilet tissue"], published)
     assert rows == [1, 0, 999] and torch.equal(model.fc.bias, published.fc.bias[rows])
@@ -185,7 +171,7 @@ def test_the_published_head_is_kept_for_classes_that_the_weights_know(hub):
 
 @pytest.mark.full
 def test_a_run_with_published_weights_resumes_without_them_and_passes_its_stem_on(hub):
-    publish(hub, "resnet18")
+    publish("resnet18")
     flags = "--image_size 32 --max_train_samples 32 --max_eval_samples 8 --global_batch_size 16"
     flags = [*flags.split(), *words("--threads 1 --lr 0.01 --max_steps")]
     start = [*words("--run_name run --model resnet18 --pretrained --resume auto"), *flags]
@@ -204,7 +190,7 @@ def test_weights_that_are_missing_or_damaged_are_one_line_with_the_fix(hub):
     url = "https://download.pytorch.org/models/resnet18-f37072fd.pth"
     fix = f"without a network, or if the file is damaged, save {url} as {file}"
     assert fix_of(config, spec) == fix
-    publish(hub, "resnet18")
+    publish("resnet18")
     for content in (file.read_bytes()[:1000], b"nothing", b""):
         file.write_bytes(content)
         assert fix_of(config, spec) == fix

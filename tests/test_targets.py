@@ -125,16 +125,6 @@ def test_training_on_two_processes_has_the_losses_and_metrics_of_one(runs):
         assert "per_class_ap" not in one  # only numbers without --metrics
 
 
-def test_mixed_repeated_and_focal_samples_are_the_same_on_two_processes():
-    write_data()
-    flags = words("--data list.csv --mixup 0.4 --cutmix 1 --repeats 2 --loss focal")
-    flags += FLAGS
-    train_run(1, "one", *flags, "--grad_accum", "3", "--data_on_device", "yes")
-    train_run(2, "two", *flags, "--data_on_device", "no")
-    one, two = ([record["loss"] for record in records(name, "train")] for name in ("one", "two"))
-    assert len(set(one)) == 8 and two == pytest.approx(one, rel=1e-5)
-
-
 def test_the_first_update_has_the_loss_of_the_formula():
     write_data()
     more = words("--max_steps 1 --global_batch_size 50 --lr 1e-30 --run_name run --data list.csv")
@@ -159,19 +149,22 @@ def test_an_evaluation_has_the_metrics_of_scikit_learn_on_one_and_on_two_process
     assert true.any(0).tolist() == [True, True, True, False]  # no test image has the last class
     precisions = [average_precision_score(true[:, k], logits[:, k]) for k in range(3)]
     seen = [k for k in range(4) if true[:, k].any() or predicted[:, k].any()]
-    for record in (one, two):
-        assert record["count"] == 21 and record["classes_evaluated"] == 3
-        assert record["per_class_ap"] == [*(pytest.approx(value) for value in precisions), None]
-        assert record["mAP"] == pytest.approx(np.mean(precisions))
-        assert record["per_class_count"] == true.sum(0).tolist()
-        assert record["micro_f1"] == pytest.approx(f1_score(true, predicted, average="micro"))
-        macro = f1_score(true[:, seen], predicted[:, seen], average="macro")
-        assert record["macro_f1"] == pytest.approx(macro)
-        assert record["exact_match"] == pytest.approx(accuracy_score(true, predicted))
-        expected = F.binary_cross_entropy_with_logits(logits, torch.from_numpy(true).float())
-        assert record["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    loss = F.binary_cross_entropy_with_logits(logits, torch.from_numpy(true).float())
+    expected = {
+        "count": 21,
+        "classes_evaluated": 3,
+        "mAP": np.mean(precisions),
+        "micro_f1": f1_score(true, predicted, average="micro"),
+        "macro_f1": f1_score(true[:, seen], predicted[:, seen], average="macro"),
+        "exact_match": accuracy_score(true, predicted),
+        "loss": loss.item(),
+    }
+    assert {name: one[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert one["per_class_ap"] == [*(pytest.approx(value) for value in precisions), None]
+    assert one["per_class_count"] == true.sum(0).tolist()
     same = [name for name in one if name not in ("seconds", "loss")]
     assert [one[name] for name in same] == [two[name] for name in same]
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
     assert one["mAP"] == pytest.approx(records("two", "eval")[-1]["mAP"])
     (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/two", "--threshold", "0.999"])
     assert "Average precision of the classes, worst first" in outcome.out
@@ -182,14 +175,15 @@ def test_a_binary_run_has_one_logit_and_the_metrics_of_scikit_learn(runs):
     logits = logits_of("binary", range(50, 71))
     true = np.array(["cat" in names for names in label_sets(71)[50:]], int)  # classes are no, yes
     assert logits.shape == (21, 1)
+    predicted, both = (logits[:, 0].sigmoid() > 0.4).numpy(), F.pad(logits, (1, 0))
+    expected = {
+        "auc": roc_auc_score(true, logits[:, 0]),
+        "accuracy": accuracy_score(true, predicted),
+        "f1": f1_score(true, predicted),
+        "loss": F.cross_entropy(both, torch.from_numpy(true)).item(),  # of the softmax
+    }
     for record in (found("binary", 1), found("binary", 2)):
-        assert record["auc"] == pytest.approx(roc_auc_score(true, logits[:, 0]))
-        predicted = (logits[:, 0].sigmoid() > 0.4).numpy()
-        assert record["accuracy"] == pytest.approx(accuracy_score(true, predicted))
-        assert record["f1"] == pytest.approx(f1_score(true, predicted))
-        both = F.pad(logits, (1, 0))  # the logits of the softmax with the same probability
-        expected = F.cross_entropy(both, torch.from_numpy(true)).item()
-        assert record["loss"] == pytest.approx(expected, rel=1e-5)
+        assert {name: record[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     highest = max(records("binary", "eval"), key=lambda record: record["auc"])
     assert Path("runs/binary/checkpoints/best").read_text().strip() == f"step-{highest['step']:08d}"
 
@@ -256,11 +250,6 @@ def test_sigmoid_losses_take_mixtures_smoothing_and_weights(loss, kind):
         t = 0.8 * one_hot[:, -task.outputs :] + 0.1
         terms = -2.5 * t * logits.sigmoid().log() - (1 - t) * (-logits).sigmoid().log()
         assert hard == pytest.approx(terms.mean(1).sum().item(), rel=1e-9)
-    if not several:
-        plain = task.evaluate(logits, rows)[0][:, 0]  # neither smoothed nor weighted
-        softmax = LOSSES["focal" if loss == "focal" else "cross_entropy"]
-        expected = softmax(F.pad(logits, (1, 0)), rows, 0.0, None)
-        assert plain.tolist() == pytest.approx(expected.tolist(), rel=1e-9)
     assert task.loss(logits[:0], rows[:0]) == 0
 
 
@@ -280,18 +269,14 @@ def test_balanced_weights_are_negatives_per_positive_of_the_training_split():
 # -- metrics, --best_metric and labels
 
 
-def test_metrics_of_scores_with_ties_are_those_of_scikit_learn():
+def test_scores_with_ties_have_the_metrics_of_scikit_learn_and_nan_has_none():
     random = np.random.default_rng(0)
     scores = random.integers(-3, 4, (90, 6)).astype(np.float32)
     labels = random.integers(0, 2, (90, 6), np.uint8)
     values = class_metrics(scores, labels, cut=0.0)
     assert values["mAP"] == pytest.approx(average_precision_score(labels, scores, average="macro"))
-    assert values["macro_f1"] == pytest.approx(f1_score(labels, scores > 0, average="macro"))
     scores[3, 2] = np.nan
     assert class_metrics(scores, labels, 0.0) == {} == area_under_curve(scores[:, 0], np.zeros(90))
-    state = TrainState(step=1)
-    state.add_evaluation({"loss": 1.0}, "mAP", True)
-    assert state.best is None and not state.owes_evaluation
 
 
 def test_any_metric_can_decide_the_best_checkpoint_in_its_own_direction():

@@ -118,19 +118,6 @@ def test_a_run_from_a_file_has_the_input_of_the_published_weights_and_says_so():
     assert "new fc.weight: shape [3, 512], in the source [7, 512]" in lines
 
 
-def test_config_json_beside_the_weights_takes_precedence_over_the_published_input():
-    """timm's weights of another tag have another crop."""
-    Path("hub").mkdir()
-    save_file(model_of().state_dict(), "hub/model.safetensors")
-    cfg = {"mean": [0.1, 0.2, 0.3], "std": [0.5] * 3, "input_size": [3, 64, 96], "crop_pct": 0.75}
-    cfg |= {"interpolation": "bicubic", "crop_mode": "squash"}
-    about = {"architecture": "test_resnet", "label_names": NAMES, "pretrained_cfg": cfg}
-    Path("hub/config.json").write_text(json.dumps(about))
-    found = settings_of(source="hub")
-    assert (found["model"], found["image_size"], found["mean"]) == (MODEL, [64, 96], cfg["mean"])
-    assert (found["eval_crop"], found["interpolation"], found["squash"]) == (0.75, "bicubic", True)
-
-
 def prefixed(
     prefix: str, state: dict[str, torch.Tensor], scale: int = 1
 ) -> dict[str, torch.Tensor]:
@@ -188,7 +175,6 @@ FILE = words(f"--model {MODEL} --weights W.pth --data data")
         (train, "--pretrained x.pth", "--pretrained takes no file: .*; use --init_from x.pth"),
         (eval, "--model resnet18 --pretrained x.pth", "--pretrained takes no file"),
         (train, "--weights x.pth", "unknown flag --weights; use --init_from"),
-        (train, "--init_from x.pth", "--init_from x.pth: no such file or folder"),
         (eval, "--weights x.pth", "--weights x.pth needs --model"),
         (eval, "--ckpt run --mean 0.5", "--ckpt and --mean cannot be used together"),
         (eval, "--model resnet18 --weights ema --data d", "--model needs weights"),
