@@ -37,7 +37,7 @@ def tutorial(net, x):
     return net.fc2(F.dropout(x, 0.5, net.training))
 
 
-@pytest.mark.parametrize(("side", "channels"), [(28, 1), (29, 1), (30, 3), (31, 3)])
+@pytest.mark.parametrize(("side", "channels"), [(28, 1), (31, 3)])
 @pytest.mark.parametrize("count", [0, 50])
 def test_mnist_cnn_is_the_network_of_the_tutorials_dropout_and_ties_of_the_pooling_included(
     side, channels, count
