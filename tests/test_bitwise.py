@@ -31,7 +31,7 @@ from utils.data.order import fold_in
 from utils.models.small import MLP
 from utils.models.zoo import OWN_MODELS
 from utils.runs.manifest import checkpoints_of, sha256_of
-from utils.training.gradients import Exchange
+from utils.training.gradients import ExchangeTimer
 from utils.training.loop import times_of_ranks
 
 # 4 updates an epoch, the last of 50 samples, which 8 microbatches do not divide evenly.
@@ -272,7 +272,7 @@ def test_a_killed_run_with_unequal_shares_that_moves_ends_with_the_same_bits():
 
 
 def test_records_have_the_seconds_that_each_rank_computed_and_waited():
-    exchange = Exchange(torch.device("cpu"))
+    exchange = ExchangeTimer(torch.device("cpu"))
 
     def recorded():
         """The fields of a record of two ranks. This process is the second one."""
