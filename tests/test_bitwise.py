@@ -331,7 +331,7 @@ def test_a_resume_keeps_the_threads_and_the_microbatches():
     assert "--microbatches needs the same threads per process: 1, not 2" in refused(
         train.main, *again, "--threads", "2"
     )
-    assert "--microbatches of 8, not 4" in refused(train.main, *again, "--microbatches", "4")
+    assert "--microbatches 8, not 4" in refused(train.main, *again, "--microbatches", "4")
 
 
 @pytest.mark.parametrize("more", [pytest.param(["--microbatches", "4"], marks=FULL), []])
