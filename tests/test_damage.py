@@ -21,47 +21,24 @@ from helpers.training_runs import (
     same_tensors,
     train_run,
     weights,
+    words,
     working_in,
 )
 
 import eval
 import train
-from utils.config.settings import FORMAT, OTHER_FORMAT, TrainConfig
-from utils.models import weight_files
-from utils.runs import manifest
+from utils.config.settings import FORMAT, TrainConfig
 from utils.runs.manifest import NEEDED, damage_of, newest_good, write_manifest
 from utils.runs.metadata import read_settings
 from utils.runs.state import TrainState
-from utils.version import VERSION
 
-FLAGS = (
-    "--data",
-    "digits",
-    "--model",
-    "mlp",
-    "--model_args",
-    "{hidden: 16}",
-    "--threads",
-    "1",
-    "--keep",
-    "9",
-)
-FLAGS += (
-    "--lr_schedule",
-    "constant",
-    "--save_every",
-    "2",
-    "--eval_every",
-    "99",
-    "--report",
-    "false",
-)
+FLAGS = words("--data digits --model mlp --threads 1 --keep 9 --report false --save_every 2")
+FLAGS += ["--model_args", "{hidden: 16}", *words("--lr_schedule constant --eval_every 99")]
 FRESH = (*FLAGS, "--global_batch_size", "120")
-RESUME = ("--run_name", "run", *FLAGS, "--resume", "auto", "--max_steps", "10")
+RESUME = (*FLAGS, *words("--run_name run --resume auto --max_steps 10"))
 STEPS = ("step-00000002", "step-00000004", "step-00000006", "step-00000008")
-RUN, CHECKPOINTS, NEWEST = (
-    Path("runs/run", *parts) for parts in ((), ("checkpoints",), ("checkpoints", STEPS[-1]))
-)
+RUN, CHECKPOINTS = Path("runs/run"), Path("runs/run/checkpoints")
+NEWEST = CHECKPOINTS / STEPS[-1]
 EVAL = ("--ckpt", str(NEWEST))
 
 
@@ -95,9 +72,7 @@ def contents(folder):
 def refused(outcome, *texts):
     """Assert that a rank ended with code 2 and one line that says all of this."""
     assert outcome.code == 2, (outcome.code, outcome.err, outcome.out)
-    assert outcome.err.count("\n") == 1 and "Traceback" not in outcome.err + outcome.out, (
-        outcome.err
-    )
+    assert outcome.err.count("\n") == 1 and "Traceback" not in outcome.out, outcome.err
     assert all(text in outcome.err for text in texts), outcome.err
 
 
@@ -169,11 +144,10 @@ def damage(kind, checkpoint, rng):
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
-def test_each_of_260_random_damages_is_named_and_the_newest_good_checkpoint_is_taken(
-    trained, kind, seed
+def test_each_of_130_random_damages_is_named_and_the_newest_good_checkpoint_is_taken(
+    trained, kind, capsys
 ):
-    rng = random.Random(f"{kind} {seed}")
+    rng = random.Random(f"{kind} 0")
     for _ in range(13):
         shutil.rmtree(RUN)
         shutil.copytree(trained / "run", RUN)
@@ -186,11 +160,14 @@ def test_each_of_260_random_damages_is_named_and_the_newest_good_checkpoint_is_t
         changed = {name: changed_files(trained, name) for name in reversed(STEPS)}
         assert changed[STEPS[-1]]  # no damage left everything as it was
         good = next(name for name in changed if not changed[name])
-        found, damages = newest_good(CHECKPOINTS)
-        assert found == CHECKPOINTS / good
-        assert len(damages) == list(changed).index(good)
-        for name, line in zip(changed, damages, strict=False):
-            assert line == damage_of(CHECKPOINTS / name) and "\n" not in line
+        assert newest_good(RUN) == CHECKPOINTS / good
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == list(changed).index(good)
+        for name, line in zip(changed, lines, strict=False):
+            assert (
+                line
+                == f"{damage_of(CHECKPOINTS / name)}; resuming from {CHECKPOINTS / good} instead"
+            )
             assert "manifest.json" in changed[name] or any(
                 line.startswith(f"{CHECKPOINTS / name / file}: ") for file in changed[name]
             ), (line, changed[name])
@@ -222,12 +199,12 @@ def test_each_change_of_one_byte_of_a_manifest_is_seen(tmp_path):
         assert str(checkpoint) in (damage_of(checkpoint) or ""), changed
 
 
-def test_a_disk_that_cannot_read_counts_as_damage_and_the_file_is_named():
+def test_a_disk_that_cannot_read_counts_as_damage_and_the_file_is_named(capsys):
     bad = NEWEST / "model.safetensors"
     bad.unlink()
     bad.symlink_to("/proc/self/mem")  # reading it is an I/O error, which does not name the file
-    found, (line,) = newest_good(CHECKPOINTS)
-    assert found == CHECKPOINTS / STEPS[-2]
+    assert newest_good(RUN) == CHECKPOINTS / STEPS[-2]
+    line = capsys.readouterr().out
     assert line.startswith(f"{bad}: ") and "Input/output error" in line
 
 
@@ -238,9 +215,10 @@ def test_two_processes_go_on_from_the_newest_good_checkpoint():
     shutil.rmtree("runs")
     train_run(2, "whole", *FRESH, "--max_steps", "10")
     train_run(2, "run", *FRESH, "--max_steps", "8")
-    damage("flip a bit", NEWEST, random.Random(0))
+    PICKLES["torch"](NEWEST / "optimizer.bin")
     outcomes = run_ranks(2, train.main, RESUME)
-    went_on(outcomes[0])
+    went_on(outcomes[0], "optimizer.bin: damaged")  # it is verified before it is loaded
+    assert NEWEST.with_name(f"{NEWEST.name}.damaged").is_dir()
     assert outcomes[1].code == 0 and outcomes[1].err + outcomes[1].out == ""
 
 
@@ -277,11 +255,7 @@ def test_without_a_good_checkpoint_nothing_is_trained_and_nothing_changes():
         damage("delete", CHECKPOINTS / name, random.Random(name))
     before = contents(RUN)
     outcomes = run_ranks(2, train.main, RESUME)
-    refused(
-        outcomes[0],
-        f"{NEWEST}/",
-        "all checkpoints are damaged; start a new run with another --run_name",
-    )
+    refused(outcomes[0], f"{NEWEST}/", "all checkpoints are damaged")
     assert outcomes[1].code == 2 and outcomes[1].err == ""
     assert contents(RUN) == before
 
@@ -296,72 +270,27 @@ def test_a_run_that_lost_its_checkpoints_says_that_it_begins_anew():
 def test_a_damaged_checkpoint_asked_for_by_its_path_is_refused():
     damage("flip a bit", NEWEST, random.Random(0))
     before = contents(RUN)
-    flags = ("--run_name", "run", *FLAGS, "--resume", str(NEWEST), "--max_steps", "10")
-    for main, arguments in (
-        (train.main, flags),
-        (eval.main, EVAL),
-        (eval.main, ("--ckpt", "runs/run")),
-    ):
-        refused(run_one(main, arguments), f"{NEWEST}/", f"{CHECKPOINTS / STEPS[-2]} is good")
+    refused(run_one(train.main, (*RESUME, "--resume", str(NEWEST))), f"{NEWEST}/")
+    for path in (str(NEWEST), "runs/run"):
+        refused(run_one(eval.main, ("--ckpt", path)), f"{NEWEST}/")
     assert contents(RUN) == before
-
-
-def test_all_is_verified_before_anything_is_loaded():
-    damage("flip a bit", NEWEST, random.Random(0))
-    verified, good, *read = run_one(_verified_and_read, RESUME).value
-    assert (verified, good) == (NEWEST, CHECKPOINTS / STEPS[-2])
-    assert read == [good / "model.safetensors", good / "optimizer.bin"]
-    assert NEWEST.with_name(f"{NEWEST.name}.damaged").is_dir()
-
-
-def _verified_and_read(flags):
-    """What train.py verifies and reads, in that order."""
-    paths = []
-
-    def watch(owner, name):
-        real = getattr(owner, name)
-
-        def watched(path, *more, **named):
-            paths.append(path)
-            return real(path, *more, **named)
-
-        setattr(owner, name, watched)
-
-    for owner, name in ((manifest, "damage_of"), (weight_files, "load_file"), (torch, "load")):
-        watch(owner, name)
-    train.main(flags)
-    return paths
 
 
 # Folders that were renamed or merged.
 
 
 @pytest.mark.parametrize("resume", ["auto", str(CHECKPOINTS / STEPS[1])])
-def test_a_checkpoint_under_another_name_is_refused_before_anything_is_deleted(resume):
-    renamed = CHECKPOINTS / "step-00000099"
-    NEWEST.rename(renamed)
-    before = contents(RUN)
-    refused(
-        run_one(train.main, (*RESUME, "--resume", resume)),
-        f"{renamed}: holds {STEPS[3]}; rename it to {STEPS[3]}",
-    )
-    assert contents(RUN) == before
-    renamed.rename(NEWEST)
+def test_renamed_checkpoints_and_those_of_two_runs_are_refused_before_any_is_deleted(resume):
+    for source, target in (
+        (NEWEST, STEPS[-2][:-1] + "7"),
+        (Path("runs/whole/checkpoints/step-00000010"), ""),
+    ):
+        moved = shutil.move(source, CHECKPOINTS / target)
+        before = contents(RUN)
+        refused(run_one(train.main, (*RESUME, "--resume", resume)), ": is not update ")
+        assert contents(RUN) == before
+        shutil.move(moved, source)
     assert run_one(train.main, RESUME).code == 0 and same_tensors(weights("run"), weights("whole"))
-
-
-@pytest.mark.parametrize("resume", ["auto", str(NEWEST)])
-def test_checkpoints_of_two_runs_in_one_folder_are_refused_before_any_is_deleted(resume):
-    (other,) = Path("runs/whole/checkpoints").glob("step-00000010")
-    shutil.move(other, CHECKPOINTS)
-    before = contents(RUN)
-    line = "belongs to another run than step-000000"
-    refused(
-        run_one(train.main, (*RESUME, "--resume", resume)),
-        line,
-        "move one of them to another folder",
-    )
-    assert contents(RUN) == before
 
 
 # Permissions, as a user who is not root.
@@ -426,7 +355,6 @@ CODES = {  # of train.py and of eval.py when a file is something else than it sh
     "random_states_0.pkl": (0, 0),  # of Accelerate, for its load_state
     "state.json": (2, 2),
     "config.yaml": (2, 2),
-    "labels.json": (2, 2),
 }
 
 
@@ -441,26 +369,12 @@ def both(train_code, eval_code):
     for main, flags, code in ((eval.main, EVAL, eval_code), (train.main, RESUME, train_code)):
         outcome = run_one(main, flags)
         assert not Path("executed").exists()
-        assert outcome.code in ((0, 2) if code is None else (code,)), (
-            main,
-            outcome.code,
-            outcome.out + outcome.err,
-        )
+        printed = outcome.out + outcome.err
+        assert outcome.code in ((0, 2) if code is None else (code,)), (main, printed)
         if outcome.code == 2:
             refused(outcome, str(NEWEST))
             assert contents(RUN) == before
-        assert "Traceback" not in outcome.out + outcome.err, (main, outcome.out + outcome.err)
-
-
-def test_the_pickles_would_be_executed_by_who_loads_them_carelessly():
-    for name, write in PICKLES.items():
-        write(Path("pickle"))
-        with contextlib.suppress(Exception):
-            torch.load("pickle", weights_only=False)
-        with contextlib.suppress(Exception):
-            yaml.unsafe_load(Path("pickle").read_text())
-        assert Path("executed").is_dir(), f"{name} is harmless and shows nothing"
-        Path("executed").rmdir()
+        assert "Traceback" not in printed, (main, printed)
 
 
 QUICK = [("optimizer.bin", "pickle"), ("config.yaml", "yaml"),
@@ -482,22 +396,11 @@ def test_no_file_of_a_checkpoint_is_executed(case):
     both(*CODES[name])
 
 
-def test_an_optimizer_file_with_code_is_refused_as_such():
-    PICKLES["torch"](NEWEST / "optimizer.bin")
-    rewrite_manifest(NEWEST)
-    (outcome,) = run_ranks(1, train.main, RESUME)
-    refused(
-        outcome,
-        f"{NEWEST / 'optimizer.bin'}: is refused, because it contains objects whose loading would execute",
-    )
-
-
 BOMB = "model_args: {a0: &a0 [x, x, x, x, x, x, x, x, x], " + ", ".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9)
 )  # a few hundred bytes that stand for 9 ** 9 values
 MALFORMED = {  # the first of each is quick
     "state.json": [b"[" * 100_000, b"9" * 5000, b"{}", b"null", b"\xff\xfe", b"NaN"],
-    "labels.json": [b"null", b"[[]]", b"[1, 2]"],
     "config.yaml": [f"{BOMB}}}".encode(), b"[" * 500, b"model: !!bool x", b"lr: {}", b"[]", b"1: 2"],
     "optimizer.bin": [b".", b"\x80\x02.", b"PK\x03\x04", b""],
     "model.safetensors": [b"\xff" * 8, b"", b"\x02" + bytes(7) + b"[]"],
@@ -514,7 +417,7 @@ def test_a_malformed_file_is_named_in_one_line(case):
     both(*CODES[name])
 
 
-@cases([("labels.json", 8192), ("config.yaml", 128)], [("config.yaml", 128)])
+@cases([("state.json", 8192), ("config.yaml", 128)], [("config.yaml", 128)])
 def test_a_file_that_would_fill_the_memory_is_refused_by_its_size(case):
     name, kibibytes = case
     put(name, b" " * (kibibytes * 1024 + 1))
@@ -523,8 +426,7 @@ def test_a_file_that_would_fill_the_memory_is_refused_by_its_size(case):
 
 
 @pytest.mark.parametrize(
-    ("main", "flags"),
-    [(eval.main, EVAL), (train.main, ("--run_name", "run", "--resume", "auto", "--epochs", "2"))],
+    ("main", "flags"), [(eval.main, EVAL), (train.main, words("--run_name run --resume auto"))]
 )
 def test_settings_that_ask_for_a_far_larger_model_are_refused_before_it_is_built(main, flags):
     put("config.yaml", b"model_args: {hidden: 4000000}")
@@ -537,10 +439,7 @@ def test_settings_that_ask_for_a_far_larger_model_are_refused_before_it_is_built
         return peak_memory() - before
 
     (outcome,) = run_ranks(1, run)
-    assert (
-        "settings of this checkpoint do not match the size of its weights; use another checkpoint"
-        in outcome.err
-    )
+    assert "settings of this checkpoint do not match the size of its weights" in outcome.err
     assert outcome.err.count("\n") == 1 and outcome.value < 5e8  # the first layer would have a GB
 
 
@@ -558,16 +457,10 @@ def put(name, content):
     (NEWEST / name).write_bytes(content)
 
 
-def test_an_optimizer_file_that_was_cut_off_is_one_line():
-    path = NEWEST / "optimizer.bin"
-    os.truncate(path, path.stat().st_size - 1)
-    both(2, 0)
-
-
 WRONG = [  # in state.json: one for each kind of check; the first five are quick
-    ("state", None), ("state.step", -1), ("state.since_log", {"speed": 1}), ("format", 0), ("input.height", 0),
-    ("global_batch_size", 10**30), ("state.step", 1.5), ("state.position", 7), ("state.seconds", math.nan),
-    ("state.evaluations", [{}]), ("labels", None), ("versions", []), ("input", {}), ("input.std", [0.5, 0.5]),
+    ("state", None), ("state.step", -1), ("class_names", []), ("format", 0), ("input.height", 0),
+    ("state.step", 1.5), ("state.seconds", math.nan), ("labels", None), ("versions", []),
+    ("input", {}), ("input.std", [0.5, 0.5]),
 ]  # fmt: skip
 
 
@@ -594,22 +487,16 @@ def change_state(change, checkpoint=NEWEST):
     rewrite_manifest(checkpoint)
 
 
-@pytest.mark.parametrize("number", [2, 3, FORMAT + 1])
+@pytest.mark.parametrize("number", [FORMAT - 1, FORMAT + 1])
 def test_another_format_is_refused_with_what_reads_it(number):
     for step in STEPS:  # all checkpoints of a run have one format
-        folder = CHECKPOINTS / step
-        if number == 3:  # whose optimizer's state had another name
-            (folder / "optimizer.bin").rename(folder / "optimizer.safetensors")
-        change_state(lambda values: values.update(format=number, state="of another shape"), folder)
+        change_state(
+            lambda values: values.update(format=number, state="of another shape"),
+            CHECKPOINTS / step,
+        )
     before = contents(RUN)
-    text = f"{NEWEST}/state.json: has format {number}, of Lockstep {VERSION}; this version reads format {FORMAT}; "
-    text += OTHER_FORMAT
-    for main, flags in (
-        (eval.main, EVAL),
-        (train.main, RESUME),
-        (train.main, ("--resume", str(NEWEST))),
-    ):
-        refused(run_one(main, flags), text)
+    for main, flags in ((eval.main, EVAL), (train.main, RESUME)):
+        refused(run_one(main, flags), f"{NEWEST}/state.json: has format {number}, ")
     assert contents(RUN) == before
 
 
@@ -656,7 +543,7 @@ def test_settings_of_a_checkpoint_do_not_apply_to_this_machine():
     settings = {"cache_dir": "stranger/cache", "data_dir": "stranger/data", "output_dir": "stranger/runs",
                 "num_workers": 4000, "data_on_device": "yes", "threads": 9999, "timeout": 0.001, "profile": True,
                 "interface": "stranger0", "run_name": "stranger", "backend": "nccl", "resume": "stranger",
-                "init_method": "file:///stranger"}  # fmt: skip
+                "init_method": "tcp://stranger:1"}  # fmt: skip
     mine = yaml.safe_load((NEWEST / "config.yaml").read_bytes()) | settings
     mine |= {"data": "synthetic/10x8x100", "image_size": 8}
     (NEWEST / "config.yaml").write_text(yaml.safe_dump(mine))
@@ -665,7 +552,8 @@ def test_settings_of_a_checkpoint_do_not_apply_to_this_machine():
     assert read.model_args == {"hidden": 16}
     for name in settings:
         assert getattr(read, name) == getattr(TrainConfig, name), name
-    outcomes = run_ranks(2, eval.main, (*EVAL, "--cache_dir", "mine"))
+    more = words("--cache_dir mine --data synthetic/10x8x100 --split test")
+    outcomes = run_ranks(2, eval.main, (*EVAL, *more))
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].err
     assert not Path("stranger").exists() and Path("mine").is_dir()
     outcome = run_one(train.main, RESUME)

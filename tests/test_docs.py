@@ -147,7 +147,7 @@ def check_flags(script: str, flags: list[str], monkeypatch, capsys) -> None:
         cls = getattr(scripts, f"{name.capitalize()}Config", settings.TrainConfig)
         run = ["--ckpt", "runs/NAME"]
         missing = {  # what a command in the text leaves out, such as `replay.py --pdb`
-            "replay.py": ["--run", "runs/NAME", "--update", "1"] * ("--run" not in flags),
+            "replay.py": shlex.split("--run runs/NAME --update 1") * ("--run" not in flags),
             "predict.py": [*run * ("--ckpt" not in flags), "photos"],
             "eval.py": (["--data", "digits"] if "--model" in flags else run)
             * ("--ckpt" not in flags),
@@ -249,7 +249,7 @@ def killed_rank() -> str:
 PROVOKED = {  # what makes Lockstep print a message of the page, by a part of it
     "is taken on": taken_port,
     "--interface NAME": lambda: error_of(2, train.main, [*MLP, "--interface", "eth99"]),
-    "loss is NaN": lambda: error_of(1, train.main, [*MLP, "--lr", "1e30", "--max_steps", "9"]),
+    "loss is NaN": lambda: error_of(1, train.main, [*MLP, *shlex.split("--lr 1e30 --max_steps 9")]),
     "another process of this run": killed_rank,
 }
 

@@ -21,7 +21,7 @@ import eval
 import train
 from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
-from utils.data.batches import Batches
+from utils.data.batches import DeviceLoader
 from utils.data.cache import decode_all
 from utils.data.datasets import Batch
 from utils.data.selection import load_data
@@ -144,9 +144,9 @@ def test_a_sample_that_is_missing_or_counted_twice_is_found_on_all_ranks(wrong):
 
 def _evaluate_wrongly(wrong: str) -> None:
     """Evaluate 32 samples; rank 1, which has the second of two blocks, evaluates wrong ones."""
-    indices, blocks = Batch.indices.fget, Batches.__iter__
+    indices, blocks = Batch.indices.fget, DeviceLoader.__iter__
     if os.environ["RANK"] == "1" and wrong == "too many":
-        Batches.__iter__ = lambda self: (batch for batch in blocks(self) for _ in range(2))
+        DeviceLoader.__iter__ = lambda self: (batch for batch in blocks(self) for _ in range(2))
     elif os.environ["RANK"] == "1":
         Batch.indices = property(lambda self: indices(self).clamp(max=30))
     eval.main(words("--ckpt runs/run --max_eval_samples 32"))

@@ -38,7 +38,7 @@ import replay
 import train
 from utils.config.settings import TrainConfig
 from utils.data.augment import Augmentation, ShiftAndFlip
-from utils.data.datasets import DecodedImages, Features
+from utils.data.datasets import CachedDataset, Features
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
 from utils.models.features import find_last_part
@@ -337,7 +337,7 @@ def test_the_last_part_has_all_trained_parameters_and_computes_the_logits(
 def test_a_sample_that_is_drawn_again_takes_the_next_view():
     """The features are the pixels themselves."""
     augmentation = Augmentation(3, [ShiftAndFlip(2, True)])
-    images, everything = DecodedImages(pictures(10), np.arange(10), augmentation), np.arange(10)
+    images, everything = CachedDataset(pictures(10), np.arange(10), augmentation), np.arange(10)
     draws = [augmentation.draw(Microbatch(0, epoch, 0, everything)) for epoch in range(3)]
     views = [augmentation.apply(torch.from_numpy(images.pixels), draw) for draw in draws]
     features = Features(torch.stack(views).float().numpy(), images, "")

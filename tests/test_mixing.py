@@ -12,8 +12,8 @@ from torchvision.transforms import v2
 
 from utils.config.defaults import advice
 from utils.config.settings import TrainConfig
-from utils.data.batches import Batches, Mixing
-from utils.data.datasets import DecodedImages, ResidentImages
+from utils.data.batches import DeviceLoader, Mixing
+from utils.data.datasets import CachedDataset, DeviceDataset
 from utils.data.order import Microbatch, Plan, UpdateSampler, fold_in
 from utils.data.spec import InputSpec
 from utils.data.workers import make_loaders
@@ -39,7 +39,7 @@ class Yielded(list):
 
 def read(dataset, microbatches, spec=SPEC, **settings):
     config, microbatches = TrainConfig(seed=5, num_workers=0, **settings), Yielded(microbatches)
-    batches = Batches(
+    batches = DeviceLoader(
         make_loaders([(dataset, microbatches)], config, 1, CPU.device)[0],
         spec,
         config,
@@ -52,7 +52,7 @@ def read(dataset, microbatches, spec=SPEC, **settings):
 
 @pytest.fixture
 def images():
-    return DecodedImages(pictures(40, (10, 12)), LABELS)
+    return CachedDataset(pictures(40, (10, 12)), LABELS)
 
 
 def uniforms(first: int, occurrence: int, epoch: int = 2, seed: int = 5) -> dict[str, float]:
@@ -98,7 +98,7 @@ def test_images_and_targets_are_those_of_the_formulas(images, kind, resident):
     order[8:10] = order[0:2]  # drawn again
     occurrences = np.zeros(23, np.int64)
     occurrences[8:10] = 1
-    dataset = ResidentImages(images, CPU.device) if resident else images
+    dataset = DeviceDataset(images, CPU.device) if resident else images
     (batch,) = read(dataset, [microbatch(order, occurrences)], **kind)
     assert batch.labels.dtype == batch.images.dtype == torch.float32 and batch.labels.shape == (
         23,

@@ -271,8 +271,9 @@ def test_values_are_clipped_before_the_norm_and_fp16_is_unscaled_once():
     accelerator = SimpleNamespace(unscale_gradients=unscale)
     clip_gradients(accelerator, model, settings())
     assert calls == []
-    clip_gradients(accelerator, model, settings(*words("--clip_value 0.4 --clip_norm 0.2")))
+    norm = clip_gradients(accelerator, model, settings(*words("--clip_value 0.4 --clip_norm 0.2")))
     limited = torch.tensor([[0.4, -0.4, 0.1]])
+    torch.testing.assert_close(norm, limited.norm())
     torch.testing.assert_close(model.weight.grad, 0.2 * limited / limited.norm())
     assert calls == ["unscale"]
 

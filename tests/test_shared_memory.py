@@ -125,7 +125,7 @@ def losses(name):
 @pytest.mark.full
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_small_shared_memory_trains_on_the_same_samples_with_fewer_workers(photos, processes):
-    outcomes = in_small_shm(16, _train, processes, "--run_name", "small", "--num_workers", "2")
+    outcomes = in_small_shm(16, _train, processes, "--run_name", "small", "--num_workers", "4")
     assert [outcome.code for outcome in outcomes] == [0] * processes, [
         outcome.err for outcome in outcomes
     ]

@@ -5,6 +5,7 @@ topology. Mixup: Zhang et al., 2017. CutMix: Yun et al., 2019.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from utils.config.settings import TrainConfig
-from utils.data.datasets import Batch, Features, ResidentImages
+from utils.data.augment import Augmentation
+from utils.data.datasets import Batch, DeviceDataset, Features
 from utils.data.draws import Draws
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
@@ -58,13 +60,13 @@ class Mix(NamedTuple):
         return rows.float().lerp(rows.float().index_select(0, self.partner), self.share[:, None])
 
 
+@dataclass
 class Mixing:
     """Draws how the images of each microbatch are mixed; `outputs` is the length of a target."""
 
-    def __init__(self, config: TrainConfig, spec: InputSpec, outputs: int):
-        self.mixup, self.cutmix, self.probability = config.mixup, config.cutmix, config.mix_prob
-        self.off_epoch, self.seed, self.outputs = config.mix_off_epoch, config.seed, outputs
-        self.height, self.width = spec.height, spec.width
+    config: TrainConfig
+    spec: InputSpec
+    outputs: int
 
     def draw(self, microbatch: Microbatch) -> Mix | None:
         """How to mix a microbatch, on the host; None if nothing is mixed in its epoch.
@@ -72,49 +74,52 @@ class Mixing:
         The samples 2k and 2k + 1 are a pair. A sample without a partner, or with itself as its
         partner, is not mixed.
         """
-        if self.off_epoch is not None and microbatch.epoch >= self.off_epoch:
+        config, (_, epoch, _, indices, occurrences) = self.config, microbatch
+        if config.mix_off_epoch is not None and epoch >= config.mix_off_epoch:
             return None
-        indices, occurrences = microbatch.indices, microbatch.occurrences
         first = np.arange(0, len(indices) - 1, 2)  # its draws are those of the pair
         first = first[indices[first] != indices[first + 1]]
         turns = None if occurrences is None else occurrences[first]
-        draws = Draws(self.seed, microbatch.epoch, indices[first], turns)
         streams = ("mix", "mix_which", "mix_share", "mix_row", "mix_column")
-        random = draws.uniform(*streams).astype(np.float64)
-        is_mixed = random[:, 0] < self.probability
+        draws = Draws(config.seed, epoch, indices[first], turns)
+        random = draws.uniform(*streams).double().numpy()
+        is_mixed = random[:, 0] < config.mix_prob
         first, (_, which, quantile, row, column) = first[is_mixed], random[is_mixed].T
-        is_cut = which < 0.5 if self.mixup and self.cutmix else np.full(len(first), self.cutmix > 0)
-        alpha = np.where(is_cut, self.cutmix, self.mixup)
+        is_cut = (which < 0.5) | (config.mixup == 0) if config.cutmix else which < 0
+        alpha = np.where(is_cut, config.cutmix, config.mixup)
         # a Beta variate, by its inverse CDF
         weight = share = 1 - betaincinv(alpha, alpha, quantile)
-        box = self._boxes(share, row, column)
+        height, width = self.spec.size
+        box = _boxes(self.spec.size, share, row, column)
         area = (box[:, 1] - box[:, 0]) * (box[:, 3] - box[:, 2])
         weight = np.where(is_cut, 1, weight)
-        share = np.where(is_cut, area / (self.height * self.width), share)
-        box = np.where(is_cut[:, None], box, [0, self.height, 0, self.width])
+        share = np.where(is_cut, area / (height * width), share)
+        box = np.where(is_cut[:, None], box, [0, height, 0, width])
         # Both images of a pair have the same numbers; those of unmixed images are 0.
-        count, partner = len(indices), np.arange(len(indices))
-        partner[first], partner[first + 1] = first + 1, first
-        weights, shares = np.zeros(count, np.float32), np.zeros(count, np.float32)
-        boxes = np.zeros((count, 4), np.int64)
-        for place in (first, first + 1):
-            weights[place], shares[place], boxes[place] = weight, share, box
+        pairs, partner = np.stack([first, first + 1]), np.arange(len(indices))
+        partner[pairs] = pairs[::-1]
+        weights, shares = np.zeros((2, len(indices)), np.float32)
+        boxes = np.zeros((len(indices), 4), np.int64)
+        weights[pairs], shares[pairs], boxes[pairs] = weight, share, box
         mixed = [torch.from_numpy(numbers) for numbers in (partner, weights, shares, boxes)]
-        return Mix(*mixed) if self.cutmix else Mix(*mixed[:3])
-
-    def _boxes(self, share: np.ndarray, row: np.ndarray, column: np.ndarray) -> np.ndarray:
-        """Boxes with this share of the area around random centres, cut off at the edges of the
-        image: int64 [m, 4].
-        """
-        box = []
-        for size, centre in ((self.height, row), (self.width, column)):
-            middle = (centre * size).astype(np.int64)
-            half = (np.sqrt(share) * size / 2).astype(np.int64)
-            box += [np.maximum(middle - half, 0), np.minimum(middle + half, size)]
-        return np.stack(box, 1)
+        return Mix(*mixed) if config.cutmix else Mix(*mixed[:3])
 
 
-class Batches:
+def _boxes(
+    size: tuple[int, int], share: np.ndarray, row: np.ndarray, column: np.ndarray
+) -> np.ndarray:
+    """Boxes with this share of the area around random centres, cut off at the edges of the image:
+    int64 [m, 4].
+    """
+    box = []
+    for side, centre in zip(size, (row, column), strict=True):
+        middle = (centre * side).astype(np.int64)
+        half = (np.sqrt(share) * side / 2).astype(np.int64)
+        box += [np.maximum(middle - half, 0), np.minimum(middle + half, side)]
+    return np.stack(box, 1)
+
+
+class DeviceLoader:
     """The batches of a prepared loader as the model's float input on the device, augmented and
     mixed in training.
 
@@ -165,32 +170,24 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         loaded = wait_for_items(self.loader, self.what)
-        is_resident, are_features = (
-            isinstance(self.dataset, kind) for kind in (ResidentImages, Features)
-        )
+        is_resident = isinstance(self.dataset, DeviceDataset)
         for batch in self._drawn(loaded) if is_resident else self._streamed(loaded):
             self.error = batch.error or self.error
             mix, labels = None, batch.labels
             if self.mixing and (mix := _to(self.mixing.draw(batch.microbatch), self.device)):
                 labels = mix.targets(labels, self.mixing.outputs)
             labels = labels.float() if labels.ndim == 2 else labels  # copied to the device as bytes
-            images = batch.images if are_features else self._normalise(batch.images, mix)
+            images = batch.images
+            if images.dtype == torch.uint8:  # not features
+                images = self._normalise(images, mix)
             yield batch._replace(images=images, labels=labels)
 
     def _streamed(self, loaded: Iterator[Batch]) -> Iterator[Batch]:
         """Batches on the device from batches of pixels, augmented."""
-        if self.dataset.in_loader or isinstance(self.dataset, Features):
-            yield from _upload(loaded, self.device)
-            return
-        augmentation = self.dataset.augmentation
-        drawn = ((batch, self._random(batch.microbatch)) for batch in loaded)
+        augmentation = Augmentation() if self.dataset.in_loader else self.dataset.augmentation
+        drawn = ((batch, augmentation.draw(batch.microbatch)) for batch in loaded)
         for batch, random in _upload(drawn, self.device):
             yield batch._replace(images=augmentation.apply(batch.images, random))
-
-    def _random(self, microbatch: Microbatch) -> list:
-        """The random numbers of its augmentation, as tensors for a GPU: arrays are not uploaded."""
-        random = self.dataset.augmentation.draw(microbatch)
-        return random if self.device.type == "cpu" else [*map(torch.from_numpy, random)]
 
     def _drawn(self, loaded: Iterator[Batch]) -> Iterator[Batch]:
         """Batches drawn from images on the device, augmented, from batches without pixels."""
@@ -230,9 +227,8 @@ def _to(batch: Any, device: torch.device) -> Any:
 
     def copy(tensor: Tensor) -> Tensor:
         # From pinned memory, so that the host does not wait for the copy.
-        return (tensor.pin_memory() if device.type == "cuda" else tensor).to(
-            device, non_blocking=True
-        )
+        pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+        return pinned.to(device, non_blocking=True)
 
     return batch if device.type == "cpu" else recursively_apply(copy, batch)
 

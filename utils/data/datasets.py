@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from utils.config.bounds import require
 from utils.config.settings import TrainConfig
 from utils.data.augment import Augmentation, Center
 from utils.data.decode import decode
@@ -58,7 +59,7 @@ class Batch(NamedTuple):
 
 
 @dataclass(eq=False)
-class DecodedImages(Dataset):
+class CachedDataset(Dataset):
     """Images decoded beforehand, uint8 [N, H, W, C]; a batch is one indexed copy.
 
     The batch is augmented on the device, or `in_loader` if the augmentation has transforms of
@@ -80,6 +81,11 @@ class DecodedImages(Dataset):
     def image_bytes(self) -> int:
         return self.pixels[:1].nbytes
 
+    @property
+    def place(self) -> str:
+        where = "augmented by loader processes" if self.in_loader else "in host memory"
+        return f"decoded, {bytes_text(self.pixels.nbytes)} {where}"
+
     def __getitems__(self, microbatch: Microbatch) -> Batch:
         images = torch.from_numpy(self.pixels[microbatch.indices])
         if self.in_loader:
@@ -87,10 +93,11 @@ class DecodedImages(Dataset):
         return Batch(images, torch.from_numpy(self.labels[microbatch.indices]), microbatch)
 
 
-class EncodedImages(Dataset):
+class PhotoDataset(Dataset):
     """Photographs, decoded and augmented for each batch; by default, their centre."""
 
     in_loader = True
+    place = "decoded for each batch"
 
     def __init__(self, split: Split, spec: InputSpec, augmentation: Augmentation | None = None):
         self.split, self.spec, self.labels = split, spec, split.labels
@@ -115,10 +122,10 @@ class EncodedImages(Dataset):
                 pixels = decode(self.split, position, spec.channels, raw, shrink)
                 images[place] = crop.image(pixels, random[0][place])
         # returned: a worker's exception would include its traceback
+        except UserError as error:
+            return batch.failed(error)
         except (ValueError, OSError) as error:
-            return batch.failed(
-                error if isinstance(error, UserError) else UserError(one_line(error))
-            )
+            return batch.failed(UserError(one_line(error)))
         return batch._replace(images=self.augmentation.apply(images, random, 1))
 
 
@@ -126,7 +133,7 @@ _SHARE = 1 / 4  # of a GPU's free memory that --data_on_device auto uses at most
 _GROUP = 2**25  # most bytes of pixels that are drawn together
 
 
-class ResidentImages(DecodedImages):
+class DeviceDataset(CachedDataset):
     """Decoded images on the device. Microbatches are loaded without pixels, and drawn there in
     groups.
 
@@ -134,13 +141,17 @@ class ResidentImages(DecodedImages):
     host launches them, so consecutive microbatches share them.
     """
 
-    def __init__(self, decoded: DecodedImages, device: torch.device):
+    def __init__(self, decoded: CachedDataset, device: torch.device):
         super().__init__(decoded.pixels, decoded.labels, decoded.augmentation)
         with warnings.catch_warnings():
             # the map of the cache; it is only read
             warnings.filterwarnings("ignore", message=".*not writable")
             self.images = torch.from_numpy(decoded.pixels).to(device).contiguous()
         self.targets = torch.tensor(decoded.labels, device=device)
+
+    @property
+    def place(self) -> str:
+        return f"decoded, {bytes_text(self.images.nbytes)} on {self.images.device}"
 
     def __getitems__(self, microbatch: Microbatch) -> Batch:
         return Batch(torch.empty(0), torch.empty(0), microbatch)
@@ -166,7 +177,7 @@ class ResidentImages(DecodedImages):
         return self.images.index_select(0, indices), self.targets.index_select(0, indices)
 
 
-ImageDataset = DecodedImages | EncodedImages
+ImageDataset = CachedDataset | PhotoDataset
 
 
 class Features(Dataset):
@@ -178,6 +189,8 @@ class Features(Dataset):
     """
 
     in_loader = False
+    augmentation = Augmentation()
+    image_bytes = 0  # not sent between processes
 
     def __init__(self, views: np.ndarray, images: ImageDataset, origin: str):
         self.views, self.images, self.labels, self.origin = views, images, images.labels, origin
@@ -186,8 +199,10 @@ class Features(Dataset):
         return len(self.labels)
 
     @property
-    def image_bytes(self) -> int:
-        return self.views[0, :1].nbytes
+    def place(self) -> str:
+        numbers = " x ".join(map(str, self.views.shape[2:]))
+        size = bytes_text(self.views.nbytes)
+        return f"{self.origin}, {numbers} features of each view, {size} cached"
 
     def __getitems__(self, microbatch: Microbatch) -> Batch:
         indices = microbatch.indices
@@ -212,9 +227,8 @@ class Features(Dataset):
     def _choose(self, microbatch: Microbatch) -> np.ndarray:
         """The view of each sample, int64 [n]."""
         occurrences = 0 if microbatch.occurrences is None else microbatch.occurrences
-        return (microbatch.epoch + occurrences + np.zeros_like(microbatch.indices)) % len(
-            self.views
-        )
+        turns = microbatch.epoch + occurrences + np.zeros_like(microbatch.indices)
+        return turns % len(self.views)
 
 
 AnyDataset = ImageDataset | Features
@@ -227,44 +241,23 @@ def keep_on_device(
 
     Images that loader processes augment stay in host memory.
     """
-    decoded = [each for each in sets if isinstance(each, DecodedImages) and not each.in_loader]
-    size, cuda = sum(each.pixels.nbytes for each in decoded), device.type == "cuda"
-    if not decoded or config.data_on_device == "no":
+    decoded = [each for each in sets if isinstance(each, CachedDataset) and not each.in_loader]
+    size, how = sum(each.pixels.nbytes for each in decoded), config.data_on_device
+    # on a CPU they are already there
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else size
+    if how == "no" or (how == "auto" and size > _SHARE * free):
         return list(sets)
-    free = torch.cuda.mem_get_info(device)[0] if cuda else size  # on a CPU they are already there
-    if config.data_on_device == "auto" and size > _SHARE * free:
-        return list(sets)
-    if size > free:
-        problem = f"--data_on_device yes: {bytes_text(size)} of images, but {device} has {bytes_text(free)} free"
-        raise UserError(problem, "use auto or no")
-    return [ResidentImages(each, device) if each in decoded else each for each in sets]
+    problem = f"{bytes_text(size)} of images, but {device} has {bytes_text(free)} free"
+    require(size <= free, f"--data_on_device yes: {problem}", "use auto or no")
+    return [DeviceDataset(each, device) if each in decoded else each for each in sets]
 
 
 def describe_place(sets: Sequence[AnyDataset]) -> str:
-    """Where the images or features of a run are, and their size, for the table at the start of the
-    run.
-    """
-    if features := [each for each in sets if isinstance(each, Features)]:
-        size = bytes_text(sum(each.views.nbytes for each in features))
-        origins = [
-            f"{word}: {each.origin}"
-            for each, word in zip(features, ("training", "evaluation"), strict=True)
-        ]
-        numbers = " x ".join(map(str, features[0].views.shape[2:]))
-        return f"{numbers} features of each view, {size} cached; {'; '.join(origins)}"
-    decoded = [each for each in sets if isinstance(each, DecodedImages)]
-    if not decoded:
-        return "photographs, decoded for each batch"
-    places = {
-        f"on {each.images.device}" if isinstance(each, ResidentImages) else "in host memory"
-        for each in decoded
-    }
-    by_loader = ", augmented by loader processes" * any(each.in_loader for each in decoded)
-    others = "; the larger images of the other split are decoded for each batch" * (
-        len(decoded) < len(sets)
-    )
-    size = bytes_text(sum(each.pixels.nbytes for each in decoded))
-    return f"decoded, {size} {' and '.join(sorted(places))}{by_loader}{others}"
+    """Where the images or features of training and evaluation are, for the table at the start."""
+    places = [each.place for each in sets]
+    if len(set(places)) == 1:
+        return places[0]
+    return f"training: {places[0]}; evaluation: {places[1]}"
 
 
 def _joined(group: list[Microbatch]) -> Microbatch:

@@ -33,8 +33,11 @@ def permutation(samples: int, seed: int, epoch: int) -> np.ndarray:
     It is a stable sort of random keys. The keys are the raw output of Philox, which numpy
     guarantees not to change.
     """
-    keys = np.random.Philox(key=fold_in(seed, "order", epoch)).random_raw(samples)
-    return np.argsort(keys, kind="stable")
+    return np.argsort(_random(samples, seed, epoch), kind="stable")
+
+
+def _random(samples: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.Philox(key=fold_in(seed, "order", epoch)).random_raw(samples)
 
 
 def weighted_draws(weights: np.ndarray, seed: int, epoch: int) -> np.ndarray:
@@ -42,8 +45,7 @@ def weighted_draws(weights: np.ndarray, seed: int, epoch: int) -> np.ndarray:
     float64 [N].
     """
     ends = np.cumsum(weights)
-    keys = np.random.Philox(key=fold_in(seed, "order", epoch)).random_raw(len(weights))
-    uniform = (keys >> 11) / 2**53
+    uniform = (_random(len(weights), seed, epoch) >> 11) / 2**53
     # A product that rounds up to the whole sum would select a sample after the last one.
     below = np.minimum(uniform * ends[-1], np.nextafter(ends[-1], 0))
     return np.searchsorted(ends, below, side="right")
@@ -53,7 +55,9 @@ def occurrence_index(drawn: np.ndarray) -> np.ndarray:
     """How often each of these samples, int64 [n], was drawn at an earlier place, int64 [n]."""
     import pandas  # takes half a second
 
-    return pandas.Series(drawn).groupby(drawn).cumcount().to_numpy()
+    return (
+        pandas.Series(drawn).groupby(drawn).cumcount().to_numpy(copy=True)
+    )  # writable, for PyTorch
 
 
 class Microbatch(NamedTuple):

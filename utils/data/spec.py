@@ -41,17 +41,10 @@ class InputSpec:
         values = values if isinstance(values, dict) else {}
         other = values.get("evaluation")
         spec = read_fields(cls, values | {"evaluation": None})
-        if other is not None:
-            spec = replace(spec, evaluation=cls.from_dict(other))
-        one, two = spec, spec.for_evaluation()
-        fits = (
-            two.evaluation is None and len(one.mean) == len(one.std) == one.channels == two.channels
-        )
-        fits = (
-            fits and max(math.prod((*each.size, each.channels)) for each in (one, two)) <= _LARGEST
-        )
+        fits = len(spec.mean) == len(spec.std) == spec.channels
+        fits = fits and math.prod(spec.size) * spec.channels <= _LARGEST
         require(fits, "'input' is missing or malformed")
-        return spec
+        return spec if other is None else replace(spec, evaluation=cls.from_dict(other))
 
     def for_evaluation(self) -> "InputSpec":
         """The input in evaluation."""
@@ -74,20 +67,16 @@ class InputSpec:
 
     def describe(self) -> str:
         colours, other = "grey" if self.channels == 1 else "colour", self.for_evaluation()
-        evaluated = (
-            f", evaluated at {other.height}x{other.width}" if other.size != self.size else ""
-        )
-        return f"{self.height}x{self.width} {colours} images{evaluated}"
+        text = f"{self.height}x{self.width} {colours} images"
+        if other.size == self.size:
+            return text
+        return f"{text}, evaluated at {other.height}x{other.width}"
 
     def describe_pixels(self) -> str:
         """How pixels are normalised, and how photographs are resized."""
-        mean, std = (
-            ", ".join(f"{value:.4g}" for value in values) for values in (self.mean, self.std)
-        )
-        text, other = (
-            f"mean {mean}, standard deviation {std} of pixels in 0 to 1",
-            self.for_evaluation(),
-        )
+        mean, std = (", ".join(f"{x:.4g}" for x in each) for each in (self.mean, self.std))
+        text = f"mean {mean}, standard deviation {std} of pixels in 0 to 1"
+        other = self.for_evaluation()
         if other.resize is None:
             return text
         how = f"{'both sides' if other.squash else 'shorter side'} resized to {other.resize} ({other.interpolation})"

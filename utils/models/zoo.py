@@ -145,10 +145,12 @@ def build_model(
     except UserError:
         raise
     except Exception as error:  # invalid arguments can cause errors of any class
-        if not config.model_args and not isinstance(error, TypeError | RuntimeError):
+        what, fix = "--model", "use another --model or --image_size"
+        if config.model_args:
+            what, fix = "--model_args for", "change or remove these arguments"
+        elif not isinstance(error, TypeError | ValueError | RuntimeError):
             raise
-        problem = f"--model {name}: {type(error).__name__}: {one_line(error)[:200]}"
-        fix = "change or remove --model_args" if config.model_args else "use another model"
+        problem = f"{what} {name}: {type(error).__name__}: {one_line(error)[:200]}"
         raise UserError(problem, fix) from error
     return model.to(memory_format=torch.channels_last) if config.channels_last else model
 

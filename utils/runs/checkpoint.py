@@ -96,7 +96,7 @@ class CheckpointManager:
         with self.ranks.agree():
             if checkpoint is None:
                 return None
-            saved = read_checkpoint(checkpoint, self.ranks.is_main)
+            saved = read_checkpoint(checkpoint)
             if saved.is_in(self.folder):
                 check_identity(saved)
             return saved
@@ -329,7 +329,7 @@ def _create_folder(config: TrainConfig) -> Path:
             path.mkdir(parents=True)
             return path
         except FileExistsError:  # another run started in the same second, or after the check
-            if config.run_name:
+            if config.run_name or not path.exists():  # a folder above it is a broken link
                 raise
             time.sleep(0.2)
 

@@ -60,12 +60,12 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
     check_sharding(config, ranks)
     check_run_folder(config)
     check_elastic(config)
-    if config.resume is None:
+    if config.resume is None:  # otherwise later: the checkpoint may need a plug-in
+        check_model(config)
+        check_source(config)
         needed = not config.data_dir or config.data.startswith("torchvision/")
         problem = "--data_dir is for --data torchvision/NAME only"
         require(needed, problem, "name a folder of your own with --data")
-        check_model(config)  # of a resumed run later: it may need a plug-in
-        check_source(config)
         resolve_batch(config, ranks.topology.world_size)
 
 
@@ -145,7 +145,8 @@ def resolve(
     config, sizes = (config, []) if saved else choose_sizes(config, len(train), processes)
     _, grad_accum, batch = choose_batch(config, saved, processes)
     check_elastic_sizes(config, batch)
-    plan = make_plan(config, train.labels, batch, config.microbatches or grad_accum * processes)
+    microbatches = config.microbatches or grad_accum * processes
+    plan = make_plan(config, train.labels, batch, microbatches)
     updates = total_updates(config, plan)
     state = restore_state(saved, folder, config, plan, data)
     config, images, spec = resolve_input(config, saved, train)

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from utils.config.settings import TrainConfig
-from utils.data.batches import Batches
+from utils.data.batches import DeviceLoader
 from utils.data.datasets import Batch
 from utils.data.order import Plan, fold_in
 from utils.models.sharded import is_sharded
@@ -182,7 +182,7 @@ def clip_gradients(
     return None
 
 
-def make_gradients(setup: Setup, model: nn.Module, batches: Batches) -> Gradients:
+def make_gradients(setup: Setup, model: nn.Module, batches: DeviceLoader) -> Gradients:
     """How the gradients of `model`, as Accelerate wraps it, are added up; collective."""
     kind = TreeGradients if setup.config.microbatches else Gradients
     if kind is Gradients:  # otherwise a resumed run sums gradients differently

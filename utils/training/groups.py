@@ -28,11 +28,14 @@ def parameter_groups(config: TrainConfig, model: nn.Module) -> Groups:
     of_head = head_prefixes(model)
     hidden = hidden_matrices(model) - undecayed if config.optimizer == "muon" else set()
     groups: dict[tuple, dict[str, Any]] = {}
-    for name, parameter in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         decay = 0.0 if name in undecayed else config.weight_decay
         scale = scales[name] * ((config.head_scale or 1.0) if name.startswith(of_head) else 1.0)
         group = {"weight_decay": decay, "lr_scale": scale}
-        group |= {"hidden": name in hidden} if config.optimizer == "muon" else {}
+        if config.optimizer == "muon":
+            group["hidden"] = name in hidden
         key = (name in undecayed, *group.values())
         groups.setdefault(key, {"params": []} | group)["params"].append((name, parameter))
     return [groups[key] for key in sorted(groups)]
