@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 from itertools import count
@@ -58,10 +57,7 @@ def folder(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("averages")
     with working_in(folder):
-        outcome, other = run_ranks(2, train_and_keep_weights, ["--run_name", "two", *EMA])
-        assert (outcome.code, other.code) == (0, 0), outcome.err
-        Path("out.txt").write_text(outcome.out)
-        Path("value.json").write_text(json.dumps(outcome.value))
+        returned(2, train_and_keep_weights, ["--run_name", "two", *EMA])
         train_run(2, "without", *FLAGS)
     return folder
 
@@ -112,15 +108,6 @@ def test_both_kinds_of_weights_are_evaluated_and_the_average_decides_the_best(in
         flags = ["--ckpt", str(checkpoint), "--max_eval_samples", "70", *more]
         (result,) = returned(1, eval.main, flags)
         assert (result["weights"], result["loss"]) == (kind, pytest.approx(last[kind], rel=1e-6))
-
-
-def test_a_run_shows_both_evaluations_and_ends_with_the_average(in_folder):
-    out, value = Path("out.txt").read_text(), json.loads(Path("value.json").read_text())
-    assert all(f"update 4  eval (hold-out, {kind})  accuracy" in out for kind in ("raw", "ema"))
-    last = records("two", "eval")[-1]
-    assert last["weights"] == "ema" and value == {name: last[name] for name in value}
-    assert re.search(rf"\naccuracy +{last['accuracy']:.4f}\n", out)
-    assert re.search(r"\nweights +ema\n", out)
 
 
 @pytest.mark.full
