@@ -14,6 +14,7 @@ from helpers.training_runs import records, train_run
 
 import eval
 import train
+from utils.config.settings import TrainConfig
 from utils.console import printable
 from utils.data.selection import load_split
 from utils.data.splits import Data, whole_split
