@@ -401,16 +401,12 @@ def test_a_gpu_normalises_in_one_operation():
     pixels = torch.arange(256, dtype=torch.uint8).view(1, 1, 64, 4)[..., :3].repeat(5, 4, 1, 1)
 
     def batches(device):
-        return uploads.Batches(
-            SimpleNamespace(dataset=None), spec, TrainConfig(), device, training=False
-        )
+        loader = SimpleNamespace(dataset=None)
+        return uploads.Batches(loader, spec, TrainConfig(), device, training=False)
 
     expected = (pixels.double() / 255 - torch.tensor(spec.mean)) / torch.tensor(spec.std)
-    assert torch.allclose(
-        batches(torch.device("cpu"))._normalise(pixels).double(),
-        expected.permute(0, 3, 1, 2),
-        atol=1e-5,
-    )
+    found = batches(torch.device("cpu"))._normalise(pixels).double()
+    assert torch.allclose(found, expected.permute(0, 3, 1, 2), atol=1e-5)
     with fake_gpu() as gpu:
         on_gpu, images = batches(CUDA), torch.empty(pixels.shape, dtype=torch.uint8, device=CUDA)
         gpu.operations.clear()
@@ -455,8 +451,7 @@ def test_loader_processes_are_chosen_by_physical_cores(monkeypatch):
         (256, 128, 4, 1, 4),  # --threads
         (64, None, 64, 1, 16),  # unknown, as in some virtual machines
     ):
-        monkeypatch.setattr(
-            psutil, "cpu_count", lambda logical=True, cores=(physical, logical): cores[logical]
-        )
-        monkeypatch.setattr("utils.memory.usable_cores", lambda logical=logical: logical)
+        cores = physical, logical
+        monkeypatch.setattr(psutil, "cpu_count", lambda logical=True, cores=cores: cores[logical])
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, all=logical: range(all))
         assert workers.default_workers(threads, processes) == expected
