@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 from itertools import count
@@ -58,10 +57,7 @@ def folder(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("averages")
     with working_in(folder):
-        outcome, other = run_ranks(2, train_and_keep_weights, ["--run_name", "two", *EMA])
-        assert (outcome.code, other.code) == (0, 0), outcome.err
-        Path("out.txt").write_text(outcome.out)
-        Path("value.json").write_text(json.dumps(outcome.value))
+        returned(2, train_and_keep_weights, ["--run_name", "two", *EMA])
         train_run(2, "without", *FLAGS)
     return folder
 
@@ -114,15 +110,6 @@ def test_both_kinds_of_weights_are_evaluated_and_the_average_decides_the_best(in
         assert (result["weights"], result["loss"]) == (kind, pytest.approx(last[kind], rel=1e-6))
 
 
-def test_a_run_shows_both_evaluations_and_ends_with_the_average(in_folder):
-    out, value = Path("out.txt").read_text(), json.loads(Path("value.json").read_text())
-    assert all(f"update 4  eval (hold-out, {kind})  accuracy" in out for kind in ("raw", "ema"))
-    last = records("two", "eval")[-1]
-    assert last["weights"] == "ema" and value == {name: last[name] for name in value}
-    assert re.search(rf"\naccuracy +{last['accuracy']:.4f}\n", out)
-    assert re.search(r"\nweights +ema\n", out)
-
-
 @pytest.mark.full
 def test_one_two_and_three_processes_have_the_same_average_with_microbatches():
     flags = [*EMA, "--microbatches", "4"]
@@ -161,7 +148,6 @@ def test_a_stop_between_the_two_evaluations_repeats_both(in_folder):
 def test_an_average_that_starts_late_starts_from_the_weights(in_folder):
     shutil.copytree("runs/without", "runs/late")
     before = weights("late")
-<<<<<<< HEAD
     (outcome,) = run_ranks(
         1, train.main, ["--run_name", "late", *EMA, *words("--resume auto --max_steps 10")]
     )
@@ -174,21 +160,6 @@ def test_an_average_that_starts_late_starts_from_the_weights(in_folder):
             )
     train_run(1, "late", *FLAGS, "--ema_decay", "null", "--resume", "auto", "--max_steps", "11")
     assert not Path("runs/late/checkpoints/step-00000011", FILE).exists()
-=======
-    resumed = words("--run_name late --resume auto --max_steps")
-    (outcome,) = run_ranks(1, train.main, [*EMA, *resumed, "10"])
-    assert "ema.safetensors is not in the checkpoint: ema starts from the weights" in outcome.out
-    last = weights("late")
-    for name, tensor in weights("late", file=FILE).items():
-        if tensor.is_floating_point():
-            expected = DECAY * before[name] + (1 - DECAY) * last[name]
-            torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-7)
-    (outcome,) = run_ranks(1, train.main, [*FLAGS, "--ema_decay", "null", *resumed, "11"])
-    assert (
-        outcome.code == 0
-        and "parts of the checkpoint that this run does not have: ema" in outcome.out
-    )
->>>>>>> 62a3f3615a1218656f750d978a8b56e9fcca30b4
 
 
 def test_what_a_run_does_not_have_is_refused_in_one_line(in_folder):

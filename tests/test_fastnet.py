@@ -94,34 +94,8 @@ def test_the_other_convolutions_pass_their_input_on_at_first():
         assert torch.equal(net.blocks[1][4](x), x)
 
 
-<<<<<<< HEAD
-def test_the_network_computes_what_it_says():
-    net = FastNet(InputSpec(9, 40, 3, [0.5] * 3, [0.5] * 3), 7, widths=[32, 8, 8], scaling=0.25)
-    images, f = torch.randn(3, 3, 9, 40), nn.functional
-    x = f.gelu(f.conv2d(images, net.whiten.weight, net.whiten.bias))
-    for conv1, _pool, norm1, _, conv2, norm2, _ in net.blocks:
-        for conv, norm, pooled in ((conv1, norm1, 2), (conv2, norm2, 1)):
-            x = f.max_pool2d(f.conv2d(x, conv.weight, padding=1), pooled)
-            x = f.gelu(f.batch_norm(x, None, None, None, norm.bias, training=True))
-    expected = x.flatten(2).max(2).values @ net.head.weight.T * 0.25
-    torch.testing.assert_close(net(images), expected, atol=1e-4, rtol=1e-4)
-
-
-def test_images_are_chosen_evenly():
-    pixels = np.arange(2500).reshape(-1, 1, 1, 1)
-    for images, expected in (
-        (CachedDataset(pixels, pixels.ravel()), range(0, 2500, 3)),
-        (CachedDataset(pixels[:1], pixels[:1].ravel()), [0]),
-    ):
-        assert some_images(images).ravel().tolist() == list(expected)
-
-
-@pytest.mark.parametrize(("size", "blocks", "least"), [(4, 2, 5), (97, 3, 9)])
-def test_sizes_that_do_not_fit_are_one_line_with_a_fix(size, blocks, least):
-=======
 @pytest.mark.parametrize(("size", "blocks"), [(4, 2), (97, 3)])
 def test_sizes_that_do_not_fit_are_one_line_with_a_fix(size, blocks):
->>>>>>> 17ed7c8a502edb24b8f61afdd4a3d4cf74d50f14
     config = TrainConfig(model="fastnet", model_args={"widths": [8] * blocks})
     with pytest.raises(UserError, match=f"fastnet .*{size}x{size}.*; try --image_size"):
         build_model(config, spec_of(size), 10)
@@ -131,7 +105,7 @@ def test_it_learns_in_few_updates_to_the_same_bits_on_two_processes_and_after_a_
     flags = [*RUN, *words("--threads 1 --microbatches 4 --eval_every 24 --max_steps 24 --keep 9")]
     log = train_run(1, "one", *flags)
     assert log[-1]["accuracy"] > 0.9
-    pixels = some_images(DecodedImages(np.arange(2500).reshape(-1, 1, 1, 1), np.zeros(2500)))
+    pixels = some_images(CachedDataset(np.arange(2500).reshape(-1, 1, 1, 1), np.zeros(2500)))
     assert pixels.ravel().tolist() == list(range(0, 2500, 3))  # evenly
     train_run(2, "two", *flags)
     path = "runs/two/checkpoints/step-00000012"

@@ -334,7 +334,7 @@ def test_the_last_part_has_all_trained_parameters_and_computes_the_logits(
     assert features[0].shape == (3, *shape) and torch.equal(found(features[0]), logits)
 
 
-def test_a_sample_that_is_drawn_again_takes_the_next_view_and_its_pixels_are_those_of_this_view():
+def test_a_sample_that_is_drawn_again_takes_the_next_view():
     """The features are the pixels themselves."""
     augmentation = Augmentation(3, [ShiftAndFlip(2, True)])
     images, everything = CachedDataset(pictures(10), np.arange(10), augmentation), np.arange(10)

@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 from datasets import ClassLabel, Value
 from helpers.loading import error_of, load, sizes
@@ -17,7 +18,7 @@ from utils.config.settings import TrainConfig
 from utils.console import printable
 from utils.data.selection import load_split
 from utils.data.splits import Data, whole_split
-from utils.training.summary import warn_about_data
+from utils.training.summary import classes_row, warn_about_data
 
 SHORT = ["--model", "mlp", "--max_steps", "2", "--eval_every", "2", "--global_batch_size", "16"]
 
@@ -217,82 +218,16 @@ def test_the_start_names_the_classes_and_what_was_left_out_and_the_evaluation_it
         assert (found["split"], found["classes"]) == (split, 3)
 
 
-<<<<<<< HEAD
-def test_the_start_names_classes_without_training_images_and_very_unequal_ones():
-    evaluation = whole_split("val", pictures(13), [0] + [1] * 12, "")
-    for rare, settings, named in (
-        (11, {}, True),
-        (11, {"sampler": "balanced"}, True),
-        (12, {}, False),
-        (0, {}, False),
-=======
 def test_the_start_names_the_sizes_of_the_classes_and_those_without_images():
-    pixels, names = pictures(6), ["ant", "bee\ncat", "dog"]
-    train = whole_split("train", pixels[:4], [0, 0, 1, 1], "")
-    even = whole_split("test", pixels, [0, 1, 2, 2, 1, 0], "")
+    images, names = pictures(6), ["ant", "bee\ncat", "dog"]
+    train = whole_split("train", images[:4], [0, 0, 1, 1], "")
+    even = whole_split("test", images, [0, 1, 2, 2, 1, 0], "")
     data = Data(train, even, names)
-    assert (
-        classes_row(data)
-        == "3, each with 0 (class dog) to 2 (class ant) training images, 2 evaluation images"
-    )
+    sizes = "3, each with 0 (class dog) to 2 (class ant) training images, 2 evaluation images"
+    assert classes_row(data) == sizes
     assert "1 of 3 classes have no training image: dog" in warn_about_data(data)
     few = Data(even, train.select(np.asarray([0, 1])), names)
     assert "2 of 3 classes have no evaluation image: bee cat, dog" in warn_about_data(few)
-
-
-def test_images_without_a_class_folder_are_reported_or_refused_if_there_is_nothing_else():
-    image_folder("folder/train", PETS)
-    image_folder("folder", {"test": 3, "train": 2})
-    refused(
-        "folder/test: has images but no class folders (3 found)", "--eval_split", "--eval_fraction"
-    )
-    data = load(eval_fraction=0.5)
-    assert sizes(data) == (10, "hold-out of train", 10)
-    assert data.train.notes == (
-        "folder/train: images next to the class folders have no class and are left out: 2",
-    )
-    image_folder(".", {"flat": 4})
-    refused("flat: has images but no class folders (4 found)", "CLASS/IMAGE.jpg", data="flat")
-
-
-def test_an_empty_layout_is_refused():
-    Path("folder/scans").mkdir(parents=True)
-    refused("folder: no images in it; an image folder holds CLASS/IMAGE.jpg")
-
-
-# -- special files and links
-# -----------------------------------------------------------------------------------------
-
-
-def test_links_to_files_and_folders_are_followed():
-    paths = image_folder("elsewhere", {"cat": 6, "wolf": 6})
-    image_folder("folder", {"dog": 6})
-    os.symlink("../elsewhere/cat", "folder/cat")
-    os.symlink(paths[-1].resolve(), "folder/dog/linked.png")
-    data = load()
-    assert data.class_names == ["cat", "dog"] and len(data.train) + len(data.evaluation) == 13
-
-
-def test_links_in_circles_are_left_out_and_no_image_is_counted_twice():
-    image_folder("folder", {"cat/sub": 6, "dog": 6})
-    for link, target in (
-        ("cat/up", ".."),
-        ("cat/top", "../.."),
-        ("cat/zzz", "sub"),
-        ("loop", "."),
-        ("dog/self", "."),
->>>>>>> 62a3f3615a1218656f750d978a8b56e9fcca30b4
-    ):
-        train = whole_split("train", pictures(rare + 110), [0] * rare + [1] * 110, "")
-        data = Data(train, evaluation, ["bees\ntoo", "ants"])
-        lines = warn_about_data(data, TrainConfig(**settings))
-        fix = "consider --sampler balanced or --class_weights balanced"
-        text = f"class ants has 110 of {110 + rare} training images, bees too has {rare}: "
-        text += "always predicting ants has an accuracy of 0.9231"
-        assert any(line.startswith(text) for line in lines) == named
-        assert any(fix in line for line in lines) == (named and not settings)
-        missing = "1 of 2 classes have no training image: bees too"
-        assert (missing in lines) == (rare == 0)
 
 
 def test_class_names_that_are_not_utf8_or_hold_a_newline_are_trained_saved_and_resumed():

@@ -30,6 +30,7 @@ def torchs(make, updates=100):
     return found
 
 
+ONE = {"div_factor": 4, "final_div_factor": 10}
 SPECIAL = "{milestones: [30, 0.6], gamma: 0.2}"
 
 
@@ -38,6 +39,13 @@ SPECIAL = "{milestones: [30, 0.6], gamma: 0.2}"
     [
         ("step", "{step_size: 20, gamma: 0.5}", lambda o: lr_scheduler.StepLR(o, 20, 0.5)),
         ("multistep", SPECIAL, lambda o: lr_scheduler.MultiStepLR(o, [30, 60], 0.2)),
+        ("linear", "{end: 0.25}", lambda o: lr_scheduler.LinearLR(o, 1.0, 0.25, 100)),
+        ("onecycle", "{}", lambda o: lr_scheduler.OneCycleLR(o, 0.2, 100)),
+        (
+            "onecycle",
+            "{div_factor: 4, final_div_factor: 10}",
+            lambda o: lr_scheduler.OneCycleLR(o, 0.2, 100, **ONE),
+        ),
         ("cosine", "{end: 0.1}", lambda o: lr_scheduler.CosineAnnealingLR(o, 100, 0.02)),
     ],
 )

@@ -142,24 +142,9 @@ def test_soft_targets_of_one_class_equal_hard_ones_and_mixed_ones_are_the_mixtur
     assert task.loss(logits[:0], labels[:0]) == 0 == task.loss(logits[:0], soft[:0])
 
 
-<<<<<<< HEAD
-def test_an_evaluation_that_counts_a_sample_twice_or_not_at_all_is_an_error():
-    for planted in ("twice", "missing"):
-        outcomes = run_ranks(
-            2, _train_with_wrong_blocks, [planted, "--run_name", f"run-{planted}", *FLAGS]
-        )
-        assert [outcome.code for outcome in outcomes] == [1] * 2, outcomes[0].err
-        assert "did not count each of the 180 samples once" in outcomes[0].err
-
-
-def _train_with_wrong_blocks(flags):
-    planted, *flags = flags
-    iterate = evaluation.DeviceLoader.__iter__
-=======
 def miscounted(times: int, flags: list[str]) -> None:
     """Train with a loader of Accelerate that repeats the first batch of each evaluation."""
     iterate = DataLoaderShard.__iter__
->>>>>>> 17ed7c8a502edb24b8f61afdd4a3d4cf74d50f14
 
     def wrong(self):
         first = len(self.dataset) == 180
@@ -167,10 +152,6 @@ def miscounted(times: int, flags: list[str]) -> None:
             yield from [batch] * (times if first else 1)
             first = False
 
-<<<<<<< HEAD
-    evaluation.DeviceLoader.__iter__ = wrong
-    train.main([*flags, "--eval_batch_size", "20"])
-=======
     DataLoaderShard.__iter__ = wrong
     train.main(flags)
 
@@ -181,4 +162,3 @@ def test_an_evaluation_that_counts_a_sample_twice_or_not_at_all_is_an_error():
         outcomes = run_ranks(2, miscounted, times, flags)
         assert [outcome.code for outcome in outcomes] == [1] * 2, outcomes[0].err
         assert "did not count each of the 180 samples once" in outcomes[0].err
->>>>>>> 17ed7c8a502edb24b8f61afdd4a3d4cf74d50f14

@@ -1,6 +1,5 @@
 """The same run on every topology, equal to a plain PyTorch loop over the global batches."""
 
-import math
 import time
 from contextlib import nullcontext
 from itertools import combinations
@@ -123,52 +122,6 @@ def test_a_global_batch_smaller_than_the_ranks_still_counts_each_sample_once():
     for a, b in zip(records("one", "train"), records("three", "train"), strict=True):
         assert (a["loss"], a["accuracy"]) == (pytest.approx(b["loss"], rel=1e-5), b["accuracy"])
     assert len(one) == len(three) == 1 + 9 + 3
-
-
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "onecycle"])
-@pytest.mark.parametrize("warmup", [None, 10])
-def test_learning_rate_is_its_closed_form(schedule, warmup):
-    flags = ["--lr", "0.2", "--lr_schedule", schedule]
-    flags += ["--warmup_steps", str(warmup)] if warmup else []
-    config = parse_args(TrainConfig, "train.py", flags)
-    found = [learning_rate(config, update, 100) for update in range(100)]
-    if schedule == "onecycle":
-        parameter = torch.nn.Parameter(torch.zeros(1))
-        optimizer = torch.optim.SGD([parameter], 1.0)
-        share = 0.3 if warmup is None else 11 / 100  # torch's peak lies at share * total - 1
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, 100, pct_start=share)
-        expected = []
-        for _ in range(100):
-            expected.append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            scheduler.step()
-    else:
-        w = warmup or 0
-        course = {
-            "constant": lambda t: 1,
-            "linear": lambda t: 1 - t,
-            "cosine": lambda t: math.cos(math.pi * t / 2) ** 2,
-        }
-        decayed = [0.2 * course[schedule]((u - w) / (100 - w)) for u in range(w, 100)]
-        expected = [0.2 * (u + 1) / w for u in range(w)] + decayed
-    assert found == pytest.approx(expected, abs=1e-12)
-    # a numpy scalar would make the checkpoint unreadable
-    assert all(type(lr) is float for lr in found)
-
-
-def test_the_arguments_of_onecycle_mean_what_they_mean_in_torch():
-    flags = ["--lr", "0.2", "--lr_schedule_args", "{div_factor: 4, final_div_factor: 10}"]
-    config = parse_args(TrainConfig, "train.py", flags, train.TABLES)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, 0.2, 100, div_factor=4, final_div_factor=10
-    )
-    for update in range(100):
-        assert learning_rate(config, update, 100) == pytest.approx(
-            optimizer.param_groups[0]["lr"], abs=1e-12
-        )
-        optimizer.step()
-        scheduler.step()
 
 
 def test_training_loss_and_accuracy_are_means_over_all_samples_since_the_last_record():
