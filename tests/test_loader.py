@@ -3,13 +3,12 @@
 import os
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers.make_data import CPU, encoded, pictures, smooth
+from helpers.make_data import CPU, pictures
 from helpers.ranks import run_ranks, start_ranks
 from helpers.waiting import lives, until
 from torch.utils.data import DataLoader, Dataset
@@ -19,10 +18,9 @@ from utils.config.settings import TrainConfig
 from utils.data import workers as worker_process
 from utils.data.batches import DeviceLoader
 from utils.data.datasets import CachedDataset
-from utils.data.decode import decode, resize
+from utils.data.decode import resize
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
-from utils.data.splits import whole_split
 from utils.data.workers import make_loaders
 
 
@@ -35,14 +33,6 @@ def test_pixels_are_scaled_like_torchvision_does_it_whatever_their_layout(channe
     expected = F.resize(part, size, antialias=True).permute(1, 2, 0)
     for pixels in (whole, planes_first):
         assert torch.equal(resize(pixels[5:100, 3:77], *size), expected)
-
-
-def test_the_bytes_of_a_file_are_read_where_they_are_and_nobody_is_warned():
-    raw = encoded(smooth(30, 40), "JPEG")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*not writable")
-        decode(whole_split("train", [raw], np.zeros(1), "made"), 0, 3)
-    assert raw == encoded(smooth(30, 40), "JPEG")
 
 
 @pytest.mark.parametrize("channels_last", [True, False])

@@ -40,11 +40,11 @@ MICROBATCHES += [
 ]
 
 
-def read(dataset, microbatches=MICROBATCHES, training=True, device=CPU.device, **settings):
+def read(dataset, microbatches=MICROBATCHES, training=True, **settings):
     config = TrainConfig(seed=5, **(CHANGES | settings))
     dataset.augmentation = make_augmentation(config, SPEC, training)
     (loader,) = make_loaders([(dataset, microbatches)], config, CPU.threads, CPU.device)
-    return list(DeviceLoader(loader, SPEC, config, device, training))
+    return list(DeviceLoader(loader, SPEC, config, CPU.device, training))
 
 
 def assert_same(dataset, **settings):
@@ -93,16 +93,6 @@ def test_images_that_loader_processes_augment_stay_with_them(images):
     kept, drawn = keep_on_device(sets, config, CPU.device)
     assert kept is sets[0] and isinstance(drawn, DeviceDataset)
     assert describe_place([kept, drawn]).endswith("MB on cpu")
-
-
-def test_no_value_is_read_from_the_device(images):
-    """A tensor on the device `meta` has no values, so an operation that needs one on the host
-    fails.
-    """
-    meta = torch.device("meta")
-    batches = read(DeviceDataset(images, meta), device=meta)
-    assert [len(batch.images) for batch in batches] == [len(each.indices) for each in MICROBATCHES]
-    assert all(batch.images.device == batch.labels.device == meta for batch in batches)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from helpers.ranks import run_ranks, start_ranks
 from helpers.training_runs import records, words
 from helpers.waiting import has_logged, lives, until
 
-import eval
 import train
 from utils.data.workers import choose_workers
 
@@ -108,17 +107,6 @@ def test_a_small_shared_memory_trains_on_the_same_samples_with_fewer_workers(pho
     assert said in outcomes[0].out and said.startswith("/dev/shm: 16.8 MB free, too lit")
     (whole,) = _train(1, "--run_name", "whole", "--num_workers", "0")
     assert "/dev/shm" not in whole.out and losses("small") == losses("whole")
-
-
-@pytest.mark.full
-def test_evaluation_alone_may_use_all_of_it(photos):
-    (trained,) = _train(1, "--run_name", "run", "--num_workers", "0", "--eval_batch_size", "35")
-    assert trained.code == 0, trained.err
-    (outcome,) = in_small_shm(
-        16, run_ranks, 1, eval.main, ["--ckpt", "runs/run", "--num_workers", "2"]
-    )
-    assert outcome.code == 0 and outcome.value["count"] == 140, outcome.err
-    assert "using " not in outcome.out
 
 
 def _fill(launch_flags, processes, name):
