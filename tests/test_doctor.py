@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -188,13 +187,6 @@ FAULTS = [
         "192.0.2.7 does not lead to ",
         "must name the",
     ),
-    (
-        2,
-        flags("--init_method", "file:///nope/meet"),
-        "connection",
-        "must name a file in a folder that exists on",
-        "",
-    ),
 ]
 LIKE_OTHERS = [
     (2, another_version, "versions", "accelerate 1.2.3, ", "pip install -r requirements.txt"),
@@ -231,7 +223,7 @@ def test_a_fault_turns_its_own_line_red_and_says_what_to_do(fault):
         assert [(other.code, other.out, other.err) for other in others] == [(1, "", "")]
 
 
-def test_a_taken_port_is_named_with_its_holder_before_the_processes_meet():
+def test_a_taken_port_is_named_before_the_processes_meet():
     listen = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True)"
     command = [sys.executable, "-c", f"{listen}; time.sleep(600)"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
@@ -240,7 +232,7 @@ def test_a_taken_port_is_named_with_its_holder_before_the_processes_meet():
         holder.kill()
     assert outcomes[0].code == 1 and red_lines() == {"connection"}
     found = findings()["connection"]
-    assert re.search(rf"port {port} is taken on \S+ by process {holder.pid} \(", found["value"])
+    assert f"port {port} is taken on " in found["value"]
     assert all(text in found["fix"] for text in ("another MASTER_PORT", "two have RANK=0"))
     assert "the processes are not connected" in outcomes[0].out
 
@@ -272,21 +264,12 @@ def test_ranks_that_meet_and_cannot_connect_find_it_in_the_table():
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user's folder takes root to be made")
-@pytest.mark.parametrize(
-    ("name", "flags"),
-    [
-        ("disk", ("--output_dir", "closed/runs")),
-        ("connection", ("--init_method", "file://{}/closed/meet")),
-    ],
-)
-def test_a_folder_that_may_not_be_looked_into_is_red(name, flags, anyones_folder):
+def test_a_folder_that_may_not_be_looked_into_is_red(anyones_folder):
     Path("closed/runs").mkdir(parents=True)
     Path("closed").chmod(0o700)
-    flags = [flag.format(Path.cwd()) for flag in flags]
-    outcomes = run_ranks(
-        2, as_nobody, examine, None, ["--json", "doctor.json", *BUSY, *flags, "--timeout", "3"]
-    )
-    assert outcomes[0].code == 1 and name in red_lines(), outcomes[0].out + outcomes[0].err
+    flags = ["--json", "doctor.json", *BUSY, "--output_dir", "closed/runs", "--timeout", "3"]
+    outcomes = run_ranks(2, as_nobody, examine, None, flags)
+    assert outcomes[0].code == 1 and "disk" in red_lines(), outcomes[0].out + outcomes[0].err
     assert "Traceback" not in outcomes[0].err
 
 

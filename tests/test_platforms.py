@@ -3,7 +3,6 @@ printed for them.
 """
 
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -73,15 +72,6 @@ def test_a_printed_command_names_programs_that_the_shell_finds(tmp_path, monkeyp
 
 WINDOWS = "import sys; sys.modules['fcntl'] = None"
 MACOS = "import os, signal; del os.sched_getaffinity, signal.sigwaitinfo"
-CTRL_C = """
-import importlib.abc, os, signal, sys
-class PressCtrlC(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name == "torch":
-            os.kill(os.getpid(), signal.SIGINT)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # these tests may run where it is ignored
-sys.meta_path.insert(0, PressCtrlC())
-"""
 
 
 def run_script(
@@ -108,8 +98,3 @@ def test_a_system_without_core_masks_and_signal_senders_trains_on_the_cpu():
         "train.py", ["--model", "mlp", "--max_steps", "2", "--threads", "1"], MACOS
     )
     assert code == 0 and "Done" in out, err
-
-
-@pytest.mark.parametrize("script", ["train.py", "eval.py", "predict.py"])
-def test_ctrl_c_during_the_imports_ends_a_script_silently(script):
-    assert run_script(script, [], CTRL_C) == (-signal.SIGINT, "", "")  # 130 in a shell

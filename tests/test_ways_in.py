@@ -8,18 +8,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import accelerate
 import pytest
 from helpers.environments import topology_of
-from helpers.ranks import Outcome, free_port, run_ranks, start_ranks
+from helpers.ranks import Outcome, free_port, run_ranks
 from helpers.training_runs import ROOT, records, train_run, working_in
-from helpers.waiting import PATIENCE, error_lines, until
+from helpers.waiting import PATIENCE, error_lines
 from torch import multiprocessing
 
 import train
-from utils.launch import network, rendezvous
+from utils.launch import rendezvous
 from utils.launch.environment import Topology, first_node
 
 TRAIN = str(ROOT / "train.py")
@@ -138,30 +137,8 @@ def test_variables_exported_by_hand_start_the_same_run(expected):
     check_run(by_hand(MASTER_ADDR="localhost", MASTER_PORT=str(free_port())), expected)
 
 
-@pytest.mark.parametrize("method", ["tcp://localhost:{port}", "file://{folder}/meeting"])
-def test_an_init_method_starts_the_same_run(method, tmp_path, expected):
-    (tmp_path / "meeting").touch()  # as mktemp does
-    check_run(by_hand("--init_method", method.format(port=free_port(), folder=tmp_path)), expected)
-    assert (tmp_path / "meeting").exists() == method.startswith("tcp")
-
-
-def test_the_file_of_a_killed_run_does_not_keep_the_next_from_meeting(tmp_path, expected):
-    method = ["--init_method", f"file://{tmp_path}/meeting"]
-    rank_0 = SHELL | {"RANK": "0", "LOCAL_RANK": "0"}
-    # rank 1 never comes
-    alone = start_ranks(1, train_with, [*method, "--run_name", "killed"], rank_0)
-    until((tmp_path / "meeting").exists)
-    alone.kill()
-    alone.finish()
-    assert (tmp_path / "meeting").exists()
-    check_run(by_hand(*method), expected)
-
-
-def test_a_file_of_something_else_is_no_place_to_meet(tmp_path):
-    (tmp_path / "notes").write_text("not a meeting\n")
-    for done in by_hand("--init_method", f"file://{tmp_path}/notes", "--timeout", "9999"):
-        assert done.code == 2 and "notes: was not written by Lockstep; delete it" in done.err
-    assert (tmp_path / "notes").read_text() == "not a meeting\n"
+def test_an_init_method_starts_the_same_run(expected):
+    check_run(by_hand("--init_method", f"tcp://localhost:{free_port()}"), expected)
 
 
 def test_what_one_shell_alone_forgot_is_named_in_that_shell():
@@ -319,22 +296,3 @@ def test_an_address_that_is_translated_leads_here_as_far_as_can_be_seen(monkeypa
         # taken: nothing can be seen
         assert rendezvous.leads_to_this_machine("127.0.0.1", holder.getsockname()[1])
     assert rendezvous.leads_to_this_machine("127.0.0.1", free_port())
-
-
-def test_without_a_default_route_the_only_network_is_the_way_out(monkeypatch):
-    known = [
-        SimpleNamespace(family=socket.AF_INET, address=address)
-        for address in ("127.0.0.1", "10.0.0.7", "10.1.0.7")
-    ]
-    monkeypatch.setattr(
-        network, "_address_towards", lambda address: (_ for _ in ()).throw(OSError("no route"))
-    )
-    monkeypatch.setattr(
-        network.psutil, "net_if_addrs", lambda: {"lo": known[:1], "eth0": known[1:2]}
-    )
-    assert network.outward_address() == "10.0.0.7"
-    monkeypatch.setattr(
-        network.psutil, "net_if_addrs", lambda: {"eth0": known[1:2], "eth1": known[2:]}
-    )
-    with pytest.raises(ValueError, match="has 2 networks and no default route; set --interface"):
-        network.outward_address()

@@ -4,8 +4,7 @@ limited encodings.
 Import this module before any other. If descriptor 1 is closed, the next file or socket that is
 opened becomes standard output, and printed text, including that of C++ code, is written to it. On a
 system without POSIX file locks, such as Windows, the import exits with one line and code 2, because
-later imports would fail with a traceback. The imports take seconds, so Ctrl-C ends a script
-silently until `restore_interrupt` is called.
+later imports would fail with a traceback.
 """
 
 import atexit
@@ -13,7 +12,6 @@ import io
 import os
 import re
 import select
-import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -63,13 +61,6 @@ def _end() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(_ended_with)
-
-
-def restore_interrupt() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again, for which the caller must have a handler."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        with suppress(ValueError):  # only the main thread can set a handler
-            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class _Guarded(io.FileIO):
@@ -134,6 +125,3 @@ _open_what_is_closed()
 _check_system()
 if _is_own_script():
     atexit.register(_end)  # the first handler that is registered is the last one that is called
-    # A shell ignores SIGINT for its background jobs.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -82,9 +82,9 @@ class AugmentationSettings:
     """Mirror training images left to right: true mirrors a random half, alternate each image in
     every other epoch (default: true for photographs)."""
     min_scale: Fraction | None = None
-    """Smallest area of a random training crop, as a fraction of the image; with 1, images are not
-    cropped at random, and photographs are cropped to their centre as in evaluation (default: 1 for
-    images up to 96 pixels, 0.35 to fine-tune more than the head, else 0.08)."""
+    """Smallest area of a random training crop, as a fraction of the image. With 1 there are no random
+    crops, and photographs are cropped to their centre (default: 1 for images up to 96 pixels, 0.35
+    to fine-tune more than the head, else 0.08)."""
     auto_augment: str | None = None
     """Change colours and shapes of training images by a policy."""
     auto_augment_args: Arguments = field(default_factory=dict)
@@ -222,8 +222,7 @@ class LossSettings:
     """How the samples of an epoch are drawn: shuffle draws each one once; balanced draws with
     replacement, all classes equally often. An epoch always has as many draws as samples."""
     repeats: PositiveInt = 1
-    """Copies of each sample in an update, each augmented differently (repeated augmentation); an
-    epoch is still as many draws as samples."""
+    """Copies of each sample in an update, each augmented differently (repeated augmentation)."""
     class_weights: Literal["balanced"] | None = None
     """Weights of the classes in the training loss: balanced is inversely proportional to the number
     of samples of each class. The mean over the training samples is 1."""

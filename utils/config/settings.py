@@ -65,8 +65,8 @@ _RUN_NAME = Bound("a plain name of at most 200 bytes, such as mnist-1", _can_nam
 
 
 _PLACE = Bound(
-    "env://, tcp://HOST:PORT or file:///PATH",
-    re.compile(r"env://$|tcp://([^/:]+|\[[^/\]]+\]):[1-9]\d{0,4}$|file:///+[^/]").match,
+    "env:// or tcp://HOST:PORT",
+    re.compile(r"env://$|tcp://([^/:]+|\[[^/\]]+\]):[1-9]\d{0,4}$").match,
 )
 
 
@@ -80,8 +80,7 @@ class LaunchConfig:
     """Communication backend of the process group; auto is nccl on GPUs and gloo on CPUs."""
     init_method: Annotated[str, _PLACE] = "env://"
     """Where the processes connect: env:// uses the launcher's MASTER_ADDR and MASTER_PORT,
-    tcp://HOST:PORT is a port on the machine of rank 0, file:///PATH is a file on a disk that all
-    machines share."""
+    tcp://HOST:PORT is a port on the machine of rank 0."""
     interface: str | None = None
     """Network interface between the machines, such as eth0 (default: the one that reaches rank 0's
     machine)."""

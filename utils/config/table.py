@@ -135,8 +135,7 @@ def suggestion(name: str, names: Iterable[str], otherwise: str, prefix: str = ""
         [given] if given in known else [word for word in known if given and word.startswith(given)]
     )
     similar = similar or [word for word in known if len(given) > 2 and given in word]
-    for cutoff in (0.8, 0.7, 0.6):
-        similar = similar or get_close_matches(given, known, n=3, cutoff=cutoff)
+    similar = similar or get_close_matches(given, known, n=1)
     *others, last = [prefix + known[word] for word in similar[:4]] or [""]
     if not last:
         return otherwise

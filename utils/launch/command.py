@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -44,12 +45,9 @@ def elastic_nodes() -> tuple[int, int] | None:
     """The fewest and the most machines of torchrun's --nnodes MIN:MAX; None if their number is
     fixed.
     """
-    if not can_be_restarted():
-        return None
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--nnodes", default=os.environ.get("PET_NNODES", ""))
-    fewest, colon, most = parser.parse_known_args(launcher_command())[0].nnodes.partition(":")
-    return (int(fewest), int(most)) if colon else None
+    words = ["--nnodes", os.environ.get("PET_NNODES", ""), *launcher_command()]
+    found = re.findall(r"--nnodes[= ](\d+):(\d+)", " ".join(words))
+    return (int(found[-1][0]), int(found[-1][1])) if found and can_be_restarted() else None
 
 
 def script_command(script: str, plugin: str | None) -> list[str]:

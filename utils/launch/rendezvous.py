@@ -1,10 +1,10 @@
 """How the processes of a run find each other: a store that all of them can reach, and a list of
 members.
 
-The store can contain keys of earlier attempts, because a launcher's store survives restarts and a
-file survives launches. So rank 0 opens a session with a new name, every other rank joins that
-session, and rank 0 publishes the list of members. A rank that joins is alive, whatever else is in
-the store. An error names the ranks that do not join.
+The store can contain keys of earlier attempts, because a launcher's store survives restarts. So
+rank 0 opens a session with a new name, every other rank joins that session, and rank 0 publishes
+the list of members. A rank that joins is alive, whatever else is in the store. An error names the
+ranks that do not join.
 """
 
 import errno
@@ -17,19 +17,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from urllib.parse import urlparse
 
 import torch.distributed as dist
 
 from utils.errors import UserError, one_line
-from utils.files import write_file
 from utils.launch.environment import Topology, restart_count
-from utils.launch.network import address_of, is_own_address, outward_address, port_owner, resolve
+from utils.launch.network import is_own_address, resolve
 from utils.waiting import call_with_timeout
 
 _POLL = 0.05  # seconds between two reads of the store
-_IN_FILE = "lockstep-rendezvous"  # the first word of a file in which rank 0 writes its address
 _OTHER_PORT = "choose another MASTER_PORT (--main_process_port, --master_port)"
 
 
@@ -42,11 +39,11 @@ class Member:
     host: str
     process: int
     nonce: str
-    master: str = ""  # the IP address of MASTER_ADDR on this machine
+    master: str  # the IP address of MASTER_ADDR on this machine
 
 
 def rendezvous(
-    topology: Topology, init_method: str, timeout: float, interface: str | None
+    topology: Topology, init_method: str, timeout: float
 ) -> tuple[dist.Store, list[Member]]:
     """Find the other processes; returns (the store of this session, its members in the order of the
     ranks).
@@ -54,21 +51,14 @@ def rendezvous(
     Raises UserError if they do not join within `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
-    me = Member(
-        topology.rank, topology.world_size, socket.gethostname(), os.getpid(), uuid.uuid4().hex
-    )
-    if init_method.startswith("file:"):
-        session, store, members = _rendezvous_in_file(
-            init_method, topology, me, deadline, interface
-        )
-    else:
-        place = urlparse(init_method)
-        address, port = topology.address, topology.port
-        if place.scheme == "tcp":
-            address, port = place.hostname or "", place.port or 0
-        me.master = resolve(address)
-        store = _tcp_store(topology, address, port, deadline)
-        session, members = _session(store, me, deadline, f"{address}:{port}")
+    place = urlparse(init_method)
+    address, port = topology.address, topology.port
+    if place.scheme == "tcp":
+        address, port = place.hostname or "", place.port or 0
+    host, nonce, master = socket.gethostname(), uuid.uuid4().hex, resolve(address)
+    me = Member(topology.rank, topology.world_size, host, os.getpid(), nonce, master)
+    store = _tcp_store(topology, address, port, deadline)
+    session, members = _session(store, me, deadline, f"{address}:{port}")
     return dist.PrefixStore(session, store), members
 
 
@@ -155,18 +145,15 @@ def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> 
         fix = "MASTER_ADDR or --init_method must name the machine of rank 0"
         raise UserError(f"{address} does not lead to {host}, where rank 0 was started", fix)
     try:
-        return _serve(address, port, topology.world_size)
+        size = topology.world_size
+        return dist.TCPStore(address, port, size, True, wait_for_workers=False, multi_tenant=True)
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error):
             raise UserError(
                 f"port {port} of {host} cannot be used ({one_line(error)[:160]})", _OTHER_PORT
             ) from error
         fix = f"{_OTHER_PORT}, or stop the process that uses it; if that is a process of this run, two have RANK=0"
-        raise UserError(f"port {port} is taken on {host}{port_owner(port)}", fix) from error
-
-
-def _serve(address: str, port: int, world_size: int) -> dist.TCPStore:
-    return dist.TCPStore(address, port, world_size, True, wait_for_workers=False, multi_tenant=True)
+        raise UserError(f"port {port} is taken on {host}", fix) from error
 
 
 def leads_to_this_machine(address: str, port: int) -> bool:
@@ -223,62 +210,6 @@ def launcher_serves(address: str, port: int | str) -> bool:
     """Whether the launcher serves a store at this address and port."""
     own = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and own == (address, str(port))
-
-
-def _rendezvous_in_file(
-    init_method: str, topology: Topology, me: Member, deadline: float, interface: str | None
-) -> tuple[str, dist.Store, list[Member]]:
-    """Find the other processes with a store that rank 0 serves, whose address it writes to a file
-    on a shared disk.
-    """
-    path = Path(urlparse(init_method).path)
-    if path.is_dir() or not path.parent.is_dir():
-        raise UserError(
-            f"--init_method {init_method}: must name a file in a folder that exists on all machines"
-        )
-    if path.is_file() and path.stat().st_size and _read_place(path) is None:
-        raise UserError(
-            f"--init_method {init_method}: was not written by Lockstep",
-            "delete it, or name another",
-        )
-    if topology.is_main:
-        one_machine = topology.local_world_size == topology.world_size
-        me.master = (
-            "127.0.0.1"
-            if one_machine
-            else address_of(interface)
-            if interface
-            else outward_address()
-        )
-        store = _serve(me.master, 0, topology.world_size)  # at any free port
-        write_file(path, f"{_IN_FILE} {me.master} {store.port}\n")
-    else:
-        # A file of an earlier run names a place where nobody listens, until rank 0 replaces it.
-        if not _wait(
-            lambda: (place := _read_place(path)) is not None and _listens(*place), deadline
-        ):
-            problem = (
-                f"rank 0 did not write its address to {path} in time, or does not answer there"
-            )
-            raise UserError(
-                problem,
-                "read the output of rank 0, and check that no firewall is between the machines",
-            )
-        store = _reach(*(_read_place(path) or ("", 0)), deadline)
-    session, members = _session(store, me, deadline, str(path))
-    if topology.is_main:
-        path.unlink(missing_ok=True)
-    return session, store, members
-
-
-def _read_place(path: Path) -> tuple[str, int] | None:
-    """The address and port in the file of a rendezvous; None if it does not exist or has something
-    else.
-    """
-    with suppress(OSError, ValueError), path.open() as file:
-        kind, address, port = file.read(200).split()
-        return (address, int(port)) if kind == _IN_FILE else None
-    return None
 
 
 def wait_for_keys(store: dist.Store, keys: list[str], seconds: float) -> bool:

@@ -101,9 +101,7 @@ class Ranks:
         self._launchers_store = launcher_store(launch.timeout)
         if not self.expects_peers:
             return
-        store, self.members = rendezvous(
-            topology, launch.init_method, launch.timeout, launch.interface
-        )
+        store, self.members = rendezvous(topology, launch.init_method, launch.timeout)
         # With several machines Accelerate requires an address, which it does not use.
         os.environ.setdefault("MASTER_ADDR", self.members[0].master)
         self.watch.connect(store, self.members)

@@ -11,7 +11,8 @@
     any other exception, a bug                each rank that has it, as a traceback               1
     a signal before training begins           rank 0                                              75; SIGINT: 130
     a wait that the watchdog ends             the first rank that ends                            2; asked to stop: 75
-    blocked, while another rank has ended     this rank; asked to stop: only the other one        2; asked to stop: 75
+    blocked after another rank's error        this rank too                                       2
+    blocked after another rank has stopped    the other rank                                      75
 
 Errors of PyTorch with a known cause, such as out of memory, become UserErrors with a fix first
 (`with_known_fix`).
@@ -44,7 +45,7 @@ from utils.launch.exits import (
     with_rank,
 )
 from utils.launch.rendezvous import wait_for_keys
-from utils.output import exit_with, hard_exit, restore_interrupt
+from utils.output import exit_with, hard_exit
 from utils.ranks.ranks import Ranks
 
 
@@ -57,7 +58,6 @@ def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
     topology: Topology | None = None
     ranks: Ranks | None = None
     try:
-        restore_interrupt()
         topology = read_topology(init_method=launch.init_method)
         ranks = Ranks(topology, launch, prog)
         ranks.watch.start()

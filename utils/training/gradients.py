@@ -23,7 +23,7 @@ from utils.training.building import Setup
 from utils.training.tree_sum import TreeSum, joined, set_parts
 
 
-class Exchange:
+class ExchangeTimer:
     """The time of the exchanges of gradients. The host does not wait for the device."""
 
     def __init__(self, device: torch.device):
@@ -57,7 +57,7 @@ class Gradients:
         self.steps = max(map(len, plan.ranges(accelerator.num_processes)))
         """Forward and backward passes of this rank in an update; the last may have no
         microbatch."""
-        self.exchange = Exchange(accelerator.device)
+        self.exchange = ExchangeTimer(accelerator.device)
         self._step = 0  # forward and backward passes of the update so far
 
     def loss_scale(self, position: int) -> float:
