@@ -13,7 +13,7 @@ from torch import nn
 
 import eval
 from utils.config.settings import TrainConfig
-from utils.data.datasets import DecodedImages
+from utils.data.datasets import CachedDataset
 from utils.data.spec import InputSpec
 from utils.errors import UserError
 from utils.models.small import FastNet, some_images
@@ -105,7 +105,7 @@ def test_it_learns_in_few_updates_to_the_same_bits_on_two_processes_and_after_a_
     flags = [*RUN, *words("--threads 1 --microbatches 4 --eval_every 24 --max_steps 24 --keep 9")]
     log = train_run(1, "one", *flags)
     assert log[-1]["accuracy"] > 0.9
-    pixels = some_images(DecodedImages(np.arange(2500).reshape(-1, 1, 1, 1), np.zeros(2500)))
+    pixels = some_images(CachedDataset(np.arange(2500).reshape(-1, 1, 1, 1), np.zeros(2500)))
     assert pixels.ravel().tolist() == list(range(0, 2500, 3))  # evenly
     train_run(2, "two", *flags)
     path = "runs/two/checkpoints/step-00000012"
