@@ -37,7 +37,3 @@ def test_the_norm_of_the_gradient_is_that_of_the_step_of_sgd(main, more):
     assert second == pytest.approx(sum(squares).sqrt().item() / 0.01, rel=1e-3)
     clipped = [r["grad_norm"] for r in train_run(1, "one", *PLAIN, "--clip_norm", "0.1")[1:2]]
     assert clipped == [pytest.approx(first, rel=1e-5)] and first > 0.1
-
-
-def test_without_clip_norm_no_norm_is_computed():
-    assert not any("grad_norm" in record for record in train_run(1, "run", *PLAIN))

@@ -12,6 +12,7 @@ import pytest
 from helpers.waiting import SOON, records_so_far, until
 
 from utils.config.settings import TrainConfig
+from utils.console import say
 from utils.launch.exits import exit_with_error
 from utils.runs.log import ProgressBar, RunLog
 from utils.runs.state import TrainState
@@ -97,7 +98,7 @@ def test_lines_and_errors_are_above_the_bar_which_is_not_left_on_the_terminal(mo
     bar = new_bar()
     for update in range(3):
         bar.update()
-        bar.say(f"line {update}")
+        say(f"line {update}")
         bar.refresh()
         assert "/3 [" in screen.lines()[-1]
     with pytest.raises(SystemExit):
@@ -144,6 +145,6 @@ def test_lines_that_are_piped_away_are_not_mixed_with_a_bar_on_the_terminal(monk
     monkeypatch.setattr(sys, "stdout", pipe)
     bar = new_bar()
     bar.update()
-    bar.say("a line")
+    say("a line")
     bar.close()
     assert screen.getvalue() == "" and pipe.getvalue() == "a line\n"

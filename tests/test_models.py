@@ -4,18 +4,16 @@ weights.
 
 import copy
 import math
-import os
 import pickle
-import re
 import shutil
-from pathlib import Path
 
 import pytest
 import timm
 import torch
 import torchvision
+from helpers.published import HUB, publish, use_own_caches
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import records, refused, same_tensors, train_run, weights
+from helpers.training_runs import same_tensors, words
 from torch import nn
 
 import eval
@@ -24,19 +22,12 @@ from utils.config.settings import TrainConfig
 from utils.data.order import fold_in
 from utils.data.spec import InputSpec
 from utils.errors import UserError
+from utils.models.layers import freeze
 from utils.models.zoo import build_model, check_model, input_spec, torchvision_models
 
-FAMILIES = [
-    "mnist_cnn",
-    "mlp",
-    "fastnet",
-    "resnet18",
-    "mobilenet_v3_small",
-    "squeezenet1_0",
-    "shufflenet_v2_x0_5",
-]
-FULL = ["densenet121", "efficientnet_b0", "convnext_tiny", "swin_t", "regnet_y_400mf"]
-FULL += ["timm/resnet10t", "timm/convnext_atto", "vgg11", "alexnet", "vit_b_16"]
+FAMILIES = ["mnist_cnn", "mlp", "fastnet", "resnet18", "mobilenet_v3_small", "squeezenet1_0"]
+FULL = "shufflenet_v2_x0_5 densenet121 efficientnet_b0 convnext_tiny swin_t regnet_y_400mf"
+FULL += " timm/resnet10t timm/convnext_atto vgg11 alexnet vit_b_16"
 
 BARE = next(name for name in timm.list_models() if not timm.is_model_pretrained(name))
 
@@ -45,15 +36,13 @@ def spec_of(size, channels):
     return InputSpec(size, size, channels, [0.5] * channels, [0.5] * channels)
 
 
-def build(name, spec, classes=7, load=True, **settings):
-    return build_model(
-        TrainConfig(model=name, **settings), spec, classes, None if load else math.inf
-    )
+def build(name, spec, classes=7, weight_bytes=None, **settings):
+    return build_model(TrainConfig(model=name, **settings), spec, classes, weight_bytes)
 
 
-def logits_of(model, spec, count=2, seed=0):
+def logits_of(model, spec, count=2):
     images = torch.randn(
-        count, spec.channels, spec.height, spec.width, generator=torch.Generator().manual_seed(seed)
+        count, spec.channels, *spec.size, generator=torch.Generator().manual_seed(0)
     )
     with torch.no_grad():
         return model.eval()(images)
@@ -63,18 +52,16 @@ def check_training(model, spec):
     """A full and an empty batch go forward and backward, as ranks do."""
     model.train()
     for count in (4, 0):
-        logits = model(torch.zeros(count, spec.channels, spec.height, spec.width))
+        logits = model(torch.zeros(count, spec.channels, *spec.size))
         assert logits.shape == (count, 7)
         logits.sum().backward()
     assert all(torch.isfinite(value.float()).all() for value in model.state_dict().values())
-    assert all(
-        parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad
-    )
+    assert all(each.grad is not None for each in model.parameters() if each.requires_grad)
 
 
 @pytest.mark.parametrize("channels", [3, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
-    "name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.full) for name in FULL)]
+    "name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.full) for name in FULL.split())]
 )
 def test_small_images_go_through_every_family_and_so_does_an_empty_batch(name, channels):
     spec = spec_of(32, channels)
@@ -86,36 +73,17 @@ def test_small_images_go_through_every_family_and_so_does_an_empty_batch(name, c
 
 
 # -- stems
-# -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_stem_fits_small_images_and_the_small_one_can_be_chosen_for_larger_ones():
-    model, small = (
-        build("resnet18", spec_of(32, 3)),
-        build("resnet18", spec_of(128, 3), stem="small"),
-    )
+    model = build("resnet18", spec_of(32, 3))
+    small = build("resnet18", spec_of(128, 3), stem="small")
     conv = model.conv1
-    assert (conv.kernel_size, conv.stride, conv.padding, conv.bias) == (
-        (3, 3),
-        (1, 1),
-        (1, 1),
-        None,
-    )
-    assert isinstance(model.maxpool, nn.Identity) and str(small) == str(model)
+    assert (conv.kernel_size, conv.stride, conv.padding) == ((3, 3), (1, 1), (1, 1))
+    assert conv.bias is None and str(small) == str(model) and isinstance(model.maxpool, nn.Identity)
     assert "3x3, stride 1: slower; --stem standard" in model.stem_change == small.stem_change
-    densenet = build("densenet121", spec_of(32, 1))
-    assert densenet.features.conv0.stride == (1, 1) and isinstance(
-        densenet.features.pool0, nn.Identity
-    )
-
-
-def test_large_images_keep_the_stem_and_grey_ones_change_its_channels_only():
-    conv = build("squeezenet1_0", spec_of(224, 1)).features[0]
-    plain = torchvision.models.squeezenet1_0().features[0]
-    for name in ("kernel_size", "stride", "padding", "out_channels"):
-        assert getattr(conv, name) == getattr(plain, name)
-    assert conv.in_channels == 1 and conv.bias is not None
-    assert build("resnet18", spec_of(128, 3)).stem_change == ""
+    features = build("densenet121", spec_of(32, 1)).features
+    assert features.conv0.stride == (1, 1) and isinstance(features.pool0, nn.Identity)
 
 
 def test_the_standard_stem_is_torchvisions_own_network_on_images_of_any_size():
@@ -125,74 +93,18 @@ def test_the_standard_stem_is_torchvisions_own_network_on_images_of_any_size():
     assert same_tensors(model.state_dict(), plain.state_dict()) and model.stem_change == ""
     torch.testing.assert_close(logits_of(model, spec_of(32, 3)), logits_of(plain, spec_of(32, 3)))
     grey = build("resnet18", spec_of(32, 1), stem="standard")
-    assert (grey.conv1.in_channels, grey.conv1.stride) == (1, (2, 2)) and isinstance(
-        grey.maxpool, nn.MaxPool2d
-    )
+    assert (grey.conv1.in_channels, grey.conv1.stride) == (1, (2, 2))
     assert grey.stem_change == "stem with 1 input channel"
-
-
-@pytest.mark.parametrize(
-    "settings, text",
-    [
-        ({"model": "mlp"}, "only for models of torchvision"),
-        (
-            {"model": "resnet18", "pretrained": True},
-            "only for models of torchvision without --pretrained",
-        ),
-        ({"model": "swin_t"}, "swin_t has no stem that can be replaced"),
-    ],
-)
-def test_a_small_stem_that_cannot_be_made_is_refused(settings, text):
-    config = TrainConfig(stem="small", **settings)
-    # even if the data chose the model
-    with pytest.raises(UserError, match=f"--stem small: {text}"):
-        build_model(config, spec_of(32, 3), 7)
-
-
-@pytest.mark.full
-def test_the_start_table_and_the_checkpoint_say_which_stem_a_run_has():
-    flags = [
-        "--model",
-        "resnet18",
-        "--data",
-        "synthetic/2x32x40",
-        "--channels",
-        "3",
-        "--global_batch_size",
-        "18",
-    ]
-    flags += ["--max_steps", "1", "--threads", "1", "--run_name", "run", "--stem"]
-    (outcome,) = run_ranks(1, train.main, [*flags, "standard"])
-    assert re.search("^ *model .*32x32 colour images$", outcome.out, re.M), outcome.err
-    torchvision.models.resnet18(num_classes=2).load_state_dict(weights("run"))
-    assert "was trained with a --stem of standard, not auto" in refused(
-        train.main, *flags, "auto", "--resume", "auto"
-    )
-    (result,) = returned(1, eval.main, ["--ckpt", "runs/run"])
-    assert result["accuracy"] == records("run", "eval")[-1]["accuracy"]
+    assert build("resnet18", spec_of(128, 3)).stem_change == ""
 
 
 # -- published weights
-# -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A torch hub folder of the test's own, and no way into the network."""
-    monkeypatch.setenv("TORCH_HOME", os.path.abspath("torch"))
-    for name in ("http_proxy", "https_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    Path("torch/hub/checkpoints").mkdir(parents=True)
-    return Path("torch/hub/checkpoints")
-
-
-def publish(hub, name):
-    """Write random weights where torchvision looks for the published ones; returns their network."""
-    weights = torchvision.models.get_model_weights(name).DEFAULT
-    torch.manual_seed(1)
-    model = torchvision.models.get_model(name)
-    torch.save(model.state_dict(), hub / weights.url.rsplit("/", 1)[1])
-    return model
+    use_own_caches(monkeypatch)
+    return HUB
 
 
 def fix_of(config, spec):
@@ -213,7 +125,7 @@ def fix_of(config, spec):
     ],
 )
 def test_published_weights_are_loaded_under_a_new_head_and_evaluated_as_trained(hub, name, head):
-    wanted = publish(hub, name).state_dict()
+    wanted = publish(name).state_dict()
     config = TrainConfig(model=name, pretrained=True)
     spec = input_spec(config, 1, (28, 28))
     preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
@@ -221,10 +133,8 @@ def test_published_weights_are_loaded_under_a_new_head_and_evaluated_as_trained(
     assert (spec.mean, spec.std) == (preset.mean, preset.std)
     model = build_model(config, spec, 7)
     state = model.state_dict()
-    assert {key for key in state if not torch.equal(state[key], wanted[key])} == {
-        f"{head}.weight",
-        f"{head}.bias",
-    }
+    new = {key for key in state if not torch.equal(state[key], wanted[key])}
+    assert new == {f"{head}.weight", f"{head}.bias"} and not any(state[key].any() for key in new)
     for empty in hub.iterdir():
         empty.unlink()
     # as eval.py does: no weights, no download, the same network
@@ -247,33 +157,24 @@ def head_rows(settings, names, published):
 
 
 def test_the_published_head_is_kept_for_classes_that_the_weights_know(hub):
-    published = publish(hub, "resnet18")
+    published = publish("resnet18")
     settings = {"model": "resnet18"}
     model, rows = head_rows(settings, ["goldfish", "tench", "toilet tissue"], published)
     assert rows == [1, 0, 999] and torch.equal(model.fc.bias, published.fc.bias[rows])
     spec = spec_of(96, 3)
     torch.testing.assert_close(logits_of(model, spec), logits_of(published, spec)[:, rows])
     assert model.head_change == "head of the published weights for all 3 classes"
-    assert head_rows(settings, ["n01443537", "n01440764"], published)[1] == [1, 0]  # WordNet ids
+    assert head_rows(settings, ["n01443537", "n01440764"], published)[1] == [1, 0]
     model, rows = head_rows(settings, ["goldfish", "a fish of mine"], published)
     assert rows == [] and not hasattr(model, "head_change")
 
 
 @pytest.mark.full
 def test_a_run_with_published_weights_resumes_without_them_and_passes_its_stem_on(hub):
-    publish(hub, "resnet18")
-    flags = [
-        "--image_size",
-        "32",
-        "--max_train_samples",
-        "32",
-        "--max_eval_samples",
-        "8",
-        "--global_batch_size",
-        "16",
-    ]
-    flags += ["--threads", "1", "--lr", "0.01", "--max_steps"]
-    start = ["--run_name", "run", "--model", "resnet18", "--pretrained", "--resume", "auto", *flags]
+    publish("resnet18")
+    flags = "--image_size 32 --max_train_samples 32 --max_eval_samples 8 --global_batch_size 16"
+    flags = [*flags.split(), *words("--threads 1 --lr 0.01 --max_steps")]
+    start = [*words("--run_name run --model resnet18 --pretrained --resume auto"), *flags]
     for updates in ("1", "2"):
         returned(1, train.main, [*start, updates])
         shutil.rmtree(hub, ignore_errors=True)
@@ -282,24 +183,17 @@ def test_a_run_with_published_weights_resumes_without_them_and_passes_its_stem_o
     assert ": 122 tensors kept; its model, stem, channels, mean, std" in outcome.out, outcome.out
 
 
-def test_the_vision_transformer_takes_its_weights_at_their_size():
-    assert input_spec(TrainConfig(model="vit_b_16", pretrained=True), 3, (32, 32)).height == 224
-
-
 def test_weights_that_are_missing_or_damaged_are_one_line_with_the_fix(hub):
     config = TrainConfig(model="resnet18", pretrained=True)
     spec = input_spec(config, 3, None)
     file = hub.resolve() / "resnet18-f37072fd.pth"
     url = "https://download.pytorch.org/models/resnet18-f37072fd.pth"
-    assert fix_of(config, spec) == f"without a network, save {url} as {file}"
-    publish(hub, "resnet18")
-    wide = TrainConfig(
-        model="resnet18", pretrained=True, model_args={"replace_stride_with_dilation": [True]}
-    )
-    assert fix_of(wide, spec) == f"leave out --model_args, or delete {file} if it is damaged"
+    fix = f"without a network, or if the file is damaged, save {url} as {file}"
+    assert fix_of(config, spec) == fix
+    publish("resnet18")
     for content in (file.read_bytes()[:1000], b"nothing", b""):
         file.write_bytes(content)
-        assert fix_of(config, spec) == f"delete {file} if it is damaged"
+        assert fix_of(config, spec) == fix
     config = TrainConfig(model="timm/resnet10t", pretrained=True)
     fix = fix_of(config, input_spec(config, 3, None))
     assert fix.startswith("without a network, run `hf download timm/resnet10t.c3_in1k` elsewhere")
@@ -328,9 +222,8 @@ def test_timm_models_take_grey_images_and_keep_the_head_under_their_weights():
     assert (spec.height, spec.channels, spec.std) == (cfg.input_size[1], 1, [sum(cfg.std) / 3])
     model = build_model(config, spec, 7)
     assert torch.equal(model.layer1[0].conv1.weight, published.layer1[0].conv1.weight)
-    torch.testing.assert_close(
-        model.conv1[0].weight, published.conv1[0].weight.sum(1, keepdim=True)
-    )
+    summed = published.conv1[0].weight.sum(1, keepdim=True)
+    torch.testing.assert_close(model.conv1[0].weight, summed)
     for names, rows in (
         (["n15075141", "n01440764"], [999, 0]),
         (["goldfish, Carassius auratus", "tench, Tinca tinca"], [1, 0]),
@@ -341,14 +234,12 @@ def test_timm_models_take_grey_images_and_keep_the_head_under_their_weights():
 
 
 # -- what the model is fed
-# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "settings, seen, shape",
     [
         ({"model": "mnist_cnn"}, (1, (8, 8)), (28, 28, 1)),
-        ({"model": "mlp"}, (1, (8, 8)), (8, 8, 1)),
         ({"model": "resnet18"}, (3, (16, 40)), (32, 80, 3)),
         ({"model": "resnet18"}, (3, (97, 64)), (224, 224, 3)),
         ({"model": "resnet18", "image_size": 64, "channels": 3}, (1, None), (64, 64, 3)),
@@ -365,52 +256,32 @@ def test_photographs_are_resized_for_evaluation_as_for_the_published_weights():
     for name in torchvision_models():
         preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
         spec = input_spec(TrainConfig(model=name, pretrained=True), 3, None)
-        found = spec.height, spec.resize, spec.interpolation, spec.squash
-        assert found == (
-            preset.crop_size[0],
-            preset.resize_size[0],
-            preset.interpolation.value,
-            False,
-        ), name
+        sizes = [*preset.crop_size, *preset.resize_size]
+        assert [spec.height, spec.resize] == sizes and not spec.squash, name
+        assert spec.interpolation == preset.interpolation.value, name
     for name in timm.list_models(pretrained=True)[::50]:
         cfg = timm.get_pretrained_cfg(name)
-        spec = input_spec(
-            TrainConfig(model=f"timm/{name}", pretrained=True, image_size=320), 3, None
-        )
-        found = spec.resize, spec.interpolation, spec.squash
-        assert found == (
-            math.floor(320 / cfg.crop_pct),
-            cfg.interpolation,
-            cfg.crop_mode == "squash",
-        ), name
-
-
-def test_the_share_of_a_photograph_follows_the_flag_then_the_weights():
-    for settings, resize in (
-        ({}, 256),
-        ({"image_size": 320}, 365),
-        ({"eval_crop": 0.5}, 448),
-        ({"pretrained": True, "image_size": 448}, 464),
-        ({"pretrained": True, "eval_crop": 0.9}, 248),
-        # up to 96 pixels there is none
-        ({"pretrained": True, "image_size": 96, "eval_crop": 0.5}, None),
-    ):
-        assert input_spec(TrainConfig(model="resnet50", **settings), 3, None).resize == resize
+        config = TrainConfig(model=f"timm/{name}", pretrained=True, image_size=320)
+        spec = input_spec(config, 3, None)
+        assert spec.resize == math.floor(320 / cfg.crop_pct), name
+        found = spec.interpolation, spec.squash
+        assert found == (cfg.interpolation, cfg.crop_mode == "squash"), name
 
 
 def test_means_and_deviations_are_given_for_each_channel_or_for_all():
     for pretrained in (False, True):
-        given = TrainConfig(
-            model="resnet18", pretrained=pretrained, mean=[0.1, 0.2, 0.3], std=[0.4]
-        )
-        spec = input_spec(given, 3, (32, 32))
+        given = {"mean": [0.1, 0.2, 0.3], "std": [0.4]}
+        config = TrainConfig(model="resnet18", pretrained=pretrained, **given)
+        spec = input_spec(config, 3, (32, 32))
         assert (spec.mean, spec.std) == ([0.1, 0.2, 0.3], [pytest.approx(0.4)] * 3)
     with pytest.raises(ValueError, match="--mean has 3 values for 1 channels; give one value"):
         input_spec(TrainConfig(mean=[0.1, 0.2, 0.3]), 1, (28, 28))
 
 
 # -- errors
-# ----------------------------------------------------------------------------------------------------------
+
+
+RESNET = {"model": "timm/resnet10t"}
 
 
 @pytest.mark.parametrize(
@@ -420,99 +291,50 @@ def test_means_and_deviations_are_given_for_each_channel_or_for_all():
         ({"model": "ResNet18"}, r"no such model; did you mean resnet18\?$"),
         ({"model": "resnet10t"}, r"no such model; did you mean timm/resnet10t\?$"),
         ({"model": "xyzzy"}, "no such model; use .*, fastnet, any torchvision .* or timm/NAME$"),
+        ({"model": "timm/resnet18.a2", "pretrained": True}, "resnet18.a2 has no published weights"),
+        ({"model": "mnist_cnn", "pretrained": True}, "mnist_cnn has no published weights"),
+        ({"model": f"timm/{BARE}", "pretrained": True}, f"{BARE} has no published weights"),
+        ({"model": "inception_v3"}, "no such model; did you mean timm/inception_v3"),
+        ({"model": "resnet18", "model_args": {"weights": "x"}}, "weights: cannot be set here"),
+        ({"model": "mlp", "model_args": {"colour": 1}}, "--model_args for mlp: .*'colour'"),
         (
-            {"model": "timm/resnet18.a2", "pretrained": True},
-            "no weights for resnet18.a2; did you mean timm/resnet18.a",
+            {"model": "resnet18", "model_args": {"colour": 1}},
+            "--model_args for resnet18: .*'colour'",
         ),
+        (RESNET | {"model_args": {"act_layer": "x"}}, "KeyError: 'x'; change or remove these"),
         (
-            {"model": "resnet18", "model_args": {"weights": "x"}},
-            "--model_args weights: cannot be set here",
+            RESNET | {"model_args": {"features_only": True}},
+            "returns list for 1 images, not one score",
         ),
-        (
-            {"model": "mnist_cnn", "pretrained": True},
-            "--pretrained: mnist_cnn has no published weights",
-        ),
-        (
-            {"model": f"timm/{BARE}", "pretrained": True},
-            f"--pretrained: timm has no weights for {BARE}",
-        ),
+        (RESNET | {"model_args": {"drop_rate": "x"}}, "does not accept 32x32x3 images"),
+        ({"model": "mnist_cnn", "image_size": 8}, "8x8x3 images .*; try --image_size 28,"),
+        ({"model": "mlp", "stem": "small"}, "--stem small: only for models of torchvision"),
+        ({"model": "swin_t", "stem": "small"}, "--stem small: swin_t has no stem that can be"),
+        ({"model": "mlp", "drop_path": 0.1}, "--drop_path: mlp does not support it; use a timm"),
+        ({"model": "timm/densenet121", "drop_path": 0.1}, "densenet121: .* 'drop_path_rate'"),
     ],
 )
-def test_models_that_do_not_exist_are_refused_with_the_nearest_name(settings, text):
-    with pytest.raises(ValueError, match=text):
-        check_model(TrainConfig(**settings))
-
-
-@pytest.mark.parametrize("name", ["mnist_cnn", "mlp", "resnet18", "timm/resnet10t"])
-def test_a_wrong_model_argument_is_named(name):
-    with pytest.raises(ValueError, match=f"--model_args for {name}: .*'colour'"):
-        build(name, spec_of(32, 3), model_args={"colour": 1})
-
-
-@pytest.mark.parametrize(
-    "name, arguments, text",
-    [
-        ("timm/resnet10t", {"act_layer": "x"}, "KeyError 'x'; change or remove these arguments"),
-        (
-            "timm/resnet10t",
-            {"features_only": True},
-            "returns list for an image, not one score per class",
-        ),
-        (
-            "timm/resnet10t",
-            {"drop_rate": "x"},
-            "does not accept 32x32x3 images .*; change --model_args",
-        ),
-        ("mnist_cnn", {"dropout": 2}, "dropout probability has to be between 0 and 1"),
-        # several heads
-        ("inception_v3", {}, "--model inception_v3: no such model; did you mean timm/inception_v3"),
-        (
-            "timm/resnet10t",
-            {"num_classes": 0, "global_pool": ""},
-            r"returns \[1, 512, .* for an image, not",
-        ),
-    ],
-)
-def test_values_of_model_arguments_that_no_model_takes_are_one_line(name, arguments, text):
+def test_models_and_arguments_that_do_not_work_are_refused_with_a_fix(settings, text):
+    config = TrainConfig(**settings)
     with pytest.raises(UserError, match=text):
-        build(name, spec_of(32, 3), model_args=arguments)
+        check_model(config)
+        build_model(config, input_spec(config, 3, (32, 32)), 7)
 
 
-@pytest.mark.parametrize(
-    "name, size, fix",
-    [("mnist_cnn", 8, 28), pytest.param("maxvit_t", 32, 224, marks=pytest.mark.full)],
-)
-def test_images_that_do_not_fit_are_refused_with_a_size_that_does(name, size, fix):
-    with pytest.raises(
-        ValueError,
-        match=rf"{name} does not accept {size}x{size}x3 images .*; try --image_size {fix}$",
-    ):
-        build(name, spec_of(size, 3))
-    build(name, input_spec(TrainConfig(model=name, image_size=fix), 3, (size, size)))
-
-
-SMALL_SWIN = {
-    "img_size": 28,
-    "patch_size": 2,
-    "window_size": 7,
-    "embed_dim": 16,
-    "depths": [1, 1],
-    "num_heads": [2, 2],
-}
-SMALL_SWIN |= {"drop_path_rate": 0.0}
+SMALL_SWIN = {"img_size": 28, "patch_size": 2, "window_size": 7, "embed_dim": 16}
+SMALL_SWIN |= {"depths": [1, 1], "num_heads": [2, 2], "drop_path_rate": 0.0}
 NO_EMPTY = "timm/swin_tiny_patch4_window7_224"
 
 
 def test_a_model_that_cannot_take_an_empty_batch_computes_an_image_of_zeros_without_effect():
     model = build(NO_EMPTY, spec_of(28, 3), model_args=SMALL_SWIN)
-    model.layers[1].eval()  # as of a frozen layer
+    freeze(model, ["layers.1"])
     modes = [module.training for module in model.modules()]
     logits = model(torch.zeros(0, 3, 28, 28))
     assert logits.shape == (0, 7)
     logits.sum().backward()
-    assert all(
-        parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters()
-    )
+    trained = [each.grad for each in model.parameters() if each.requires_grad]
+    assert trained and all(grad is not None and not grad.any() for grad in trained)
     assert [module.training for module in model.modules()] == modes
     plain = timm.create_model(NO_EMPTY[5:], num_classes=7, in_chans=3, **SMALL_SWIN).eval()
     with pytest.raises(RuntimeError):
@@ -537,33 +359,5 @@ def test_a_copy_of_a_model_has_its_own_weights():
 
 
 def test_a_model_that_cannot_take_an_empty_batch_is_refused_with_shared_batch_statistics():
-    with pytest.raises(ValueError, match=r"does not accept an empty batch.*use another model"):
+    with pytest.raises(ValueError, match="does not accept an empty batch"):
         build(NO_EMPTY, spec_of(28, 3), model_args=SMALL_SWIN, sync_batchnorm=True)
-
-
-@pytest.mark.full
-def test_a_rank_without_samples_trains_a_model_that_cannot_take_an_empty_batch():
-    flags = [
-        "--data",
-        "digits",
-        "--model",
-        NO_EMPTY,
-        "--model_args",
-        str(SMALL_SWIN),
-        "--image_size",
-        "28",
-    ]
-    flags += [
-        "--max_train_samples",
-        "21",
-        "--global_batch_size",
-        "20",
-        "--max_steps",
-        "4",
-        "--log_every",
-        "1",
-    ]
-    flags += ["--max_eval_samples", "10", "--threads", "1", "--optimizer", "adamw", "--lr", "0.001"]
-    one, two = (train_run(n, f"of{n}", *flags, "--drop_last", "false") for n in (1, 2))
-    found, expected = ([r["loss"] for r in run if r["kind"] == "train"] for run in (two, one))
-    assert len(expected) == 4 and found == pytest.approx(expected, rel=1e-5)

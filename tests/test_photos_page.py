@@ -50,11 +50,11 @@ def test_the_commands_of_the_page_lead_to_a_model_in_use():
         place = next(place for place, word in enumerate(words) if word in MAINS)
         flags = words[place + 1 :]
         if words[place] == "train.py":
-            flags += ["--epochs", "2", "--threads", "1"]
+            flags += shlex.split("--epochs 2 --threads 1")
             flags += (
                 []
                 if "photos.yaml" in command
-                else ["--model", "timm/test_resnet", "--init_from", "published.pth"]
+                else shlex.split("--model timm/test_resnet --init_from published.pth")
             )
         returned(2 if "2cpu.yaml" in command else 1, MAINS[words[place]], flags)
     head, everything = (records(name, "eval") for name in ("head", "all"))

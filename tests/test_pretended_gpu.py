@@ -6,6 +6,7 @@ of its own.
 """
 
 import os
+import shlex
 
 import pytest
 import torch
@@ -27,18 +28,8 @@ from utils.tasks.classification import Classification
 
 pytestmark = pytest.mark.full
 
-FLAGS = [
-    "--data",
-    "digits",
-    "--model",
-    "mnist_cnn",
-    "--global_batch_size",
-    "64",
-    "--max_steps",
-    "5",
-]
-FLAGS += ["--log_every", "1", "--report", "false", "--threads", "1", "--mixed_precision", "no"]
-RUN = ["--run_name", "gpu"]
+FLAGS = "--data digits --model mnist_cnn --global_batch_size 64 --max_steps 5 --log_every 1"
+FLAGS += " --report false --threads 1 --mixed_precision no"
 # of a loss: a GPU has fused optimizers and norms of lists of tensors, which round differently
 TOLERANCE = 2e-6
 
@@ -52,13 +43,18 @@ def on_gpu(commands, plant=None):
     if plant:
         plant()
     for main, flags in commands:
-        main(flags)
+        main(shlex.split(flags))
     return gpu.faults, gpu.operations
 
 
-def trained_on_gpu(*flags, plant=None):
-    ((faults, operations),) = returned(1, on_gpu, [(train.main, [*RUN, *FLAGS, *flags])], plant)
+def trained_on_gpu(flags, plant=None):
+    commands = [(train.main, f"--run_name gpu {FLAGS} {flags}")]
+    ((faults, operations),) = returned(1, on_gpu, commands, plant)
     return faults, operations
+
+
+def train_on_cpu(flags):
+    returned(1, train.main, shlex.split(f"--run_name cpu --cpu {FLAGS} {flags}"))
 
 
 def losses(name):
@@ -66,20 +62,17 @@ def losses(name):
 
 
 CASES = {
-    "float32": ([], 60),
-    "images on the host": (
-        ["--data_on_device", "no", "--crop_padding", "2", "--flip", "alternate"],
-        90,
-    ),
-    "EMA, clipping": (["--ema_decay", "0.9", "--clip_norm", "1"], 90),
-    "mixing": (["--mixup", "0.2", "--cutmix", "1"], 90),
-    "accumulation": (["--grad_accum", "2"], 120),
-    "microbatches": (["--microbatches", "4"], 240),
-    "AdamW": (["--optimizer", "adamw"], 60),
+    "float32": ("", 60),
+    "images on the host": ("--data_on_device no --crop_padding 2 --flip alternate", 90),
+    "EMA, clipping": ("--ema_decay 0.9 --clip_norm 1", 90),
+    "mixing": ("--mixup 0.2 --cutmix 1", 90),
+    "accumulation": ("--grad_accum 2", 120),
+    "microbatches": ("--microbatches 4", 240),
+    "AdamW": ("--optimizer adamw", 60),
 }
 LOWER = {
-    "bf16": (["--mixed_precision", "bf16"], 80),
-    "fp16, clipping": (["--mixed_precision", "fp16", "--clip_norm", "1", "--clip_value", "1"], 140),
+    "bf16": ("--mixed_precision bf16", 80),
+    "fp16, clipping": ("--mixed_precision fp16 --clip_norm 1 --clip_value 1", 140),
 }
 
 
@@ -87,41 +80,32 @@ LOWER = {
 def test_no_update_waits_for_the_gpu(case):
     # `most`: operations of an update, a quarter more than today
     flags, most = (CASES | LOWER)[case]
-    faults, operations = trained_on_gpu(*flags)
+    faults, operations = trained_on_gpu(flags)
     assert faults == [] and len(operations) == 5
     assert max(operations[2:]) < most
     if case in CASES:
-        returned(1, train.main, ["--run_name", "cpu", "--cpu", *FLAGS, *flags])
+        train_on_cpu(flags)
         assert losses("gpu") == pytest.approx(losses("cpu"), abs=TOLERANCE)
     assert len(losses("gpu")) >= 6  # of five updates, and of the evaluation
 
 
-def test_a_head_on_cached_features_has_no_fault(tmp_path):
-    image_folder(tmp_path / "photos", {"cats": 24, "dogs": 24}, size=(150, 120), kind="jpg")
-    flags = [
-        "--data",
-        str(tmp_path / "photos"),
-        "--model",
-        "resnet18",
-        "--freeze",
-        "backbone",
-        "--image_size",
-        "64",
-    ]
-    flags += ["--global_batch_size", "8"]
-    faults, operations = trained_on_gpu(*flags)
+def test_a_head_on_cached_features_has_no_fault():
+    image_folder("photos", {"cats": 24, "dogs": 24}, size=(150, 120), kind="jpg")
+    flags = "--data photos --model resnet18 --freeze backbone --image_size 64 --global_batch_size 8"
+    faults, operations = trained_on_gpu(flags)
     assert faults == [] and max(operations[2:]) < 40
-    returned(1, train.main, ["--run_name", "cpu", "--cpu", *FLAGS, *flags])
+    train_on_cpu(flags)
     assert losses("gpu") == pytest.approx(losses("cpu"), abs=TOLERANCE)
 
 
 def test_a_resumed_run_and_its_evaluation_have_no_fault():
-    resumed = [*FLAGS, "--resume", "auto", "--ema_decay", "0.9", "--lr_schedule", "constant"]
-    commands = [(train.main, [*RUN, *resumed, "--max_steps", steps]) for steps in ("3", "6")]
-    commands.append((eval.main, ["--ckpt", "runs/gpu", "--tta", "flip", "--mixed_precision", "no"]))
+    resumed = "--resume auto --ema_decay 0.9 --lr_schedule constant --max_steps"
+    run = f"--run_name gpu {FLAGS} {resumed}"
+    commands = [(train.main, f"{run} {steps}") for steps in (3, 6)]
+    commands.append((eval.main, "--ckpt runs/gpu --tta flip --mixed_precision no"))
     ((faults, operations),) = returned(1, on_gpu, commands)
     assert faults == [] and len(operations) == 6
-    returned(1, train.main, ["--run_name", "cpu", "--cpu", *resumed, "--max_steps", "6"])
+    train_on_cpu(f"{resumed} 6")
     assert losses("gpu")[-1] == pytest.approx(losses("cpu")[-1], abs=TOLERANCE)
 
 
@@ -130,29 +114,20 @@ def accelerator_of_a_compiled_run():
     uses.
     """
     PretendedGpu().install()
-    os.environ |= {
-        "WORLD_SIZE": "1",
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
-    }
+    os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+    os.environ["ACCELERATE_DYNAMO_BACKEND"] = "INDUCTOR"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with distributed_session("train.py", TrainConfig()) as ranks:
         ranks.backend = "gloo"
         accelerator = make_accelerator(ranks, TrainConfig(deterministic=True, mixed_precision="no"))
         precision = torch.get_float32_matmul_precision()
-    return (
-        torch.backends.cuda.matmul.allow_tf32,
-        precision,
-        accelerator.state.dynamo_plugin.backend,
-        PartialState().backend,
-    )
+    compiler = accelerator.state.dynamo_plugin.backend
+    return torch.backends.cuda.matmul.allow_tf32, precision, compiler, PartialState().backend
 
 
 def test_a_compiled_deterministic_run_has_no_tf32_and_gathers_over_its_own_backend():
-    assert returned(1, accelerator_of_a_compiled_run) == [
-        (False, "highest", DynamoBackend.INDUCTOR, "gloo")
-    ]
+    (found,) = returned(1, accelerator_of_a_compiled_run)
+    assert found == (False, "highest", DynamoBackend.INDUCTOR, "gloo")
 
 
 def plant_a_wait():
@@ -190,5 +165,5 @@ PLANTED = {
 @pytest.mark.parametrize("plant", PLANTED)
 def test_a_planted_fault_is_found_with_its_place(plant):
     what, place = PLANTED[plant]
-    faults, _ = trained_on_gpu("--data_on_device", "no", plant=plant)
+    faults, _ = trained_on_gpu("--data_on_device no", plant)
     assert faults and any(what in fault and place in fault for fault in faults), faults

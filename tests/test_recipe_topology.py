@@ -8,52 +8,33 @@ from pathlib import Path
 import pytest
 from helpers.make_data import image_folder
 from helpers.ranks import run_ranks, start_ranks
-from helpers.training_runs import records, same_tensors, slow_train, train_run, weights, working_in
+from helpers.training_runs import (
+    records,
+    same_tensors,
+    slow_train,
+    train_run,
+    weights,
+    words,
+    working_in,
+)
 from helpers.waiting import until
 
 import train
 
 # Each alone changes the first update. The network has neither dropout nor batch statistics.
 ALL_ON = {
-    "mixup": ["--mixup", "0.4"],
-    "cutmix": ["--cutmix", "1"],
-    "repeats": ["--repeats", "2"],
-    "sampler": ["--sampler", "balanced"],
-    "class weights": ["--class_weights", "balanced"],
-    "label smoothing": ["--label_smoothing", "0.1"],
-    "crop": ["--min_scale", "0.4"],
-    "shift": ["--crop_padding", "2"],
-    "flip": ["--flip", "alternate"],
-    "auto augment": ["--auto_augment", "trivialaugment"],
-    "colour jitter": ["--color_jitter", "0.4"],
-    "erasing": ["--random_erasing", "0.5"],
-    "cutout": ["--cutout", "3"],
-    "loss": ["--loss", "focal"],
-}
+    name: [f"--{name}", value]
+    for name, value in {
+        "mixup": "0.4", "cutmix": "1", "repeats": "2", "sampler": "balanced",
+        "class_weights": "balanced", "label_smoothing": "0.1", "min_scale": "0.4",
+        "crop_padding": "2", "flip": "alternate", "auto_augment": "trivialaugment",
+        "color_jitter": "0.4", "random_erasing": "0.5", "cutout": "3", "loss": "focal",
+    }.items()
+}  # fmt: skip
 # Six updates an epoch, the last one of nine samples
-RUN = [
-    "--data",
-    "digits",
-    "--max_train_samples",
-    "129",
-    "--max_eval_samples",
-    "30",
-    "--global_batch_size",
-    "24",
-]
-RUN += [
-    "--model",
-    "mlp",
-    "--model_args",
-    "{hidden: 16}",
-    "--lr",
-    "0.05",
-    "--threads",
-    "1",
-    "--max_steps",
-    "20",
-]
-RUN += ["--log_every", "1", "--save_every", "7", "--eval_every", "20", "--lr_schedule", "constant"]
+RUN = words("--data digits --max_train_samples 129 --max_eval_samples 30 --global_batch_size 24")
+RUN += ["--model_args", "{hidden: 16}", *words("--model mlp --lr 0.05 --threads 1 --max_steps 20")]
+RUN += words("--log_every 1 --save_every 7 --eval_every 20 --lr_schedule constant")
 EVERYTHING = [*RUN, *(word for flags in ALL_ON.values() for word in flags)]
 
 
@@ -101,10 +82,7 @@ def test_a_killed_run_ends_with_the_same_weights_with_everything_on(folder, monk
     started.kill()
     started.finish()
     assert not Path("runs/run/checkpoints/step-00000014").exists()
-    resumed = start_ranks(
-        2, train.main, ["--run_name", "run", *EVERYTHING, "--resume", "auto"]
-    ).finish()
-    assert [outcome.code for outcome in resumed] == [0, 0], resumed[0].err
+    train_run(2, "run", *EVERYTHING, "--resume", "auto")
     assert records("run", "start")[-1]["step"] == 7
     assert losses("run") == losses("2") and same_tensors(weights("run"), weights("2"))
 
@@ -119,15 +97,14 @@ def test_each_flag_alone_changes_the_loss_of_the_first_update():
 
 
 def test_the_start_of_a_run_says_what_its_training_metrics_are_measured_against():
-    (outcome,) = run_ranks(
-        1, train.main, ["--run_name", "words", *RUN, "--mixup", "0.2", "--max_steps", "1"]
-    )
-    assert re.search(
-        r"recipe +mixup 0.2\nmixing +training accuracy is against the dominant label", outcome.out
-    )
     image_folder("two", {"a": 20, "b": 20})
-    flags = ["--data", "two", "--task", "binary", "--mixup", "0.2", "--max_steps", "1"]
-    (outcome,) = run_ranks(1, train.main, ["--run_name", "binary", *RUN, *flags])
-    assert re.search(
-        r"mixing +training metrics count a label if its share is above 0.5", outcome.out
-    ), outcome.out
+    for flags, text in (
+        ("", r"recipe +mixup 0.2\nmixing +training accuracy is against the dominant label"),
+        (
+            "--data two --task binary",
+            "mixing +training metrics count a label if its share is above",
+        ),
+    ):
+        more = words(f"{flags} --mixup 0.2 --max_steps 1")
+        (outcome,) = run_ranks(1, train.main, [*RUN, *more])
+        assert re.search(text, outcome.out), outcome.out

@@ -31,20 +31,16 @@ def wait_for(moment, processes, chance):
     elif moment == "saving":
         until(lambda: any(Path("runs/run/checkpoints").glob(".step-*.partial")), every=0.001)
     else:
-        until(
-            has_logged(
-                chance.randrange(5, 100) if moment == "training" else chance.randrange(300, 600)
-            )
-        )
+        first, last = (5, 100) if moment == "training" else (300, 600)
+        until(has_logged(chance.randrange(first, last)))
     return chance.choice(processes())
 
 
 def check(trial, began, moment, victim):
     """All ended well, with the weights of a run that nothing disturbed."""
     starts = [record["step"] for record in records("run", "start")]
-    print(
-        f"\n| {trial} | {moment} | {victim} | from updates {starts} | {time.monotonic() - began:.0f} s |"
-    )
+    seconds = time.monotonic() - began
+    print(f"\n| {trial} | {moment} | {victim} | from updates {starts} | {seconds:.0f} s |")
     assert [record["step"] for record in records("run", "train")] == list(range(1, UPDATES + 1))
     assert all(torch.equal(weights("run")[name], tensor) for name, tensor in whole().items())
 
@@ -64,19 +60,14 @@ def test_a_launcher_with_max_restarts_goes_on_after_a_kill_at_any_moment(trial):
     launcher = ("accelerate launch, 2 processes", "torchrun, 2 processes")[trial % 2]
     chance, moment = random.Random(trial), MOMENTS[trial // 2]
     process, began = begin(launcher, *FLAGS, restarts=3), time.monotonic()
-    victim = wait_for(
-        moment, lambda: [p for p in ranks_of(process) if p.pid != process.pid], chance
-    )
-    victim.kill()
+    others = lambda: [p for p in ranks_of(process) if p.pid != process.pid]  # noqa: E731
+    wait_for(moment, others, chance).kill()
     assert process.wait(timeout=2 * PATIENCE) == 0, Path("out.txt").read_text()[-3000:]
     check(launcher, began, moment, "one rank")
 
 
-RENDEZVOUS = {
-    "accelerate launch": ["accelerate", "launch", "--config_file", f"{ROOT}/accelerate_configs/2nodes.yaml"],
-    "accelerate launch, c10d": ["accelerate", "launch", "--config_file", f"{ROOT}/accelerate_configs/2nodes.yaml",
-                                "--rdzv_backend", "c10d"],
-}  # fmt: skip
+_LAUNCH = ["accelerate", "launch", "--config_file", f"{ROOT}/accelerate_configs/2nodes.yaml"]
+RENDEZVOUS = {"static": _LAUNCH, "c10d": [*_LAUNCH, "--rdzv_backend", "c10d"]}
 
 
 @pytest.mark.machines
@@ -86,10 +77,8 @@ RENDEZVOUS = {
 def test_launchers_on_two_machines_go_on_after_a_kill_at_any_moment(tmp_path, rendezvous, trial):
     chance, moment = random.Random(f"{rendezvous} {trial}"), MOMENTS[trial]
     with network(tmp_path) as machines:
-        began, victims = (
-            time.monotonic(),
-            lambda: [p for machine in machines for p in machine.processes()],
-        )
+        began = time.monotonic()
+        victims = lambda: [p for machine in machines for p in machine.processes()]  # noqa: E731
         jobs = [
             machine.start(*RENDEZVOUS[rendezvous], "--machine_rank", rank, "--main_process_ip", machines[0].address,
                           "--max_restarts", "3", ROOT / "train.py", *FLAGS, "--threads", "1")

@@ -12,7 +12,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
-from helpers.memory import memory, peak_of
 from helpers.ranks import returned, run_ranks
 from helpers.training_runs import (
     ROOT,
@@ -33,8 +32,6 @@ import train
 from utils.config.settings import LaunchConfig, TrainConfig
 from utils.errors import UserError
 from utils.launch.environment import Topology, read_topology
-from utils.models.sharded import local
-from utils.models.zoo import OWN_MODELS
 from utils.ranks.accelerator import check_sharding, use_fsdp
 from utils.ranks.ranks import Ranks
 from utils.runs.manifest import sha256_of
@@ -57,6 +54,7 @@ VIT += ["--global_batch_size", "24"]  # per epoch: four updates of 24 samples an
 STATISTICS = [*BOTH, *words("--model timm/test_resnet --lr 0.002 --global_batch_size 42")]
 STATISTICS += ["--channels_last", "false"]
 LENGTH = ["--max_steps", "20"]
+FULL = pytest.mark.full
 
 
 def sharded(flags: list[str]) -> dict | None:
@@ -100,9 +98,9 @@ ON_ONE = ("transformer", "mixing", "frozen layers", "shared statistics")
 
 
 @pytest.mark.parametrize(
-    "case", [*list(CASES)[:2], *(pytest.param(c, marks=pytest.mark.full) for c in [*CASES][2:])]
+    ("case", "processes"),
+    [("transformer", 2), *(pytest.param(c, n, marks=FULL) for c in CASES for n in (2, 3))],
 )
-@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_losses_are_those_of_ddp_and_of_one_process(case, processes):
     flags = [*CASES[case], *LENGTH]
     run_both(processes, flags)
@@ -132,12 +130,16 @@ OPTIMIZER["sgd"] = unfused(torch.optim.SGD, momentum=0.9, nesterov=True)
 
 
 @pytest.mark.parametrize(
-    "optimizer", [pytest.param("nadam", marks=pytest.mark.full), "adamw", "sgd"]
+    ("flags", "optimizer"),
+    [
+        (STATISTICS, "sgd"),
+        *(pytest.param(each, name, marks=FULL) for each in (VIT, STATISTICS) for name in OPTIMIZER),
+    ],
 )
-@pytest.mark.parametrize("flags", [VIT, STATISTICS], ids=["transformer", "statistics"])
 def test_two_processes_are_bit_for_bit_those_of_ddp(flags, optimizer, monkeypatch):
     monkeypatch.setitem(OPTIMIZERS, optimizer, OPTIMIZER[optimizer])
-    run_both(2, [*flags, "--optimizer", optimizer, *words("--lr 0.002 --ema_decay 0.9"), *LENGTH])
+    flags = [*flags, "--optimizer", optimizer, *words("--lr 0.002 --ema_decay 0.9")]
+    run_both(2, [*flags, "--max_steps", "10"])
     assert losses("fsdp").equal(losses("ddp"))
     for file in ("model.safetensors", "optimizer.bin", "ema.safetensors"):
         assert same_tensors(weights("ddp", file=file), weights("fsdp", file=file)), file
@@ -164,15 +166,9 @@ def check_evaluation(name: str) -> None:
     step = int(
         (Path("runs") / name / "checkpoints/latest").read_text().strip().removeprefix("step-")
     )
-    (found,) = returned(
-        1,
-        eval.main,
-        [
-            "--ckpt",
-            f"runs/{name}/checkpoints/step-{step:08}",
-            *words("--weights raw --max_eval_samples 30"),
-        ],
-    )
+    checkpoint = f"runs/{name}/checkpoints/step-{step:08}"
+    flags = ["--ckpt", checkpoint, *words("--weights raw --max_eval_samples 30")]
+    (found,) = returned(1, eval.main, flags)
     logged = next(r for r in records(name, "eval") if r["step"] == step and r["weights"] == "raw")
     assert found["count"] == logged["count"]
     assert found["accuracy"] == logged["accuracy"]
@@ -203,37 +199,22 @@ def test_a_run_moves_between_fsdp_ddp_and_one_process():
 
 
 def test_a_killed_run_ends_with_the_bits_of_a_whole_one():
-    flags = [*VIT, *words("--ema_decay 0.9 --save_every 3"), *LENGTH]
+    flags = [*VIT, *words("--ema_decay 0.9 --save_every 3 --max_steps 9")]
     returned(2, sharded, ["--run_name", "whole", *flags])
-    run_ranks(2, die_after, 8, ["--run_name", "run", *flags])
+    run_ranks(2, die_after, 5, ["--run_name", "run", *flags])
     returned(2, sharded, [*words("--run_name run --resume auto"), *flags])
     for file in ("model.safetensors", "optimizer.bin", "ema.safetensors"):
-        ends = [Path(f"runs/{name}/checkpoints/step-00000020") / file for name in ("run", "whole")]
+        ends = [Path(f"runs/{name}/checkpoints/step-00000009") / file for name in ("run", "whole")]
         assert sha256_of(ends[0]) == sha256_of(ends[1]), file
 
 
-WITH_FSDP = [name for name in OPTIMIZERS if name not in ("muon", "adafactor")]
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["adagrad", *(pytest.param(n, marks=pytest.mark.full) for n in WITH_FSDP if n != "adagrad")],
-)
-def test_each_optimizer_resumes_with_the_bits_of_the_checkpoint_and_of_a_whole_run(name):
-    """Also Adagrad, whose state exists before FSDP2 replaces the parameters."""
-    flags = [
-        *VIT,
-        "--optimizer",
-        name,
-        *words("--lr 0.001 --lr_schedule constant --save_every 2"),
-    ]
-    returned(2, sharded, ["--run_name", "whole", *flags, "--max_steps", "4"])
-    returned(2, sharded, ["--run_name", "run", *flags, "--max_steps", "2"])
-    returned(
-        2,
-        sharded_and_compared,
-        ["--run_name", "run", *flags, *words("--max_steps 4 --resume auto")],
-    )
+def test_a_resume_has_the_bits_of_the_checkpoint_and_of_a_whole_run():
+    """With Adagrad, whose state exists before FSDP2 replaces the parameters."""
+    flags = [*VIT, *words("--optimizer adagrad --lr 0.001 --lr_schedule constant --save_every 2")]
+    run = [*flags, *words("--run_name run --resume auto --max_steps")]
+    returned(2, sharded, [*flags, *words("--run_name whole --max_steps 4")])
+    returned(2, sharded, [*run, "2"])
+    returned(2, sharded_and_compared, [*run, "4"])
     for file in ("model.safetensors", "optimizer.bin"):
         assert same_tensors(weights("run", file=file), weights("whole", file=file)), file
 
@@ -250,53 +231,6 @@ def sharded_and_compared(flags: list[str]) -> None:
 
     train.train = compared
     sharded(flags)
-
-
-LARGE = words("--data digits --image_size 32 --model vit_b_16 --optimizer adamw --lr 1e-4")
-LARGE += words("--global_batch_size 6 --max_steps 2 --max_train_samples 12 --max_eval_samples 6")
-LARGE += words("--report false --threads 1 --run_name run")
-
-
-def measured(flags: list[str]) -> dict[str, float]:
-    """Train with FSDP; returns this rank's bytes after the second update, and the memory that a
-    save takes.
-    """
-    clip, save, found = train.clip_gradients, train.save, {}
-
-    def size(tensors) -> int:
-        return sum(local(tensor).nbytes for tensor in tensors)
-
-    def clip_and_measure(accelerator, model, config):
-        clip(accelerator, model, config)
-        found["gradients"] = size(parameter.grad for parameter in model.parameters())
-
-    def save_and_measure(run):
-        found["parameters"] = size(run.model.parameters())
-        found["state"] = size(v for state in run.optimizer.state.values() for v in state.values())
-        found["all parameters"] = sum(parameter.numel() for parameter in run.model.parameters()) * 4
-        found["largest"] = max(parameter.numel() for parameter in run.model.parameters()) * 4
-        found["save"] = peak_of(lambda: (save(run), run.checkpoints.wait()))
-        found["peak"], found["is main"] = memory("VmHWM"), run.ranks.is_main
-
-    train.clip_gradients, train.save = clip_and_measure, save_and_measure
-    sharded(flags)
-    return found
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("processes", [1, 2, 3])
-def test_sharded_bytes_are_those_of_the_arithmetic(processes):
-    for found in returned(processes, measured, LARGE):
-        share = found["all parameters"] / processes
-        assert found["parameters"] == pytest.approx(share, rel=0.02)
-        assert found["gradients"] == pytest.approx(share, rel=0.02)
-        assert found["state"] == pytest.approx(2 * share, rel=0.02)  # AdamW
-        assert found["all parameters"] > 340e6
-        print({name: f"{value / 1e6:.0f} MB" for name, value in found.items() if name != "is main"})
-        # the main process holds all weights, then the whole optimizer state; others send rows
-        if processes > 1:
-            limit = 2 * found["all parameters"] if found["is main"] else 2 * found["largest"]
-            assert found["save"] < limit + 200e6
 
 
 NOT_FOR_FSDP = {
@@ -339,51 +273,6 @@ def test_a_refusal_is_one_line_of_one_rank(flags, text):
     assert text in refused(sharded, *flags, processes=2)
 
 
-class Scaled(nn.Module):
-    """A linear model whose outputs are multiplied by a parameter that is a single number."""
-
-    def __init__(self, spec, classes: int):
-        super().__init__()
-        self.layer = nn.Linear(spec.channels * spec.height * spec.width, classes)
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, images):
-        return self.layer(images.flatten(1)) * self.scale
-
-
-class Shared(nn.Module):
-    """Two blocks with a common layer."""
-
-    def __init__(self, spec, classes: int):
-        super().__init__()
-        size = spec.channels * spec.height * spec.width
-        common = nn.Linear(size, size)
-        self.blocks = nn.Sequential(*(Block(common) for _ in range(2)))
-        self.head = nn.Linear(size, classes)
-
-    def forward(self, images):
-        return self.head(self.blocks(images.flatten(1)))
-
-
-class Block(nn.Module):
-    def __init__(self, common: nn.Linear):
-        super().__init__()
-        self.common = common
-
-    def forward(self, values):
-        return values + self.common(values)
-
-
-@pytest.mark.parametrize(
-    ("model", "problem"),
-    [(Scaled, "scale is a single number"), (Shared, "blocks.1.common.weight belongs to two units")],
-)
-def test_models_that_cannot_be_sharded_are_refused(model, problem, monkeypatch):
-    monkeypatch.setitem(OWN_MODELS, "own", model)
-    line = refused(sharded, *BOTH, *words("--model own --global_batch_size 24"), processes=2)
-    assert f"FSDP cannot shard own, because its parameter {problem}" in line
-
-
 def test_different_weights_at_the_start_are_refused():
     def differing(flags: list[str]) -> None:
         build = train.build_model
@@ -412,9 +301,7 @@ def test_microbatches_of_a_sharded_model_are_added_up_at_once(monkeypatch):
 
 def test_one_process_has_the_whole_model():
     outcome = run_ranks(1, sharded, ["--run_name", "one", *VIT, "--max_steps", "2"])[0]
-    assert (
-        outcome.code == 0 and "FSDP has no effect: one process has the whole model" in outcome.out
-    )
+    assert outcome.code == 0 and "FSDP has no effect" in outcome.out
     assert "sharding " not in outcome.out
 
 
@@ -454,10 +341,9 @@ BY_CLASS = {
 }
 
 
-@pytest.mark.parametrize("variables", [{}, BY_CLASS], ids=["blocks", "classes of another model"])
-def test_the_doctor_checks_a_sharded_step(variables):
+def test_the_doctor_checks_a_sharded_step():
     def check() -> None:
-        os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", **variables)
+        os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
         doctor.main(["--slow", "0"])
 
     outcome = run_ranks(2, check)[0]
@@ -474,8 +360,6 @@ def fail(flags: list[str], step: int, on_rank: int, how: str, where: str = "trai
         if run.state.step == step and run.ranks.topology.rank == on_rank:
             if how == "exit":
                 os._exit(1)
-            if how == "error":
-                raise ValueError("no such image")
             os.kill(os.getpid(), signal.SIGTERM)
         return function(run, *more)
 
@@ -487,7 +371,6 @@ def fail(flags: list[str], step: int, on_rank: int, how: str, where: str = "trai
     ("how", "codes", "text"),
     [
         ("exit", (2, 1), "another process of this run exited or stopped answering"),
-        ("error", (2, 2), "no such image"),
         ("terminate", (75, 75), ""),
     ],
 )
@@ -503,7 +386,7 @@ def test_faults_of_a_rank_end_all_as_under_ddp(how, codes, text):
         assert [record["step"] for record in records("run", "train")] == [*range(1, 21)]
 
 
-@pytest.mark.full
+@FULL
 @pytest.mark.parametrize(("where", "step"), [("evaluate", 7), ("save", 20)])
 def test_a_rank_that_exits_while_others_evaluate_or_save_ends_all(where, step):
     outcomes = run_ranks(2, fail, ["--run_name", "run", *VIT, *LENGTH], step, 1, "exit", where)
@@ -513,7 +396,7 @@ def test_a_rank_that_exits_while_others_evaluate_or_save_ends_all(where, step):
     assert not Path(f"runs/run/checkpoints/step-{step:08}").exists(), "half a checkpoint"
 
 
-@pytest.mark.full
+@FULL
 def test_a_compiled_model_has_the_losses_of_ddp():
     def compiled(flags: list[str]) -> None:
         os.environ["ACCELERATE_DYNAMO_BACKEND"] = "AOT_EAGER"
@@ -524,7 +407,7 @@ def test_a_compiled_model_has_the_losses_of_ddp():
     torch.testing.assert_close(losses("fsdp"), losses("ddp"), rtol=0, atol=1e-5)
 
 
-@pytest.mark.full
+@FULL
 @pytest.mark.parametrize("optimizer", sorted({*OPTIMIZERS} - {"muon", "adafactor"}))
 def test_every_other_optimizer_is_that_of_ddp(optimizer):
     flags = [*VIT, "--optimizer", optimizer, *words("--max_steps 4 --save_every 2")]
@@ -542,17 +425,12 @@ ANY = {"FSDP_STATE_DICT_TYPE": "LOCAL_STATE_DICT"}
 SETTINGS = {
     "none": ({}, 8, True),
     "not resharded": ({"FSDP_RESHARD_AFTER_FORWARD": "false"}, 8, False),
-    "by size": (
-        {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "20000"},
-        15,
-        True,
-    ),
     "by class": (BY_CLASS, 14, True),
     "ignored": ({"FSDP_AUTO_WRAP_POLICY": "NO_WRAP", "FSDP_OFFLOAD_PARAMS": "true"} | ANY, 8, True),
 }
 
 
-@pytest.mark.full
+@FULL
 def test_settings_of_the_accelerate_config_are_taken_or_ignored_aloud():
     def look(name: str, variables: dict[str, str]) -> list[bool]:
         found = []
@@ -573,33 +451,24 @@ def test_settings_of_the_accelerate_config_are_taken_or_ignored_aloud():
         assert f"FSDP2, {units} units" in row, name
         assert {*outcomes[0].value} == {resharded}, name
         assert losses(name).equal(losses("none")), name
-        lines = [
-            line
-            for outcome in outcomes
-            for line in outcome.out.splitlines()
-            if " is ignored" in line
-        ]
-        assert len(lines) == 2 * (name == "ignored")
+        said = "".join(outcome.out for outcome in outcomes).count(" is ignored")
+        assert said == 2 * (name == "ignored")
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "text"),
     [
-        ("FSDP_RESHARD_AFTER_FORWARD", "FULL_SHARD", "invalid truth value full_shard"),
         ("FSDP_AUTO_WRAP_POLICY", "LAYERS", "Invalid auto wrap policy: LAYERS"),
-        (
-            "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
-            "true",
-            "requires `activation_checkpointing=True`",
-        ),
+        ("FSDP_TRANSFORMER_CLS_TO_WRAP", "Other", "Other"),
     ],
 )
 def test_what_accelerate_refuses_is_one_line(variable, value, text, monkeypatch):
     monkeypatch.setenv(variable, value)
-    assert text in refused(sharded, *VIT, processes=2)
+    lines = [outcome.err for outcome in run_ranks(2, sharded, VIT)]
+    assert text in lines[0] and len(lines[0].splitlines()) == 1
 
 
-@pytest.mark.full
+@FULL
 def test_accelerate_launch_shards():
     flags = [*VIT, *words("--max_steps 2 --report true")]
     code, out, err = launch("fsdp", ROOT / "train.py", "--run_name", "run", *flags)

@@ -157,10 +157,11 @@ def test_the_input_of_a_checkpoint_has_one_of_evaluation_or_none():
 
 
 @pytest.mark.parametrize(("model", "settings", "text"), [
-    ("mlp", {"eval_size": [28, 30]}, "--eval_size: mlp only takes images of the training size; leave out --eval_size"),
-    ("timm/vit_tiny_patch16_224", {"image_size": 224, "eval_size": 256}, "256x256x3 images, the size of evaluation"),
+    ("mlp", {"eval_size": [28, 30]}, "mlp does not accept 28x30x3 images .*; leave out --eval_size"),
+    ("mnist_cnn", {"eval_size": [28, 30]}, "28x30x3 images .*; leave out --eval_size"),
+    ("timm/vit_tiny_patch16_224", {"image_size": 224, "eval_size": 256}, "256x256x3 images .*; leave out --eval_size"),
     ("timm/vit_tiny_patch16_224", {"image_size": [224, 256]}, r"224x256x3 images .*; try --image_size 224"),
-    ("vit_b_16", {"pretrained": True, "image_size": [224, 256]}, "the weights of vit_b_16 are for 224x224"),
+    ("vit_b_16", {"pretrained": True, "image_size": 64}, "image_size.* expected value 224"),
 ])  # fmt: skip
 def test_a_model_that_does_not_take_the_size_is_refused_with_the_fix(model, settings, text):
     config = TrainConfig(model=model, **settings)
@@ -182,7 +183,7 @@ def test_eval_py_refuses_a_size_that_the_model_does_not_take_in_one_line():
         "1",
     )
     line = refused(eval.main, "--ckpt", "runs/run", "--eval_size", "16")
-    assert "--eval_size: mlp only takes images of the training size; leave out --eval_size" in line
+    assert "mlp does not accept 16x16x3 images" in line
 
 
 @pytest.mark.parametrize(("flags", "expected"), [

@@ -12,17 +12,15 @@ from types import SimpleNamespace
 import numpy as np
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, LoggerType
 from helpers.ranks import returned, run_ranks, start_ranks
-from helpers.training_runs import records, refused, slow_train
+from helpers.training_runs import records, refused, slow_train, train_run, words
 from helpers.waiting import has_logged, records_so_far, until
 
-import replay
 import train
 from utils.config.settings import TrainConfig
 from utils.runs.trackers import numbers_to_send, settings_to_send
 
-FLAGS = ["--model", "mlp", "--max_train_samples", "240", "--global_batch_size", "24"]
-FLAGS += ["--threads", "1", "--lr", "0.01", "--max_steps", "12", "--log_every", "1"]
-FLAGS += ["--eval_every", "5", "--save_every", "4", "--output_dir", "runs"]
+FLAGS = words("--model mlp --max_train_samples 240 --global_batch_size 24 --threads 1 --lr 0.01")
+FLAGS += words("--max_steps 12 --log_every 1 --eval_every 5 --save_every 4 --output_dir runs")
 TENSORBOARD = ["--run_name", "run", *FLAGS, "--report_to", "tensorboard"]
 SENT = Path("sent.jsonl")
 
@@ -85,15 +83,13 @@ def test_after_a_kill_and_a_resume_trackers_show_each_point_of_the_log_once(monk
     launch.kill(signal.SIGKILL)
     launch.finish()
     # With another interval, a point of update 7 would be one of the killed start.
-    flags = ["--run_name", "run", *FLAGS, *to, "--resume", "auto", "--log_every", "3"]
-    returned(2, train.main, flags)
+    train_run(2, "run", *FLAGS, *to, *words("--resume auto --log_every 3"))
     expected = points_of_log()
     assert steps_of("train/loss", expected) == [1, 2, 3, 4, 5, 6, 9, 12]
     assert steps_of("eval/accuracy", expected) == [5, 10, 12]
     assert points_of_tensorboard(folder) == expected
     settings = max(folder.glob("*/hparams.yml")).read_text()
     assert "log_every: 3\n" in settings and "processes: 2\n" in settings
-    assert "torch" in settings
     assert os.getcwd() not in settings and "output_dir" not in settings
     sent = records_so_far(SENT)
     first, second = [entry for entry in sent if "step" not in entry]
@@ -174,10 +170,6 @@ def test_only_a_run_starts_its_tracker_and_one_that_cannot_be_started_ends_all_r
 
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "tensorboard", NotLoggedIn)
     returned(1, train.main, [*TENSORBOARD, "--dry_run"])
-    returned(1, train.main, ["--run_name", "run", *FLAGS, "--max_steps", "2"])
-    settings = Path("runs/run/config.yaml")
-    settings.write_text(settings.read_text().replace("report_to: null", "report_to: tensorboard"))
-    returned(1, replay.main, ["--run", "runs/run", "--update", "2", "--cpu"])
     problem = "--report_to tensorboard: a tracker cannot be started (no API key configured)"
     line = refused(train.main, *FLAGS, "--report_to", "tensorboard", processes=2)
     assert line.startswith(f"train.py: error: {problem}; ")

@@ -19,10 +19,8 @@ def requirements(name: str) -> list[Requirement]:
 
 
 def test_the_newest_entry_of_the_changelog_and_the_citation_have_the_version_of_the_code():
-    assert (
-        re.search(r"^## \[(?!Unreleased)(.+)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)[1]
-        == VERSION
-    )
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(r"^## \[(?!Unreleased)(.+)\]", changes, re.M)[1] == VERSION
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == VERSION and citation["cff-version"] == "1.2.0"
     assert {"message", "title", "authors"} <= citation.keys()
@@ -30,16 +28,13 @@ def test_the_newest_entry_of_the_changelog_and_the_citation_have_the_version_of_
 
 def test_each_library_has_an_oldest_version_and_a_tested_one_that_is_allowed():
     needed = requirements("requirements.txt") + requirements("requirements-dev.txt")
-    tested = {
-        one.name.lower(): next(iter(one.specifier)).version
-        for one in requirements("constraints.txt")
-    }
+    exact = requirements("constraints.txt")
+    tested = {one.name.lower(): next(iter(one.specifier)).version for one in exact}
     bounds = lower_bounds()
     for one in needed:
         if "==" not in str(one.specifier):
-            assert one.specifier.contains(bounds[one.name]) and one.specifier.contains(
-                tested[one.name.lower()]
-            ), one
+            for version in (bounds[one.name], tested[one.name.lower()]):
+                assert one.specifier.contains(version), one
     assert len(bounds) >= 25
 
 

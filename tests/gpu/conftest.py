@@ -47,8 +47,8 @@ def shared_gpu(gpus, tmp_path_factory) -> bool:
     if gpus != 1 or ask("print(torch.cuda.nccl.version() < (2, 30))") == "True":
         return gpus == 1
     folder = tmp_path_factory.mktemp("pair")
-    flags = ["--model", "mlp", "--max_steps", "1", "--output_dir", str(folder / "runs")]
-    words = command(2, "train.py", *flags, "--cache_dir", str(folder), "--timeout", "30")
+    flags = f"--model mlp --max_steps 1 --output_dir {folder}/runs --cache_dir {folder}"
+    words = command(2, "train.py", f"{flags} --timeout 30")
     out = str(folder / "out.txt")
     with suppress(AssertionError):  # NCCL may also hang
         return finish(begin_command(words, out), out, 60).code != 0
@@ -56,13 +56,13 @@ def shared_gpu(gpus, tmp_path_factory) -> bool:
 
 
 @pytest.fixture
-def pair(shared_gpu, record_property) -> list[str]:
+def pair(shared_gpu, record_property) -> str:
     """Flags for two ranks: none for NCCL, or those for gloo.
 
     The table says which of them is used.
     """
     record_property("backend", "gloo" if shared_gpu or ON_CPU else "nccl")
-    return ["--backend", "gloo"] * shared_gpu
+    return "--backend gloo" * shared_gpu
 
 
 @pytest.fixture
@@ -120,14 +120,8 @@ def as_markdown(machine: str, rows: dict[str, dict]) -> str:
     """The table of the checks on a machine, in Markdown."""
     lines = ["| check | result | seconds | figures |", "| --- | --- | --- | --- |"]
     for name, row in rows.items():
-        figures = [f"{key} {value}" for key, value in row["figures"].items()] + [
-            row["reason"]
-        ] * bool(row["reason"])
-        cells = (
-            name,
-            row["outcome"],
-            f"{row['seconds']:.0f}",
-            ", ".join(figures).replace("\n", " ").replace("|", "/"),
-        )
+        figures = [f"{key} {value}" for key, value in row["figures"].items()]
+        text = ", ".join(filter(None, [*figures, row["reason"]])).replace("\n", " ")
+        cells = name, row["outcome"], f"{row['seconds']:.0f}", text.replace("|", "/")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", machine])

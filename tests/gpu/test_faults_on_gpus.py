@@ -1,5 +1,6 @@
 """A lost rank ends a run on GPUs with one line, with both classes that PyTorch has for NCCL."""
 
+import shlex
 import signal
 from pathlib import Path
 
@@ -10,18 +11,8 @@ from helpers.waiting import SOON, error_lines, until
 
 pytestmark = pytest.mark.gpu
 
-ENDLESS = [
-    *MLP,
-    "--max_steps",
-    "1000000",
-    "--run_name",
-    "run",
-    "--timeout",
-    "15",
-    "--eval_every",
-    "1000000",
-]
-ENDLESS += ["--save_every", "1000000", "--log_every", "1"]
+ENDLESS = shlex.join(MLP) + " --max_steps 1000000 --run_name run --timeout 15 --log_every 1"
+ENDLESS += " --eval_every 1000000 --save_every 1000000"
 
 
 @pytest.mark.parametrize("nccl", pick(["NCCL2", "NCCL"], ["NCCL"]))
@@ -31,7 +22,7 @@ def test_a_lost_rank_ends_the_run_with_at_most_one_line(
 ):
     env = {"TORCH_DIST_USE_NCCL2": "1" if nccl == "NCCL2" else "0", "LOCKSTEP_WATCHED": "raise"}
     script = "tests/gpu/watched/train.py" if fault == "raises" else "train.py"
-    started = begin(command(2, script, *ENDLESS, *pair), **env)
+    started = begin(command(2, script, f"{ENDLESS} {pair}"), **env)
     await_update(started, 25 if fault == "raises" else 5)
     second = ranks(started)[1] if fault != "raises" else None
     if second is not None:

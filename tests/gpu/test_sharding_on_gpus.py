@@ -3,75 +3,23 @@ speed beside DDP.
 """
 
 import pytest
-from helpers.gpu_runs import ON_CPU, command, pick, run, train
+from helpers.gpu_runs import command, largest_difference, losses, pick, run, train, trained
 from helpers.training_runs import records
 
 pytestmark = pytest.mark.gpu
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-VIT = [
-    "--data",
-    "digits",
-    "--image_size",
-    "32",
-    "--model",
-    "timm/test_vit",
-    "--model_args",
-    "{img_size: 32}",
-]
-VIT += [
-    "--optimizer",
-    "adamw",
-    "--lr",
-    "0.001",
-    "--global_batch_size",
-    "64",
-    "--log_every",
-    "1",
-    "--report",
-    "false",
-]
-VIT += ["--lr_schedule", "constant", "--save_every", "5", "--eval_every", "1000"]
-LARGE = [
-    "--data",
-    "synthetic/10x224x512",
-    "--model",
-    "vit_b_16",
-    "--optimizer",
-    "adamw",
-    "--mixed_precision",
-    "bf16",
-]
-LARGE += [
-    "--global_batch_size",
-    "128",
-    "--log_every",
-    "10",
-    "--max_steps",
-    "40",
-    "--report",
-    "false",
-    "--lr",
-    "1e-4",
-]
-LARGE += ["--eval_every", "1000", "--max_eval_samples", "64"]
+VIT = "--data digits --image_size 32 --model timm/test_vit --model_args '{img_size: 32}'"
+VIT += " --optimizer adamw --lr 0.001 --lr_schedule constant --global_batch_size 64 --log_every 1"
+VIT += " --report false --save_every 5 --eval_every 1000"
+LARGE = "--data synthetic/10x224x512 --model vit_b_16 --optimizer adamw --lr 1e-4"
+LARGE += " --mixed_precision bf16 --global_batch_size 128 --log_every 10 --max_steps 40"
+LARGE += " --report false --eval_every 1000 --max_eval_samples 64"
 
 
 @pytest.fixture(autouse=True)
 def nccl(over_nccl) -> None:
     """FSDP on GPUs needs NCCL."""
-
-
-def trained(log):
-    return [record for record in log if record["kind"] == "train"]
-
-
-def losses(log):
-    return [record["loss"] for record in trained(log)]
-
-
-def largest_difference(one, other):
-    return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
 def row_of_sharding(text: str) -> str:
@@ -81,69 +29,44 @@ def row_of_sharding(text: str) -> str:
 
 @pytest.mark.parametrize(("precision", "rounding"), [("no", 1e-5), ("bf16", 1e-2)])
 def test_a_sharded_run_has_the_losses_of_ddp(precision, rounding, record_property):
-    flags = [
-        *VIT,
-        "--mixed_precision",
-        precision,
-        "--max_steps",
-        "10",
-        *(["--deterministic"] if precision == "no" else []),
-    ]
-    found = [losses(train(2, name, *flags, **env)) for name, env in (("ddp", {}), ("fsdp", FSDP))]
+    flags = f"{VIT} --mixed_precision {precision} --max_steps 10"
+    flags += " --deterministic" * (precision == "no")
+    found = [losses(train(2, name, flags, **env)) for name, env in (("ddp", {}), ("fsdp", FSDP))]
     record_property("largest difference of a loss", f"{largest_difference(*found):.1e}")
     assert largest_difference(*found) < rounding
 
 
 def test_a_run_moves_from_fsdp_to_one_gpu_and_back(record_property):
-    flags = [
-        *VIT,
-        "--mixed_precision",
-        "no",
-        "--deterministic",
-        "--ema_decay",
-        "0.9",
-        "--clip_norm",
-        "1",
-    ]
-    whole = losses(train(1, "whole", *flags, "--max_steps", "15"))
-    for processes, steps in ((2, "5"), (1, "10"), (2, "15")):
-        log = train(processes, "run", *flags, "--resume", "auto", "--max_steps", steps, **FSDP)
+    flags = f"{VIT} --mixed_precision no --deterministic --ema_decay 0.9 --clip_norm 1"
+    whole = losses(train(1, "whole", f"{flags} --max_steps 15"))
+    for processes, steps in ((2, 5), (1, 10), (2, 15)):
+        log = train(processes, "run", f"{flags} --resume auto --max_steps {steps}", **FSDP)
     record_property("largest difference of a loss", f"{largest_difference(whole, losses(log)):.1e}")
     assert largest_difference(whole, losses(log)) < 1e-4
 
 
 def test_offloaded_parameters_train_clip_save_and_resume():
-    flags = [
-        *VIT,
-        "--mixed_precision",
-        "no",
-        "--clip_norm",
-        "1",
-        "--resume",
-        "auto",
-        "--ema_decay",
-        "0.9",
-    ]
+    flags = f"{VIT} --mixed_precision no --clip_norm 1 --resume auto --ema_decay 0.9"
     offload = FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}
-    for steps in ("2", "4"):
-        log = train(2, "offload", *flags, "--max_steps", steps, **offload)
-    expected = losses(train(2, "ddp", *flags, "--max_steps", "4"))
+    for steps in (2, 4):
+        log = train(2, "offload", f"{flags} --max_steps {steps}", **offload)
+    expected = losses(train(2, "ddp", f"{flags} --max_steps 4"))
     assert largest_difference(losses(log), expected) < 1e-4
 
 
 WAYS = {
-    "DDP": ({}, []),
-    "FSDP": (FSDP, []),
-    "FSDP, not resharded": (FSDP | {"FSDP_RESHARD_AFTER_FORWARD": "false"}, []),
-    "FSDP, checkpointed blocks": (FSDP, ["--grad_checkpointing"]),
+    "DDP": ({}, ""),
+    "FSDP": (FSDP, ""),
+    "FSDP, not resharded": (FSDP | {"FSDP_RESHARD_AFTER_FORWARD": "false"}, ""),
+    "FSDP, checkpointed blocks": (FSDP, "--grad_checkpointing"),
 }
 
 
 @pytest.mark.parametrize("way", pick(WAYS, ["FSDP"]))
 def test_memory_and_speed_of_a_vision_transformer(way, record_property):
     env, more = WAYS[way]
-    flags = [*LARGE, *more] if not ON_CPU else [*VIT, "--max_steps", "4"]
-    ended = run(command(2, "train.py", "--run_name", "run", *flags), **env)
+    flags = pick(f"{LARGE} {more}", f"{VIT} --max_steps 4")
+    ended = run(command(2, "train.py", f"--run_name run {flags}"), **env)
     last = trained(records("run"))[-1]
     record_property("images/s", f"{last['images_per_second']:.0f}")
     record_property("GPU memory", f"{last.get('gpu_memory', 0) / 1e9:.2f} GB")

@@ -3,120 +3,51 @@
 import gzip
 import importlib
 import json
+import shlex
 import sys
 from pathlib import Path
 from statistics import median
 
 import pytest
-from helpers.gpu_runs import ON_CPU, ROOT, begin, finish, pick, train
+from helpers.gpu_runs import ON_CPU, ROOT, begin, finish, losses, pick, train, trained
 from helpers.training_runs import same_tensors, weights
 
 pytestmark = pytest.mark.gpu
 
 WATCHED = "tests/gpu/watched/train.py"
-SYNTHETIC = [
-    "--eval_every",
-    "100000",
-    "--save_every",
-    "100000",
-    "--max_eval_samples",
-    "64",
-    "--lr",
-    "0.01",
-]
-MNIST = [
-    *SYNTHETIC,
-    "--data",
-    f"synthetic/10x28x{pick(60000, 600)}",
-    "--channels",
-    "1",
-    "--crop_padding",
-    "2",
-]
-CIFAR = [
-    *SYNTHETIC,
-    "--data",
-    f"synthetic/10x32x{pick(50000, 600)}",
-    "--crop_padding",
-    "4",
-    "--flip",
-]
+SYNTHETIC = "--eval_every 100000 --save_every 100000 --max_eval_samples 64 --lr 0.01"
+MNIST = f"{SYNTHETIC} --data synthetic/10x28x{pick(60000, 600)} --channels 1 --crop_padding 2"
+CIFAR = f"{SYNTHETIC} --data synthetic/10x32x{pick(50000, 600)} --crop_padding 4 --flip"
+WAITS = {
+    "fp32": "--mixed_precision no",
+    "bf16, images on the host": "--mixed_precision bf16 --data_on_device no",
+    "fp16, clipping": f"--mixed_precision {pick('fp16', 'no')} --clip_norm 1",
+    "BCE, flips": "--mixed_precision no --loss binary_cross_entropy --flip",
+    "accumulation, shifts": "--mixed_precision no --grad_accum 2 --crop_padding 2",
+    "alternating flips, erasing": "--mixed_precision no --flip alternate --random_erasing 0.5 --cutout 8",
+    "augmented by loader processes": "--mixed_precision no --auto_augment trivialaugment",
+}
 
 
-def trained(log):
-    return [record for record in log if record["kind"] == "train"]
+def rate_of(records):
+    return round(median(record["images_per_second"] for record in records))
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--mixed_precision", "no"],
-        ["--mixed_precision", "bf16", "--data_on_device", "no"],
-        ["--mixed_precision", pick("fp16", "no"), "--clip_norm", "1"],
-        ["--mixed_precision", "no", "--loss", "binary_cross_entropy", "--flip"],
-        ["--mixed_precision", "no", "--grad_accum", "2", "--crop_padding", "2"],
-        [
-            "--mixed_precision",
-            "no",
-            "--flip",
-            "alternate",
-            "--random_erasing",
-            "0.5",
-            "--cutout",
-            "8",
-        ],
-        ["--mixed_precision", "no", "--auto_augment", "trivialaugment"],
-    ],
-    ids=[
-        *(
-            "fp32",
-            "bf16, images on the host",
-            "fp16, clipping",
-            "BCE, flips",
-            "accumulation, shifts",
-        ),
-        *("alternating flips, erasing", "augmented by loader processes"),
-    ],
-)
-def test_the_host_waits_for_the_gpu_in_no_update(flags):
+@pytest.mark.parametrize("case", WAITS)
+def test_the_host_waits_for_the_gpu_in_no_update(case):
     """PyTorch raises an error at each synchronisation, in the updates 6 to 40."""
-    flags = ["--model", "mnist_cnn", "--max_steps", "45", *SYNTHETIC, *flags]
-    log = train(1, "run", *flags, script=WATCHED, LOCKSTEP_WATCHED="sync")
+    flags = f"--model mnist_cnn --max_steps 45 {SYNTHETIC} {WAITS[case]}"
+    log = train(1, "run", flags, script=WATCHED, LOCKSTEP_WATCHED="sync")
     assert log[-1]["step"] == 45
 
 
 def test_a_run_has_the_same_weights_with_images_on_the_gpu_and_on_the_host():
-    flags = [
-        *MNIST,
-        "--flip",
-        "alternate",
-        "--random_erasing",
-        "0.5",
-        "--cutout",
-        "8",
-        "--model",
-        "mlp",
-    ]
-    flags += [
-        "--deterministic",
-        "--mixed_precision",
-        "no",
-        "--log_every",
-        "1",
-        "--max_steps",
-        pick("200", "20"),
-    ]
-    places = {
-        "yes": ["--data_on_device", "yes"],
-        "no": ["--data_on_device", "no"],
-        "cpu": ["--cpu"],
-    }
-    losses = {
-        name: [r["loss"] for r in trained(train(1, name, *flags, *more))]
-        for name, more in places.items()
-    }
+    flags = f"{MNIST} --flip alternate --random_erasing 0.5 --cutout 8 --model mlp --deterministic"
+    flags += f" --mixed_precision no --log_every 1 --max_steps {pick(200, 20)}"
+    places = {"yes": "--data_on_device yes", "no": "--data_on_device no", "cpu": "--cpu"}
+    found = {name: losses(train(1, name, f"{flags} {more}")) for name, more in places.items()}
     assert same_tensors(weights("yes"), weights("no"))
-    assert losses["yes"][:5] == pytest.approx(losses["cpu"][:5], rel=1e-3)  # also the augmentation
+    assert found["yes"][:5] == pytest.approx(found["cpu"][:5], rel=1e-3)  # also the augmentation
 
 
 # The GPU computes an update in about a millisecond, of which the host needs a tenth to hand over a
@@ -126,23 +57,14 @@ SMALL = [(MNIST, "mnist_cnn", "no", 0.2), (CIFAR, pick("resnet18", "mlp"), "bf16
 
 @pytest.mark.parametrize(("data", "model", "precision", "most"), SMALL, ids=["MNIST", "CIFAR"])
 def test_small_images_are_hardly_waited_for(data, model, precision, most, record_property):
-    flags = [
-        *data,
-        "--model",
-        model,
-        "--global_batch_size",
-        pick("1024", "64"),
-        "--log_every",
-        pick("100", "5"),
-    ]
-    flags += ["--max_steps", pick("600", "20"), "--mixed_precision", pick(precision, "no")]
+    flags = f"{data} --model {model} --global_batch_size {pick(1024, 64)}"
+    flags += f" --log_every {pick(100, 5)} --max_steps {pick(600, 20)}"
+    flags += f" --mixed_precision {pick(precision, 'no')}"
     for place in ("yes", "no"):
-        records = trained(train(1, place, *flags, "--data_on_device", place))[1:]
+        records = trained(train(1, place, f"{flags} --data_on_device {place}"))[1:]
         wait = median(record["data_wait"] for record in records)
         name = "on the device" if place == "yes" else "on the host"
-        record_property(
-            f"images/s {name}", round(median(record["images_per_second"] for record in records))
-        )
+        record_property(f"images/s {name}", rate_of(records))
         record_property(f"data_wait {name}", f"{wait:.1%}")
         assert wait < pick(most, 1) or place == "no"
 
@@ -150,32 +72,25 @@ def test_small_images_are_hardly_waited_for(data, model, precision, most, record
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
     """An image folder of pictures like photographs."""
-    folder = tmp_path_factory.mktemp("made") / "photos"
+    folder = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "benchmarks"))
-        importlib.import_module("gpus").two_classes(folder, pick(1500, 40))
-    return str(folder)
+        make = importlib.import_module("input_pipeline").make_photographs
+        make(folder / "train", 500, 400, 12, pick(1500, 40), classes=2)
+    return folder
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "compiled"])
 def test_photographs_arrive_in_time(precision, photos, record_property):
-    flags = [*SYNTHETIC, "--data", photos, "--model", pick("resnet50", "mlp"), "--drop_last"]
-    flags += [
-        "--global_batch_size",
-        pick("256", "8"),
-        "--max_steps",
-        pick("60", "8"),
-        "--log_every",
-        pick("15", "2"),
-    ]
-    flags += ["--num_workers", pick("16", "1"), "--image_size", pick("224", "112")]
-    flags += ["--mixed_precision", pick("no" if precision == "no" else "bf16", "no")]
-    compiled = (
-        ("--dynamo_backend", pick("inductor", "aot_eager")) if precision == "compiled" else ()
-    )
-    records = trained(train(1, "run", *flags, launcher=compiled))[1:]
+    flags = f"{SYNTHETIC} --data {photos} --model {pick('resnet50', 'mlp')} --drop_last"
+    flags += f" --global_batch_size {pick(256, 8)} --max_steps {pick(60, 8)}"
+    flags += f" --log_every {pick(15, 2)} --num_workers {pick(16, 1)}"
+    flags += f" --image_size {pick(224, 112)}"
+    flags += f" --mixed_precision {pick('no' if precision == 'no' else 'bf16', 'no')}"
+    compiled = f"--dynamo_backend {pick('inductor', 'aot_eager')}" * (precision == "compiled")
+    records = trained(train(1, "run", flags, launcher=compiled))[1:]
     wait = median(record["data_wait"] for record in records)
-    record_property("images/s", round(median(record["images_per_second"] for record in records)))
+    record_property("images/s", rate_of(records))
     record_property("data_wait", f"{wait:.1%}")
     assert wait < pick(0.05, 1) or precision != "no"
 
@@ -184,18 +99,9 @@ def test_photographs_arrive_in_time(precision, photos, record_property):
 def test_the_exchange_of_gradients_overlaps_with_the_backward_pass(
     nccl, pair, over_nccl, record_property
 ):
-    flags = [
-        *CIFAR,
-        "--model",
-        pick("resnet50", "mlp"),
-        "--max_steps",
-        "40",
-        "--log_every",
-        "10",
-        "--profile",
-    ]
-    flags += ["--global_batch_size", pick("256", "32"), *pair]
-    log = train(2, "run", *flags, TORCH_DIST_USE_NCCL2="1" if nccl == "NCCL2" else "0")
+    flags = f"{CIFAR} --model {pick('resnet50', 'mlp')} --max_steps 40 --log_every 10 --profile"
+    flags += f" --global_batch_size {pick(256, 32)} {pair}"
+    log = train(2, "run", flags, TORCH_DIST_USE_NCCL2="1" if nccl == "NCCL2" else "0")
     record_property("images/s", round(trained(log)[-1]["images_per_second"]))
     with gzip.open("runs/run/trace-rank0.json.gz") as file:
         exchanged, hidden = overlap(json.load(file)["traceEvents"])
@@ -228,36 +134,15 @@ def overlap(events):
 def test_train_py_is_as_fast_as_its_step_and_as_timm(kind, gpus, record_property):
     if kind == "all GPUs" and gpus < 2 and not ON_CPU:
         pytest.skip("needs two GPUs")
-    words = [
-        sys.executable,
-        ROOT / "benchmarks/gpus.py",
-        "--kinds",
-        kind,
-        "--rounds",
-        pick(3, 1),
-        "--json",
-        "gpu.json",
-    ]
-    trial = [
-        "--model",
-        "resnet18",
-        "--image_size",
-        32,
-        "--batch_size",
-        8,
-        "--small_batch_size",
-        64,
-        "--steps",
-        8,
-    ]
-    words += pick([], [*trial, "--photos_count", 40, "--num_workers", 1])
-    ended = finish(begin(list(map(str, words))))
+    trial = "--model resnet18 --image_size 32 --batch_size 8 --small_batch_size 64 --steps 8"
+    trial = f"--rounds 1 {trial} --photos_count 40 --num_workers 1"
+    flags = f"--kinds '{kind}' --json gpu.json {pick('--rounds 3', trial)}"
+    words = [sys.executable, f"{ROOT}/benchmarks/gpus.py", *shlex.split(flags)]
+    ended = finish(begin(words))
     assert ended.code == 0, ended.out
     results = json.loads(Path("gpu.json").read_text())["results"].get(kind, {})
     for side, runs in results.items():
-        record_property(
-            f"images/s, {side}", round(median(run["images_per_second"] for run in runs))
-        )
+        record_property(f"images/s, {side}", rate_of(runs))
         if memory := [run["gpu_memory"] for run in runs if run["gpu_memory"]]:
             record_property(f"GB, {side}", round(max(memory) / 1e9, 2))
     # The host hands over a batch of small images in a third of the time of a step. The others are
@@ -269,10 +154,10 @@ def test_train_py_is_as_fast_as_its_step_and_as_timm(kind, gpus, record_property
     }
     side, ratio = least.get(kind, ("", 0))
     if side in results:
-        pairs = zip(results["train.py"], results[side], strict=True)  # of the same round
-        found = median(
-            ours["images_per_second"] / theirs["images_per_second"] for ours, theirs in pairs
+        ours, theirs = (
+            [run["images_per_second"] for run in results[name]] for name in ("train.py", side)
         )
+        found = median(a / b for a, b in zip(ours, theirs, strict=True))  # of the same round
         record_property(f"beside {side}", f"{found:.2f}")
         assert found >= pick(ratio, 0)
     assert results or kind == "all GPUs"

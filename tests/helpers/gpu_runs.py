@@ -3,6 +3,7 @@ their own.
 """
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from helpers.launched_runs import end_commands
-from helpers.training_runs import ROOT
+from helpers.training_runs import ROOT, clean_environment
 from helpers.waiting import PATIENCE, has_logged, records_so_far, until
 
 # Run the tests of tests/gpu/ on the CPU, in a small size and without their figures, to find
@@ -45,11 +46,7 @@ def environment(**more: str) -> dict[str, str]:
     """The user's environment, in which the GPUs are visible; conftest.py has hidden them from the
     tests.
     """
-    env = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.startswith(("OMP_", "ACCELERATE_", "RANK", "WORLD_"))
-    }
+    env = clean_environment()
     del env["CUDA_VISIBLE_DEVICES"]
     visible = "" if ON_CPU else os.environ["LOCKSTEP_TESTS_GPUS"]
     if visible != "all":
@@ -63,14 +60,9 @@ def ask(script: str) -> str:
 
     It can use torch and benchmarks/common.py.
     """
-    words = [
-        sys.executable,
-        "-c",
-        f"import sys; sys.path[:0] = ['.', 'benchmarks']; import common, torch; {script}",
-    ]
-    return subprocess.run(
-        words, capture_output=True, text=True, env=environment(), cwd=ROOT, check=True
-    ).stdout.strip()
+    code = f"import sys; sys.path[:0] = ['.', 'benchmarks']; import common, torch; {script}"
+    words = [sys.executable, "-c", code]
+    return subprocess.check_output(words, text=True, env=environment(), cwd=ROOT).strip()
 
 
 def gpu_count() -> int:
@@ -83,13 +75,14 @@ def seconds_left() -> float:
     return UNTIL - time.time()
 
 
-def command(
-    processes: int, script: str | Path, *flags: str, launcher: tuple[str, ...] = ()
-) -> list[str]:
-    """`accelerate launch` of a script with the project's configuration, and flags of the launcher."""
-    config = ROOT / "accelerate_configs" / ("1gpu.yaml" if processes == 1 else "2gpu.yaml")
-    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, *launcher]
-    return [*map(str, words), str(ROOT / script), *map(str, flags)]
+def command(processes: int, script: str, flags: str = "", launcher: str = "") -> list[str]:
+    """`accelerate launch` of a script with the project's configuration, and flags of the launcher.
+
+    Flags are given as they are typed.
+    """
+    config = f"--config_file {ROOT}/accelerate_configs/{processes}gpu.yaml"
+    words = f"-m accelerate.commands.launch {config} {launcher} {ROOT}/{script} {flags}"
+    return [sys.executable, *shlex.split(words)]
 
 
 def begin(words: list[str], out: str = "out.txt", **env: str) -> subprocess.Popen:
@@ -109,9 +102,8 @@ def finish(process: subprocess.Popen, out: str = "out.txt", seconds: float = LIM
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:
         end_started()
-        raise AssertionError(
-            f"still running after {seconds:.0f} s:\n{Path(out).read_text()[-3000:]}"
-        ) from None
+        shown = Path(out).read_text()[-3000:]
+        raise AssertionError(f"still running after {seconds:.0f} s:\n{shown}") from None
     return Ended(code, Path(out).read_text(), time.monotonic() - begun)
 
 
@@ -123,11 +115,26 @@ def run(words: list[str], seconds: float = LIMIT, **env: str) -> Ended:
 
 
 def train(
-    processes: int, name: str, *flags: str, script: str = "train.py", launcher=(), **env: str
+    processes: int, name: str, flags: str, script="train.py", launcher="", **env: str
 ) -> list[dict]:
     """Train in runs/NAME; returns the records of its log."""
-    run(command(processes, script, "--run_name", name, *flags, launcher=launcher), **env)
+    run(command(processes, script, f"--run_name {name} {flags}", launcher), **env)
     return records_so_far(Path("runs") / name / "log.jsonl")
+
+
+def trained(log: list[dict]) -> list[dict]:
+    """The train records of a log."""
+    return [record for record in log if record["kind"] == "train"]
+
+
+def losses(log: list[dict]) -> list[float]:
+    """The training losses of a log."""
+    return [record["loss"] for record in trained(log)]
+
+
+def largest_difference(one: list[float], other: list[float]) -> float:
+    """Of two lists of losses."""
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
 def await_update(process: subprocess.Popen, step: int) -> None:
@@ -135,10 +142,8 @@ def await_update(process: subprocess.Popen, step: int) -> None:
 
     Fails with the output if the command ends before that.
     """
-    until(
-        lambda: has_logged(step)() or process.poll() is not None,
-        seconds=min(PATIENCE, seconds_left()),
-    )
+    seconds = min(PATIENCE, seconds_left())
+    until(lambda: has_logged(step)() or process.poll() is not None, seconds=seconds)
     assert process.poll() is None, Path("out.txt").read_text()[-3000:]
 
 
@@ -147,18 +152,24 @@ def end_started() -> None:
     end_commands(_STARTED)
 
 
+def of_train_py(process: subprocess.Popen) -> list[psutil.Process]:
+    """The processes of train.py below a launcher, workers included."""
+    found = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with suppress(psutil.Error):
+            if any(Path(word).name == "train.py" for word in child.cmdline()):
+                found.append(child)
+    return found
+
+
 def ranks(process: subprocess.Popen) -> list[psutil.Process]:
     """The ranks of a launch on two processes, in their order."""
 
     def found() -> list[tuple[str, psutil.Process]] | None:
         pairs = []
-        for child in psutil.Process(process.pid).children(recursive=True):
-            with suppress(psutil.Error):
-                if (
-                    any(Path(word).name == "train.py" for word in child.cmdline())
-                    and "RANK" in child.environ()
-                ):
-                    pairs.append((child.environ()["RANK"], child))
+        for child in of_train_py(process):
+            with suppress(psutil.Error, KeyError):
+                pairs.append((child.environ()["RANK"], child))
         return pairs if len({rank for rank, _ in pairs}) == 2 else None
 
     pairs = sorted(until(found), key=lambda pair: (pair[0], pair[1].create_time()))
@@ -168,7 +179,6 @@ def ranks(process: subprocess.Popen) -> list[psutil.Process]:
 
 def stop(process: subprocess.Popen) -> None:
     """Send SIGTERM to the ranks of a launch; the launcher of a single process would exit before it."""
-    for child in psutil.Process(process.pid).children(recursive=True):
+    for child in of_train_py(process):
         with suppress(psutil.Error):
-            if any(Path(word).name == "train.py" for word in child.cmdline()):
-                child.send_signal(signal.SIGTERM)
+            child.send_signal(signal.SIGTERM)

@@ -8,34 +8,16 @@ from pathlib import Path
 import psutil
 
 from helpers.ranks import free_port
-from helpers.training_runs import BIN, ROOT
+from helpers.training_runs import BIN, ROOT, words
 from helpers.waiting import PATIENCE
 
-FLAGS = [
-    "--data",
-    "synthetic/10x28x20000",
-    "--model",
-    "mlp",
-    "--global_batch_size",
-    "120",
-    "--lr",
-    "0.01",
-]
-FLAGS += ["--log_every", "1", "--save_every", "20", "--eval_every", "1000", "--run_name", "run"]
+FLAGS = words("--data synthetic/10x28x20000 --model mlp --global_batch_size 120 --lr 0.01")
+FLAGS += words("--log_every 1 --save_every 20 --eval_every 1000 --run_name run")
 FLAGS += ["--timeout", str(PATIENCE)]
+_LAUNCH = ["accelerate", "launch", "--config_file"]
 LAUNCHERS = {
-    "accelerate launch, 2 processes": [
-        "accelerate",
-        "launch",
-        "--config_file",
-        f"{ROOT}/accelerate_configs/2cpu.yaml",
-    ],
-    "accelerate launch, 1 process": [
-        "accelerate",
-        "launch",
-        "--config_file",
-        f"{ROOT}/accelerate_configs/cpu.yaml",
-    ],
+    "accelerate launch, 2 processes": [*_LAUNCH, f"{ROOT}/accelerate_configs/2cpu.yaml"],
+    "accelerate launch, 1 process": [*_LAUNCH, f"{ROOT}/accelerate_configs/cpu.yaml"],
     "torchrun, 2 processes": ["torchrun", "--nproc_per_node", "2", "--master_port", "0"],
     "python": ["python"],
 }
@@ -50,10 +32,8 @@ def begin(launcher: str, *flags: str, restarts: int = 0) -> subprocess.Popen:
     if "--master_port" in more:
         more[more.index("--master_port") + 1] = str(free_port())
     if restarts:
-        more[more.index("launch") + 1 if "launch" in more else 0 : 0] = [
-            "--max_restarts",
-            str(restarts),
-        ]
+        place = 1 if "launch" in more else 0
+        more[place:place] = ["--max_restarts", str(restarts)]
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "ACCELERATE_"))}
     command = [str(BIN / program), *more, f"{ROOT}/train.py", *FLAGS, *flags]
     with Path("out.txt").open("w") as out:

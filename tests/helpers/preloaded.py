@@ -4,6 +4,7 @@ import encodings.idna  # noqa: F401
 import functools
 import importlib.metadata
 import multiprocessing.synchronize  # noqa: F401
+import threading
 
 import numpy.ctypeslib
 import numpy.ma  # noqa: F401
@@ -12,6 +13,7 @@ import torch.distributed.algorithms.ddp_comm_hooks.default_hooks
 import torch.utils.serialization
 from accelerate.utils import is_datasets_available
 from PIL import Image
+from tqdm import tqdm
 
 import doctor
 import eval
@@ -25,6 +27,9 @@ from utils.report.html import template
 
 torch.set_num_threads(1)
 Image.init()
+# tqdm's own lock would be shared with ranks that a test kills, and its thread forked
+tqdm.set_lock(threading.RLock())
+tqdm.monitor_interval = 0
 # PyTorch and Accelerate read these from the disk in each rank.
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)

@@ -185,16 +185,17 @@ def same_tensors(one: dict, other: dict) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def clean_environment() -> dict[str, str]:
+    """The environment without variables of launchers."""
+    launchers = ("OMP_", "ACCELERATE_", "RANK", "WORLD_")
+    return {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
+
+
 def start(*command: str, seconds: float = 2 * PATIENCE, **env: str) -> tuple[int, str, str]:
     """Run a command of this environment's bin folder; returns its exit code, stdout and stderr."""
-    clean = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.startswith(("OMP_", "ACCELERATE_", "RANK", "WORLD_"))
-    }
     result = subprocess.run(
         [str(BIN / command[0]), *map(str, command[1:])],
-        capture_output=True, text=True, timeout=seconds, env=clean | env, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=seconds, env=clean_environment() | env, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     return result.returncode, result.stdout, result.stderr
 

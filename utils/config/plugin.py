@@ -12,6 +12,7 @@ from pathlib import Path
 from traceback import extract_tb
 
 from utils.config.bounds import require
+from utils.console import say
 from utils.errors import UserError, one_line
 from utils.files import expand
 
@@ -23,7 +24,8 @@ def load_plugin(file: str) -> None:
     """Import the file. Raises UserError, with the line of the file, if this fails."""
     path = expand(file).resolve()
     require(path.is_file(), f"--plugin {file}: no such file", "give the path of a Python file")
-    PLUGIN[path.name] = sha256(path.read_bytes()).hexdigest()
+    # of what is imported, which a later call in this process does not change
+    PLUGIN.setdefault(path.name, sha256(path.read_bytes()).hexdigest())
     sys.path.append(str(path.parent))  # also for loader processes that import it by its name
     try:
         module = import_module(path.stem)
@@ -36,7 +38,7 @@ def load_plugin(file: str) -> None:
         raise UserError(problem, "correct it") from error
 
 
-def check_plugin(path: Path, versions: Mapping[str, str], is_main: bool = True) -> None:
+def check_plugin(path: Path, versions: Mapping[str, str]) -> None:
     """Raise UserError if the run or checkpoint at `path`, made with these `versions`, needs another
     plug-in.
 
@@ -46,5 +48,5 @@ def check_plugin(path: Path, versions: Mapping[str, str], is_main: bool = True) 
         fits = not name.endswith(".py") or name in PLUGIN
         require(fits, f"{path}: was made with the plug-in {name}", f"add --plugin {name}")
     for name, content in PLUGIN.items():
-        if is_main and versions.get(name) != content:
-            print(f"{path}: was not made with this version of --plugin {name}")
+        if versions.get(name) != content:
+            say(f"{path}: was not made with this version of --plugin {name}")

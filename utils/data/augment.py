@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from utils.config.settings import TrainConfig
 from utils.data.decode import center, center_factor, resize
-from utils.data.draws import ALTERNATING, Array, Draws, Transform, namespace
+from utils.data.draws import ALTERNATING, Draws, Transform
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
 from utils.data.transforms import AUTO_AUGMENTS, ColorJitter, Cutout, RandomErasing
@@ -28,10 +27,10 @@ class Center(Transform):
     def __init__(self, spec: InputSpec):
         self.spec = spec
 
-    def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
+    def image(self, pixels: Tensor, random: Tensor) -> Tensor:
         return center(pixels, self.spec)
 
-    def shrink(self, random: np.ndarray, height: int, width: int) -> float:
+    def shrink(self, random: Tensor, height: int, width: int) -> float:
         return self.spec.crop * center_factor(height, width, *self.spec.size)
 
 
@@ -45,13 +44,13 @@ class Crop(Transform):
     def __init__(self, spec: InputSpec, min_scale: float):
         self.spec, self.min_scale = spec, min_scale
 
-    def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
+    def image(self, pixels: Tensor, random: Tensor) -> Tensor:
         height, width, _ = pixels.shape
         top, left, rows, columns = crop_box(height, width, random.tolist(), self.min_scale)
         box = pixels[top : top + rows, left : left + columns]
         return resize(box, *self.spec.size, self.spec.interpolation)
 
-    def shrink(self, random: np.ndarray, height: int, width: int) -> float:
+    def shrink(self, random: Tensor, height: int, width: int) -> float:
         _, _, rows, columns = crop_box(height, width, random.tolist(), self.min_scale)
         return center_factor(rows, columns, *self.spec.size)
 
@@ -71,50 +70,35 @@ class ShiftAndFlip(Transform):
         stream = ALTERNATING if flip == "alternate" else "flip"
         self.streams = ("shift_top", "shift_left") * (padding > 0) + (stream,) * self.flip
 
-    def batch(self, images: Tensor, random: Array) -> Tensor:
+    def batch(self, images: Tensor, random: Tensor) -> Tensor:
         n, height, width, channels = images.shape
         padding = self.padding
         padded_height, padded_width = height + 2 * padding, width + 2 * padding
-        flipped, starts = self._places(random, height, padded_height, padded_width)
-        sources = images.new_zeros(n + len(flipped), padded_height, padded_width, channels)
+        sources = images.new_zeros(n * (1 + self.flip), padded_height, padded_width, channels)
         inner = sources[:, padding : padding + height, padding : padding + width]
         inner[:n] = images
-        inner[n:] = images.index_select(0, flipped).flip(1, 2)
+        shifts = (random * (2 * padding + 1)).long()  # without padding, 0
+        top, left = shifts[:, 0], shifts[:, 1 if padding else 0]
+        image, rows = (torch.arange(count, device=images.device) for count in (n, height))
+        step: Any = padded_width
+        first = (image * padded_height + top) * padded_width + left
+        if self.flip:
+            # All are flipped, because a host would have to wait for a GPU to know which. They come
+            # after the others, with all pixels in reverse order, so rows are read from last to
+            # first.
+            inner[n:] = images.flip(1, 2)
+            is_flipped = random[:, -1] < 0.5
+            end = (n + image + 1) * padded_height - 1 - top
+            reverse = end * padded_width + 2 * padding - left
+            first = torch.where(is_flipped, reverse, first)
+            step = torch.where(is_flipped, -padded_width, padded_width)[:, None]
         # Each row of the result is contiguous in `sources`, so one indexed copy of all rows gives
         # the result.
+        starts = (first[:, None] + step * rows).reshape(-1)
         runs = sources.as_strided(
             (max(0, sources.numel() // channels - width + 1), width * channels), (channels, 1)
         )
         return runs.index_select(0, starts).view(n, height, width, channels)
-
-    def _places(
-        self, random: Array, height: int, padded_height: int, padded_width: int
-    ) -> tuple[Tensor, Tensor]:
-        """The images to flip, int64 [m], and where each row of the result starts in the padded
-        images, int64 [n * H].
-
-        On the device, all images are flipped, because the host would have to wait for the number of
-        those to flip.
-        """
-        n, xp = len(random), namespace(random)
-        shifts = xp.asarray(random * (2 * self.padding + 1), dtype=xp.int64)  # without padding, 0
-        top, left = shifts[:, 0], shifts[:, 1 if self.padding else 0]
-        image, rows = (xp.arange(count, device=random.device) for count in (n, height))
-        first, step = (image * padded_height + top) * padded_width + left, padded_width
-        flipped = image[:0]
-        if self.flip:
-            # Flipped images come after the others, with all pixels in reverse order, so rows are
-            # read from last to first.
-            is_flipped: Any = random[:, -1] < 0.5
-            flipped = image if xp is torch else image[is_flipped]
-            # its place among the flipped images
-            copy = image if xp is torch else is_flipped.cumsum() - 1
-            end = (n + copy + 1) * padded_height - 1 - top
-            reverse = end * padded_width + 2 * self.padding - left
-            first = xp.where(is_flipped, reverse, first)
-            step = xp.where(is_flipped, -padded_width, padded_width)[:, None]
-        starts = (first[:, None] + step * rows).reshape(-1)
-        return torch.as_tensor(flipped), torch.as_tensor(starts)
 
 
 def crop_box(
@@ -178,15 +162,12 @@ class Augmentation:
         """Whether all transforms can run on the device; else all of them run in loader processes."""
         return all(transform.batched for transform in self.transforms)
 
-    def draw(self, microbatch: Microbatch) -> list:
-        """The random numbers of its samples, float32 [n, len(streams)] for each transform.
-
-        If the samples are tensors, they are computed on their device.
-        """
+    def draw(self, microbatch: Microbatch) -> list[Tensor]:
+        """The random numbers of its samples, float32 [n, len(streams)] for each transform."""
         draws = Draws(self.seed, microbatch.epoch, microbatch.indices, microbatch.occurrences)
         return [draws.uniform(*transform.streams) for transform in self.transforms]
 
-    def apply(self, images: Tensor, random: Sequence[Any], first: int = 0) -> Tensor:
+    def apply(self, images: Tensor, random: Sequence[Tensor], first: int = 0) -> Tensor:
         """Change the images of a microbatch, [n, H, W, C], from the `first` transform on."""
         for transform, numbers in list(zip(self.transforms, random, strict=True))[first:]:
             images = transform.batch(images, numbers)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from utils.config.settings import TrainConfig
 from utils.data.augment import Augmentation
-from utils.data.datasets import Batch, Features, ResidentImages
+from utils.data.datasets import Batch, DeviceDataset, Features
 from utils.data.draws import Draws
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
@@ -82,7 +82,7 @@ class Mixing:
         turns = None if occurrences is None else occurrences[first]
         streams = ("mix", "mix_which", "mix_share", "mix_row", "mix_column")
         draws = Draws(config.seed, epoch, indices[first], turns)
-        random = draws.uniform(*streams).astype(np.float64)
+        random = draws.uniform(*streams).double().numpy()
         is_mixed = random[:, 0] < config.mix_prob
         first, (_, which, quantile, row, column) = first[is_mixed], random[is_mixed].T
         is_cut = (which < 0.5) | (config.mixup == 0) if config.cutmix else which < 0
@@ -119,7 +119,7 @@ def _boxes(
     return np.stack(box, 1)
 
 
-class Batches:
+class DeviceLoader:
     """The batches of a prepared loader as the model's float input on the device, augmented and
     mixed in training.
 
@@ -170,7 +170,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         loaded = wait_for_items(self.loader, self.what)
-        is_resident = isinstance(self.dataset, ResidentImages)
+        is_resident = isinstance(self.dataset, DeviceDataset)
         for batch in self._drawn(loaded) if is_resident else self._streamed(loaded):
             self.error = batch.error or self.error
             mix, labels = None, batch.labels
@@ -185,12 +185,7 @@ class Batches:
     def _streamed(self, loaded: Iterator[Batch]) -> Iterator[Batch]:
         """Batches on the device from batches of pixels, augmented."""
         augmentation = Augmentation() if self.dataset.in_loader else self.dataset.augmentation
-        on_host = self.device.type == "cpu"  # else tensors, because arrays are not uploaded
-        draws = ((batch, augmentation.draw(batch.microbatch)) for batch in loaded)
-        drawn = (
-            (batch, random if on_host else [*map(torch.from_numpy, random)])
-            for batch, random in draws
-        )
+        drawn = ((batch, augmentation.draw(batch.microbatch)) for batch in loaded)
         for batch, random in _upload(drawn, self.device):
             yield batch._replace(images=augmentation.apply(batch.images, random))
 

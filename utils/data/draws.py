@@ -6,13 +6,10 @@ An image is therefore augmented in the same way on every rank, in every worker a
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from utils.data.order import fold_in
-
-Array = np.ndarray | Tensor
 
 # SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 _GAMMA = 0x9E3779B97F4A7C15
@@ -31,45 +28,33 @@ The occurrences of a sample in an epoch alternate too.
 
 class Draws:
     """The random numbers of the samples of one microbatch: int64 `indices` [n] and `occurrences`
-    [n] (None: all 0).
+    [n] (None: all 0), arrays or tensors.
 
-    Each stream has independent numbers and can be used only once. For tensors, they are computed on
-    their device without waiting for it, and are the same, bit for bit.
+    Each stream has independent numbers and can be used only once. They are computed on the device
+    of the indices without waiting for it, and are the same on any device, bit for bit.
     """
 
-    def __init__(self, seed: int, epoch: int, indices: Array, occurrences: Array | None = None):
-        states = _scramble(indices ^ _signed(fold_in(seed, "augment", epoch) ^ 1 << 63))
+    def __init__(self, seed: int, epoch: int, indices: Any, occurrences: Any = None):
+        self._seed, self._indices = seed, torch.as_tensor(indices)
         self._turns: Any = epoch
+        states = _scramble(self._indices ^ _signed(fold_in(seed, "augment", epoch) ^ 1 << 63))
         if occurrences is not None:
-            repeated = _scramble(states ^ _scramble(occurrences))
-            states = namespace(states).where(occurrences > 0, repeated, states)
-            self._turns = epoch + occurrences
+            again = torch.as_tensor(occurrences)
+            states = torch.where(again > 0, _scramble(states ^ _scramble(again)), states)
+            self._turns = epoch + again
         self._states, self._used = states[:, None], set[str]()
-        self._seed, self._indices = seed, indices
 
-    def uniform(self, *streams: str) -> Any:
-        """Random numbers in [0, 1) of the named streams: float32 [n, len(streams)], an array or a
-        tensor.
-        """
+    def uniform(self, *streams: str) -> Tensor:
+        """Random numbers in [0, 1) of the named streams: float32 [n, len(streams)]."""
         assert len(set(streams)) == len(streams) and self._used.isdisjoint(streams), (
             f"used twice: {streams}"
         )
         self._used.update(streams)
-        xp = namespace(self._states)
-        bits = _right(_scramble(self._states + _offsets(streams, xp, self._states.device)), 40)
+        bits = _right(_scramble(self._states + _offsets(streams, self._states.device)), 40)
         if ALTERNATING in streams:  # the highest bit is inverted after an odd number of turns
-            own = self._indices ^ _signed(fold_in(self._seed, "augment", ALTERNATING))
-            bits[:, streams.index(ALTERNATING)] = (
-                _right(_scramble(own), 40) ^ (self._turns & 1) << 23
-            )
-        return xp.asarray(bits, dtype=xp.float32) / 2**24
-
-
-def namespace(array: Array) -> Any:
-    """The module whose functions take this array: numpy, which is faster for small arrays on the
-    host, or torch.
-    """
-    return torch if isinstance(array, Tensor) else np
+            own = _scramble(self._indices ^ _signed(fold_in(self._seed, "augment", ALTERNATING)))
+            bits[:, streams.index(ALTERNATING)] = _right(own, 40) ^ (self._turns & 1) << 23
+        return bits.float() / 2**24
 
 
 # 64-bit words are int64, because PyTorch cannot shift uint64: sums and products have the same bits,
@@ -77,22 +62,21 @@ def namespace(array: Array) -> Any:
 
 
 @cache
-def _offsets(streams: tuple[str, ...], xp: Any, device: Any) -> Any:
+def _offsets(streams: tuple[str, ...], device: torch.device) -> Tensor:
     counters = [_COUNTERS.get(stream, fold_in("stream", stream)) for stream in streams]
-    return xp.asarray(
-        [_signed(counter * _GAMMA % 2**64) for counter in counters], dtype=xp.int64, device=device
-    )
+    words = [_signed(counter * _GAMMA % 2**64) for counter in counters]
+    return torch.tensor(words, dtype=torch.int64, device=device)
 
 
 def _signed(word: int) -> int:
     return (word ^ 1 << 63) - (1 << 63)
 
 
-def _right(x: Any, places: int) -> Any:
+def _right(x: Tensor, places: int) -> Tensor:
     return x >> places & (1 << 64 - places) - 1
 
 
-def _scramble(x: Any) -> Any:
+def _scramble(x: Tensor) -> Tensor:
     for places, multiplier in _MULTIPLIERS:
         x = (x ^ _right(x, places)) * multiplier
     return x ^ _right(x, 31)
@@ -110,20 +94,20 @@ class Transform:
     # loader processes.
     batched = False
 
-    def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
+    def image(self, pixels: Tensor, random: Tensor) -> Tensor:
         """The changed image [H, W, C], not in place, from its numbers, float32 [len(streams)]."""
         raise NotImplementedError
 
-    def batch(self, images: Tensor, random: Any) -> Tensor:
+    def batch(self, images: Tensor, random: Tensor) -> Tensor:
         """The changed images [n, H, W, C], possibly in place, from their numbers [n, len(streams)].
 
-        On the host, these are an array. On a GPU, this must not wait for it.
+        On a GPU, this must not wait for it.
         """
         for place, pixels in enumerate(images):
             images[place] = self.image(pixels, random[place])
         return images
 
-    def shrink(self, random: np.ndarray, height: int, width: int) -> float:
+    def shrink(self, random: Tensor, height: int, width: int) -> float:
         """How many times smaller the first transform makes a photograph of this size; below 2 it is
         decoded whole.
         """

@@ -55,7 +55,9 @@ def occurrence_index(drawn: np.ndarray) -> np.ndarray:
     """How often each of these samples, int64 [n], was drawn at an earlier place, int64 [n]."""
     import pandas  # takes half a second
 
-    return pandas.Series(drawn).groupby(drawn).cumcount().to_numpy()
+    return (
+        pandas.Series(drawn).groupby(drawn).cumcount().to_numpy(copy=True)
+    )  # writable, for PyTorch
 
 
 class Microbatch(NamedTuple):

@@ -19,7 +19,7 @@ from torchvision.transforms.v2 import functional as F
 
 from utils.config.bounds import require
 from utils.config.table import Table
-from utils.data.draws import Array, Transform
+from utils.data.draws import Transform
 from utils.data.spec import InputSpec
 
 _ORDERS = list(permutations(range(3)))
@@ -36,7 +36,7 @@ class ColorTransform(Transform):
         """The changed planes."""
         raise NotImplementedError
 
-    def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
+    def image(self, pixels: Tensor, random: Tensor) -> Tensor:
         return self.planes(pixels.permute(2, 0, 1), random.tolist()).permute(1, 2, 0)
 
 
@@ -203,8 +203,8 @@ class FillBox(Transform):
         """
         raise NotImplementedError
 
-    def batch(self, images: Tensor, random: Array) -> Tensor:
-        boxes = self.boxes(torch.as_tensor(random).double())
+    def batch(self, images: Tensor, random: Tensor) -> Tensor:
+        boxes = self.boxes(random.double())
         top, left, bottom, right = (edge[:, None] for edge in boxes)
         row = torch.arange(self.height, device=images.device)
         column = torch.arange(self.width, device=images.device).repeat_interleave(len(self.fill))

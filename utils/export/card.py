@@ -203,10 +203,10 @@ def _measured(loaded: Loaded) -> str:
     With --ema_decay, state.json has only those of the average.
     """
     saved, precision = loaded.saved, loaded.saved.config.mixed_precision
-    if not saved.evaluations:
+    if not saved.evaluation:
         return "The checkpoint has no evaluation of these weights."
     assert saved.samples is not None
-    found, split = saved.evaluations[-1], printable(saved.samples.evaluation.name)
+    found, split = saved.evaluation, printable(saved.samples.evaluation.name)
     where = f"`{data_name(loaded)}`, split `{split}`, {found['count']} images, each counted once"
     if precision in ("bf16", "fp16"):
         where += f", in {precision}"

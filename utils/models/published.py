@@ -90,9 +90,7 @@ def _fix_of_weights(config: TrainConfig) -> str:
         return f"{arguments}without a network, {get}"
     url = torchvision_weights(config.model).url
     path = Path(torch.hub.get_dir()) / "checkpoints" / Path(url).name
-    if path.exists():
-        return f"{arguments}delete {path} if it is damaged"
-    return f"{arguments}without a network, save {url} as {path}"
+    return f"{arguments}without a network, or if the file is damaged, save {url} as {path}"
 
 
 CLASSES: list[str] = torchvision_weights("resnet18").meta["categories"]
@@ -164,7 +162,7 @@ def published_model(config: TrainConfig, **arguments: Any) -> nn.Module:
 
             return timm.create_model(config.model[5:], pretrained=True, **arguments)
         return torchvision.models.get_model(config.model, weights="DEFAULT", **arguments)
-    except (ValueError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         problem = f"--pretrained: the weights of {config.model} cannot be loaded ({one_line(error)[:200]})"
         raise UserError(problem, _fix_of_weights(config)) from error
 

@@ -37,19 +37,12 @@ _SAVE = "save only the state dict: torch.save(model.state_dict(), FILE)"
 def read_weights(path: Path, fix: str = "use another checkpoint") -> dict[str, Tensor]:
     """The tensors in a safetensors file. Raises UserError with this fix if it is not one."""
     try:
-        return load_safetensors(path)
-    except SafetensorError as error:
-        raise UserError(
-            f"{path} is not a safetensors file ({one_line(error)[:80]})", fix
-        ) from error
-
-
-def load_safetensors(path: Path) -> dict[str, Tensor]:
-    """The tensors in a safetensors file, also on a file system that cannot map files into memory."""
-    try:
         return load_file(path)
-    except OSError:
+    except OSError:  # the file system cannot map files into memory
         return load(path.read_bytes())
+    except SafetensorError as error:
+        problem = f"{path} is not a safetensors file ({one_line(error)[:80]})"
+        raise UserError(problem, fix) from error
 
 
 def load_pickled(path: Path) -> Any:

@@ -96,7 +96,7 @@ class CheckpointManager:
         with self.ranks.agree():
             if checkpoint is None:
                 return None
-            saved = read_checkpoint(checkpoint, self.ranks.is_main)
+            saved = read_checkpoint(checkpoint)
             if saved.is_in(self.folder):
                 check_identity(saved)
             return saved

@@ -2,7 +2,7 @@
 library.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class Inference:
     tensors: Callable[[], Mapping[str, Tensor]]
     origin: Mapping[str, Any]  # what a record of an evaluation says about them
     samples: SampleList | None = None  # the samples of the run
-    evaluations: Sequence[Mapping[str, Any]] = ()  # of these weights, in the run
+    evaluation: Mapping[str, Any] | None = None  # of these weights, in the run
 
 
 def find_saved(ckpt: str, kind: str | None, ranks: Ranks, tries: int = 10) -> Inference:
@@ -57,22 +57,23 @@ def find_saved(ckpt: str, kind: str | None, ranks: Ranks, tries: int = 10) -> In
     try:
         ranks.from_main(lambda: verify(path), no_timeout=True)
         with ranks.agree():
-            return _read(path, kind, ranks.is_main)
+            return _read(path, kind)
     except (ValueError, OSError):
         if tries == 1 or not ranks.any_rank(not path.is_dir()):
             raise
     return find_saved(ckpt, kind, ranks, tries - 1)
 
 
-def _read(path: Path, kind: str | None, is_main: bool) -> Inference:
+def _read(path: Path, kind: str | None) -> Inference:
     """The weights of a verified checkpoint: by default the average, if it has one."""
-    saved, has_average = read_checkpoint(path, is_main), AVERAGE in files_of(path)
+    saved, has_average = read_checkpoint(path), AVERAGE in files_of(path)
     fix = "use --weights raw, or train with --ema_decay"
     require(has_average or kind != "ema", f"{path}: has no average of the weights", fix)
     kind = kind or ("ema" if has_average else "raw")
     state = saved.state
     origin = {"checkpoint": str(path.absolute()), "step": state.step, "epoch": state.epochs_begun}
-    last = [each for each in state.evaluations if each["step"] == state.step]
+    # With an average, those of the average.
+    known = state.evaluation.get("step") == state.step and (kind == "ema" or not has_average)
     tensors = read_weights(path / (AVERAGE if kind == "ema" else MODEL))
     return Inference(
         path,
@@ -82,7 +83,7 @@ def _read(path: Path, kind: str | None, is_main: bool) -> Inference:
         lambda: tensors,
         origin | ({"weights": kind} if has_average else {}),
         saved.samples,
-        last if kind == "ema" or not has_average else [],  # with an average, those of the average
+        state.evaluation if known else None,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from utils.config.bounds import require
+from utils.console import say
 from utils.files import naming_file, write_file
 from utils.runs.state import TrainState
 from utils.tasks.task import Task
@@ -58,11 +59,6 @@ class RunLog:
         """Raise OSError if a record could not be written; the run then ends."""
         if self.error is not None:
             raise self.error
-
-    def say(self, text: str) -> None:
-        """Print a line above the bar."""
-        if self.is_main:
-            self.bar.say(text)
 
     def close(self) -> None:
         if self.is_main:
@@ -138,13 +134,6 @@ class ProgressBar(tqdm):
         elif record["kind"] == "eval":
             self._show_evaluation(record)
 
-    def say(self, text: str) -> None:
-        """Print a line above the bar."""
-        # Only a notebook's stream raises these; utils/output.py guards all others.
-        with suppress(OSError, ValueError):
-            self.write(text, file=sys.stdout)
-            sys.stdout.flush()
-
     def _show_training(self, record: dict[str, Any]) -> None:
         names = [*self.training, "grad_norm"]
         numbers = {name: f"{record[name]:.4f}" for name in names if name in record}
@@ -157,7 +146,7 @@ class ProgressBar(tqdm):
         }
         if self.disable:  # no terminal: plain lines instead of a bar
             shown = "  ".join(f"{name} {number}" for name, number in numbers.items())
-            self.say(f"update {record['step']}/{self.total}  epoch {record['epoch']}  {shown}")
+            say(f"update {record['step']}/{self.total}  epoch {record['epoch']}  {shown}")
         else:
             self.set_postfix(numbers, refresh=False)
 
@@ -167,4 +156,4 @@ class ProgressBar(tqdm):
         known = {key: word for key, word in self.evaluation.items() if key in record}
         shown = "  ".join(f"{word} {record[key]:.4f}" for key, word in known.items())
         took = f"({record['count']} samples, {record['seconds']:.1f} s)"
-        self.say(f"update {record['step']}  eval ({name})  {shown}  {took}")
+        say(f"update {record['step']}  eval ({name})  {shown}  {took}")

@@ -92,14 +92,14 @@ class Checkpoint:
         return run is not None and self.path.parent.parent.resolve() == run.resolve()
 
 
-def read_checkpoint(path: Path, is_main: bool = True) -> Checkpoint:
+def read_checkpoint(path: Path) -> Checkpoint:
     """Read the small files of a verified checkpoint.
 
     Raises ValueError if one of them is malformed, or if the run had a plug-in that is not loaded.
     The main process prints a line if the plug-in has changed.
     """
     state_file = StateFile.read(path / "state.json")
-    check_plugin(path, state_file.versions, is_main)
+    check_plugin(path, state_file.versions)
     return Checkpoint(path, read_settings(path), state_file, read_samples(path / FILE))
 
 

@@ -132,21 +132,14 @@ def resume_lines(
 
     `config` has the batch sizes of this start as given.
     """
-    ignored = {*OF_THIS_MACHINE, "batch_size", "grad_accum"}
-    changes = [
-        (name, getattr(saved.config, name), new)
-        for name, new in vars(resolved).items()
-        if name not in ignored
-    ]
-    topology = [
-        ("processes", saved.state_file.processes, processes),
-        ("threads", saved.state_file.threads, torch.get_num_threads()),
-    ]
+    there, threads = saved.state_file, torch.get_num_threads()
+    before = vars(saved.config) | {"processes": there.processes, "threads": there.threads}
+    now = vars(resolved) | {"processes": processes, "threads": threads}
+    ignored = {*OF_THIS_MACHINE, "batch_size", "grad_accum"} - {"threads"}
+    changed = [name for name in now if name not in ignored and before[name] != now[name]]
     lines = [f"resuming from {saved.path}"]
-    for name, old, new in changes + topology:
-        if old != new:
-            lines.append(f"{name} was {old} in the checkpoint, now {new}")
-    if any(old != new for _, old, new in topology) and not config.microbatches:
+    lines += [f"{name} was {before[name]} in the checkpoint, now {now[name]}" for name in changed]
+    if {"processes", "threads"} & {*changed} and not config.microbatches:
         lines.append(
             "the samples are the same; floating-point sums have a different order: losses agree to rounding; "
             "if processes x accumulation steps differs, dropout masks and batch statistics differ too"

@@ -8,9 +8,6 @@ from typing import Any
 from utils.config.bounds import Count, NonNegativeFloat, Number, PositiveInt, read_fields
 from utils.data.order import Plan
 
-# less than 1 MB of JSON even with 30 metrics; state.json may have at most 8 MB
-_MAX_EVALUATIONS = 1000
-
 
 @dataclass
 class TrainState:
@@ -40,8 +37,8 @@ class TrainState:
     batch_size: PositiveInt = 0
     """The largest batch of one process so far. A resumed run on fewer processes accumulates instead
     of exceeding it."""
-    evaluations: list[dict[str, int | Number | None]] = field(default_factory=list)
-    """The step and the numbers of the last 1,000 evaluations, oldest first."""
+    evaluation: dict[str, int | Number | None] = field(default_factory=dict)
+    """The step and the numbers of the last evaluation."""
     exploded: bool = False
     """Whether the run has reported that it diverges."""
     rounding_said: bool = False
@@ -74,18 +71,14 @@ class TrainState:
     def add_evaluation(
         self, result: Mapping[str, Any], metric: str, higher_is_better: bool
     ) -> None:
-        """Add an evaluation at this step to the history, and store its `metric` if it is the best
-        so far.
+        """Store an evaluation at this step, and its `metric` if it is the best so far.
 
         Of equal values, the earliest stays the best. NaN and infinity, which JSON lacks, become
-        None in the history and are never the best; a metric may be missing because it is undefined.
+        None and are never the best; a metric may be missing because it is undefined.
         """
         numbers = {name: value for name, value in result.items() if type(value) in (int, float)}
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        self.evaluations = [
-            *self.evaluations[1 - _MAX_EVALUATIONS :],
-            {"step": self.step, **finite},
-        ]
+        self.evaluation = {"step": self.step, **finite}
         value = finite.get(metric)
 
         def improves(best: float | None) -> bool:

@@ -32,7 +32,7 @@ class MultiLabel(Task):
     activation = "sigmoid"
     metric = "mAP"
     highest_is_best: Sequence[str] = ("mAP", "macro_f1", "micro_f1", "exact_match")
-    exact, f1 = "exact_match", "micro_f1"  # the names of two metrics
+    f1 = "micro_f1"  # the name of this metric
     training: Sequence[str] = ("loss", "exact_match", *_COUNTS)
     when_mixed = "metrics count a label if its share is above 0.5"
     evaluation = training
@@ -79,9 +79,8 @@ class MultiLabel(Task):
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         rows = self._rows(targets).to(outputs.dtype)
-        return self.losses(
-            outputs, rows * (1 - self.smoothing) + self.smoothing / 2, self.pos_weight
-        ).sum()
+        rows = rows * (1 - self.smoothing) + self.smoothing / 2
+        return self.losses(outputs, rows, self.pos_weight).sum()
 
     def training_sums(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
         return loss, *self._count(outputs, targets).sum(0)
@@ -106,9 +105,8 @@ class MultiLabel(Task):
         self, top: np.ndarray, scores: np.ndarray, count: int
     ) -> tuple[list, np.ndarray, np.ndarray]:
         top = np.argsort(-scores, 1, kind="stable")[:, :count]
-        predicted = [
-            [self.class_names[index] for index in np.flatnonzero(row)] for row in scores > self.cut
-        ]
+        found = map(np.flatnonzero, scores > self.cut)
+        predicted = [[self.class_names[index] for index in row] for row in found]
         return predicted, top, sigmoid(np.take_along_axis(scores, top, 1))
 
     def summary(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
@@ -130,17 +128,10 @@ class Binary(MultiLabel):
 
     metric = "accuracy"
     highest_is_best = ("accuracy", "f1", "auc")
-    exact, f1 = "accuracy", "f1"
+    f1 = "f1"
     training = evaluation = ("loss", "accuracy", "hits", "predicted", "labelled")
     gathered = ("auc",)
     shown = {"accuracy": "accuracy", "f1": "F1", "auc": "AUC", "loss": "loss"}  # noqa: RUF012
-
-    def __init__(
-        self, config: TrainConfig, class_names: list[str], labels: np.ndarray | None = None
-    ):
-        problem = f"--task binary: --data {config.data} has {len(class_names)} classes, not two"
-        require(len(class_names) == 2, problem, "use classification")
-        super().__init__(config, class_names, labels)
 
     def describe(self) -> str:
         positive = printable(self.class_names[1])

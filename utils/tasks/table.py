@@ -7,7 +7,6 @@ import numpy as np
 from utils.config.bounds import require
 from utils.config.settings import TrainConfig
 from utils.config.table import Table
-from utils.errors import UserError
 from utils.tasks.classification import Classification
 from utils.tasks.multilabel import Binary, MultiLabel
 from utils.tasks.task import Task
@@ -38,8 +37,10 @@ def make_task(
     name = config.task
     if name == "auto":
         name = "multilabel" if labels is not None and labels.ndim == 2 else "classification"
-    if config.class_weights and name != "classification":
-        raise UserError("--class_weights works only with --task classification", "leave it out")
+    weighs = config.class_weights is None or name == "classification"
+    require(weighs, "--class_weights works only with --task classification", "leave it out")
+    problem = f"--task binary: --data {config.data} has {len(class_names)} classes, not two"
+    require(name != "binary" or len(class_names) == 2, problem, "use classification")
     task: Task = TASKS.choose(name)(config, class_names, labels)
     task.metric = config.best_metric or task.metric
     found = [*task.summary(dict.fromkeys(task.evaluation, 1.0), 1.0), *task.gathered]

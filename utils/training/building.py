@@ -60,7 +60,9 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
     check_sharding(config, ranks)
     check_run_folder(config)
     check_elastic(config)
-    if config.resume is None:
+    if config.resume is None:  # otherwise later: the checkpoint may need a plug-in
+        check_model(config)
+        check_source(config)
         needed = not config.data_dir or config.data.startswith("torchvision/")
         problem = "--data_dir is for --data torchvision/NAME only"
         require(needed, problem, "name a folder of your own with --data")
