@@ -99,18 +99,14 @@ def calls(path: Path) -> list[tuple[str, ast.Call]]:
 
     `accelerator.prepare(...)` as ("prepare", its node).
     """
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            owner = ast.unparse(node.func.value)
-            if owner in (
-                "accelerator",
-                "self.accelerator",
-                "run.accelerator",
-                "evaluator.accelerator",
-            ):
-                found.append((node.func.attr, node))
-    return found
+    owners = [f"{owner}accelerator" for owner in ("", "self.", "run.", "evaluator.")]
+    return [
+        (node.func.attr, node)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) in owners
+    ]
 
 
 def test_train_py_calls_accelerate_in_plain_sight():
@@ -119,12 +115,7 @@ def test_train_py_calls_accelerate_in_plain_sight():
     loaders = ["model", "optimizer", "train_loader", "eval_loader"]
     assert [ast.unparse(each) for each in prepare.args] == loaders and not prepare.keywords
     names = [name for name, _ in of_train]
-    assert [names.count(name) for name in ("backward", "gather", "save_state", "log")] == [
-        1,
-        1,
-        1,
-        1,
-    ]
+    assert all(names.count(name) == 1 for name in ("backward", "gather", "save_state", "log"))
     for script in ("eval.py", "predict.py"):
         names = [name for name, _ in calls(ROOT / script)]
         assert names.count("prepare") == names.count("gather") == 1
@@ -143,17 +134,12 @@ def test_only_the_doctor_prepares_in_utils():
 def test_train_py_is_short_and_enters_few_rooms():
     text = (ROOT / "train.py").read_text()
     tree = ast.parse(text)
-    imports = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module.startswith("utils")
-    ]
-    assert len(imports) <= 30
+    imports = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert sum(name.startswith("utils") for name in imports) <= 30
     lines = text.splitlines()
     assert len(lines) <= 270 and max(map(len, lines)) <= 100
     assert "Accelerator" in text and "lambda" not in text and "partial" not in text
-    (build,) = [
-        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "build"
-    ]
+    (build,) = [node for node in tree.body if getattr(node, "name", "") == "build"]
     bound = [node for node in ast.walk(build) if isinstance(node, ast.Name) and node.id == "config"]
-    assert sum(isinstance(node.ctx, ast.Store) for node in bound) <= 1  # and its parameter
+    # completed by the checkpoint, then by the data
+    assert sum(isinstance(node.ctx, ast.Store) for node in bound) <= 2

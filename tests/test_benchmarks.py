@@ -4,7 +4,6 @@ import argparse
 import importlib
 import json
 import sys
-from itertools import count
 from pathlib import Path
 
 import pandas
@@ -31,43 +30,42 @@ def test_a_ratio_compares_the_two_sides_of_a_round(common):
     assert common.ratios([3, 8], [2, 16]) == [1.5, 0.5]
     with pytest.raises(ValueError):
         common.ratios([1, 2], [1])
-    log = [
-        {"kind": kind, "images_per_second": rate}
-        for kind, rate in (("start", 9), ("train", 1), ("train", 7))
-    ]
+    rates = {"start": 9, "train": 1, "later": 7}
+    log = [{"kind": kind, "images_per_second": rate} for kind, rate in rates.items()]
+    log[2]["kind"] = "train"
     assert common.rates([*log, {"kind": "eval"}]) == [7]  # without the first record
 
 
-def test_the_report_writes_every_number_down(common, tmp_path, capsys):
-    assert (
-        common.spread([3000, 1000, 1200]) == "1,200 (1,000 to 3,000)"
-        and common.spread([0.914], ".0%") == "91%"
-    )
-    args = common.make_parser("doc").parse_args(
-        ["--rounds", "2", "--json", str(tmp_path / "out.json")]
-    )
-    common.report(args, ["", "s"], [["ours", 1]], {"ours": [1.5, 2.5]})
+def test_the_report_writes_every_number_down(common, tmp_path, capsys, monkeypatch):
+    assert common.spread([3000, 1000, 1200]) == "1,200 (1,000 to 3,000)"
+    assert common.spread([0.914], ".0%") == "91%"
+    monkeypatch.setattr(sys, "argv", ["x", "--rounds", "2", "--json", str(tmp_path / "out.json")])
+    args = common.parse_flags("doc", size=(3, "of it"), folder=(Path, "of all"))
+    assert (args.size, args.folder) == (3, None)
+    common.report(args, ["", "s"], [["ours", 1]], {("ours", 2): [1.5, 2.5]})
     written = json.loads((tmp_path / "out.json").read_text())
-    assert written["results"] == {"ours": [1.5, 2.5]} and written["settings"]["rounds"] == "2"
+    assert written["results"] == {"ours, 2": [1.5, 2.5]} and written["settings"]["rounds"] == "2"
     assert "|  | s |\n| --- | --- |\n| ours | 1 |" in capsys.readouterr().out
 
 
+WAITING = """
+import subprocess
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+print(child.pid, flush=True)
+child.wait()
+"""
+FAILING = "for i in range(99): print('line', i)\nraise SystemExit(3)"
+
+
 def test_a_command_is_timed_to_the_line_that_is_waited_for_and_leaves_no_process(common):
-    script = (
-        "import subprocess, sys; p = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
-    )
-    script += "print(p.pid, flush=True); p.wait()"
-    lines, seconds = common.run(
-        [sys.executable, "-c", script], until=lambda line: line.strip().isdigit()
-    )
+    waiting = [sys.executable, "-c", WAITING]
+    lines, seconds = common.run(waiting, until=lambda line: line.strip().isdigit())
     assert seconds < SOON
     until(lambda: not lives(int(lines[-1][1])))
     with pytest.raises(TimeoutError):
-        common.run([sys.executable, "-c", script], seconds=1)
+        common.run(waiting, seconds=1)
     with pytest.raises(SystemExit, match="code 3") as caught:
-        common.run(
-            [sys.executable, "-c", "for i in range(99): print('line', i)\nraise SystemExit(3)"]
-        )
+        common.run([sys.executable, "-c", FAILING])
     assert "line 98" in str(caught.value) and "line 10\n" not in str(caught.value)
 
 
@@ -80,44 +78,25 @@ def test_scaling_compares_speed_ups_and_says_what_the_exchange_costs(benchmark):
     assert table[scaling.DDP, 2] == ["150", "400.0", "1.50", "75%", "25.0%"]
 
 
-def test_photos_compares_the_wrong_images_of_each_side(benchmark, monkeypatch):
-    photos = benchmark("photos")
-    monkeypatch.setattr(photos, "forty_lines", lambda args: {"wrong": 7})
-    found = {"--freeze backbone": 8, "--lr 0.1": 6}
-    monkeypatch.setattr(
-        photos, "ours", lambda args, how, seeds, *_: {"wrong": found[how] + 2 * next(seeds)}
-    )
-    settings = {
-        "head": "--freeze backbone",
-        "everything": "--lr 0.1",
-        "first_seed": 0,
-        "seeds": 2,
-        "images": 100,
-    }
-    settings["from_weights"] = True
-    header, rows, results = photos.measure_accuracy(argparse.Namespace(**settings))
+def test_photos_compares_the_wrong_images_of_each_side(benchmark):
+    wrong = {"forty lines": (7, 7), "head only": (8, 10), "everything": (6, 8)}
+    results = {name: [{"wrong": one} for one in each] for name, each in wrong.items()}
+    header, rows = benchmark("photos").accuracy_table(results, 100)
     assert rows == [
         ["forty lines", 7, 7, "7.0", "93.0%", "", ""],
         ["head only", 8, 10, "9.0", "91.0%", "+2.0", ""],
         ["everything", 6, 8, "7.0", "93.0%", "+0.0", "-2.0"],
     ]
-    assert len(header) == len(rows[0]) and results["everything"] == [{"wrong": 6}, {"wrong": 8}]
+    assert len(header) == len(rows[0])
 
 
 def test_photos_trains_everything_from_the_head_of_the_same_seed(benchmark, monkeypatch):
     photos, calls = benchmark("photos"), []
-    monkeypatch.setattr(
-        photos,
-        "ours",
-        lambda args, how, seeds, *_: calls.append((how, next(seeds))) or {"wrong": 1},
-    )
-    args = argparse.Namespace(head="--freeze backbone", everything="--lr 0.1", from_weights=False)
-    assert photos.everything(args, count(3), "caches") == {"wrong": 1}
+    monkeypatch.setattr(photos, "ours", lambda args, how, seed, *_: calls.append((how, seed)))
+    photos.everything(argparse.Namespace(from_weights=False), 3, Path("caches"))
     (head, seed), (everything, same) = calls
-    assert seed == same == 3 and head == "--freeze backbone --eval_every 1000000"
-    assert "recipes/photos.yaml --init_from " in everything and everything.endswith(
-        "/run --init_match name --lr 0.1"
-    )
+    assert seed == same == 3 and head == [*photos.FREEZE, "--eval_every", "1000000"]
+    assert everything[1].endswith("/recipes/photos.yaml") and everything[3].endswith("/run")
 
 
 def test_photos_writes_the_same_number_of_images_of_each_class(benchmark, tmp_path):
@@ -126,14 +105,9 @@ def test_photos_writes_the_same_number_of_images_of_each_class(benchmark, tmp_pa
         frame = pandas.DataFrame({"img": stored, "label": [index % 3 for index in range(400)]})
         frame.to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
     benchmark("photos").write_cifar10(tmp_path, tmp_path / "folder")
-    written = {
-        part: len(list((tmp_path / "folder" / part / "2").glob("*.png")))
-        for part in ("train", "val")
-    }
-    assert (
-        written == {"train": 50, "val": 100}
-        and (tmp_path / "folder/val/2/5.png").read_bytes() == b"5"
-    )
+    for part, count in (("train", 50), ("val", 100)):
+        assert len(list((tmp_path / "folder" / part / "2").glob("*.png"))) == count
+    assert (tmp_path / "folder/val/2/5.png").read_bytes() == b"5"
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -91,31 +91,3 @@ def _out_of_memory(flags: list[str]) -> None:
     when = flags[0] == "True"
     watch_model(lambda module, *_: torch.empty(2**45) if module.training is when else None)
     train.main(flags[1:])
-
-
-@pytest.mark.parametrize(
-    "flags", [["--ema_decay", "0.9"], pytest.param(["--sync_batchnorm"], marks=pytest.mark.full)]
-)
-def test_a_dry_run_prints_its_result_once_and_changes_no_statistics(flags):
-    flags = [
-        *words("--model resnet18 --image_size 32 --max_train_samples 64 --dry_run"),
-        *flags,
-    ]
-    main, other = run_ranks(
-        2, with_statistics, [*flags, *words("--global_batch_size 16 --threads 1")]
-    )
-    assert (main.code, main.value, other.value) == (0, [True], [True]), main.err
-    assert main.out.count("dry run: ") == 1 and other.out == ""
-
-
-def with_statistics(flags: list[str]) -> list[bool]:
-    """For each update, whether the running statistics are those of a new model when it begins."""
-    update, fresh = train.train_update, []
-
-    def train_update(run, batches):
-        fresh.append(run.module.training and not run.module.bn1.running_mean.any().item())
-        update(run, batches)
-
-    train.train_update = train_update
-    train.main(flags)
-    return fresh

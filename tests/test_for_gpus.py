@@ -398,23 +398,12 @@ def test_updates_that_fp16_skips_are_counted(fused):
 
 def test_a_gpu_normalises_in_one_operation():
     spec = InputSpec(4, 64, 3, [0.1, 0.45, 0.9], [0.2, 0.3, 0.7])
-    pixels = torch.arange(256, dtype=torch.uint8).view(1, 1, 64, 4)[..., :3].repeat(5, 4, 1, 1)
-
-    def batches(device):
-        return uploads.Batches(
-            SimpleNamespace(dataset=None), spec, TrainConfig(), device, training=False
-        )
-
-    expected = (pixels.double() / 255 - torch.tensor(spec.mean)) / torch.tensor(spec.std)
-    assert torch.allclose(
-        batches(torch.device("cpu"))._normalise(pixels).double(),
-        expected.permute(0, 3, 1, 2),
-        atol=1e-5,
-    )
+    loader = SimpleNamespace(dataset=None)
     with fake_gpu() as gpu:
-        on_gpu, images = batches(CUDA), torch.empty(pixels.shape, dtype=torch.uint8, device=CUDA)
+        batches = uploads.DeviceLoader(loader, spec, TrainConfig(), CUDA, training=False)
+        images = torch.empty(5, 4, 64, 3, dtype=torch.uint8, device=CUDA)
         gpu.operations.clear()
-        result = on_gpu._normalise(images)
+        result = batches._normalise(images)
     assert [name for name, _ in gpu.operations] == ["addcmul"]
     assert result.shape == (5, 3, 4, 64) and result.dtype == torch.float32
 
@@ -455,8 +444,7 @@ def test_loader_processes_are_chosen_by_physical_cores(monkeypatch):
         (256, 128, 4, 1, 4),  # --threads
         (64, None, 64, 1, 16),  # unknown, as in some virtual machines
     ):
-        monkeypatch.setattr(
-            psutil, "cpu_count", lambda logical=True, cores=(physical, logical): cores[logical]
-        )
-        monkeypatch.setattr("utils.memory.usable_cores", lambda logical=logical: logical)
+        cores = physical, logical
+        monkeypatch.setattr(psutil, "cpu_count", lambda logical=True, cores=cores: cores[logical])
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, all=logical: range(all))
         assert workers.default_workers(threads, processes) == expected

@@ -17,8 +17,8 @@ from torchvision.transforms.v2 import functional as F
 
 from utils.config.settings import TrainConfig
 from utils.data import workers as worker_process
-from utils.data.batches import Batches
-from utils.data.datasets import DecodedImages
+from utils.data.batches import DeviceLoader
+from utils.data.datasets import CachedDataset
 from utils.data.decode import decode, resize
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
@@ -51,9 +51,9 @@ def test_large_batches_are_normalised_like_single_images(channels_last):
     pixels, spec = pictures(300, (40, 30)), InputSpec(40, 30, 3, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
     config, given = TrainConfig(channels_last=channels_last), [Microbatch(0, 0, 0, np.arange(300))]
     (loader,) = make_loaders(
-        [(DecodedImages(pixels, np.arange(300)), given)], config, CPU.threads, CPU.device
+        [(CachedDataset(pixels, np.arange(300)), given)], config, CPU.threads, CPU.device
     )
-    (batch,) = Batches(loader, spec, config, CPU.device, training=False)
+    (batch,) = DeviceLoader(loader, spec, config, CPU.device, training=False)
     expected = (torch.from_numpy(pixels).double() / 255 - torch.tensor(spec.mean)) / torch.tensor(
         spec.std
     )

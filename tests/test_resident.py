@@ -14,12 +14,12 @@ import utils.data.datasets as resident
 from utils.config.defaults import advice
 from utils.config.settings import TrainConfig
 from utils.data.augment import make_augmentation
-from utils.data.batches import Batches
+from utils.data.batches import DeviceLoader
 from utils.data.cache import make_dataset
 from utils.data.datasets import (
-    DecodedImages,
-    EncodedImages,
-    ResidentImages,
+    CachedDataset,
+    DeviceDataset,
+    PhotoDataset,
     describe_place,
     keep_on_device,
 )
@@ -50,14 +50,14 @@ def read(dataset, microbatches=MICROBATCHES, training=True, device=CPU.device, *
     config = TrainConfig(seed=5, **(CHANGES | settings))
     dataset.augmentation = make_augmentation(config, SPEC, training)
     loader = make_loaders([(dataset, microbatches)], config, CPU.threads, CPU.device)[0]
-    batches = Batches(loader, SPEC, config, device, training)
+    batches = DeviceLoader(loader, SPEC, config, device, training)
     return list(batches), batches
 
 
 def assert_same(dataset, **settings):
     """The batches of a data set, which are the same if it is on the device."""
     expected, _ = read(dataset, **settings)
-    found, _ = read(ResidentImages(dataset, CPU.device), **settings)
+    found, _ = read(DeviceDataset(dataset, CPU.device), **settings)
     assert len(found) == len(expected) == len(MICROBATCHES)
     for one, other in zip(found, expected, strict=True):
         assert (one.update, one.number, one.error) == (other.update, other.number, other.error)
@@ -70,13 +70,13 @@ def assert_same(dataset, **settings):
 
 @pytest.fixture
 def images():
-    return DecodedImages(pictures(60, (10, 12)), np.arange(60) % 7)
+    return CachedDataset(pictures(60, (10, 12)), np.arange(60) % 7)
 
 
 def test_rows_of_several_labels_and_planes_are_drawn_on_the_device_too():
     rows = np.random.default_rng(0).integers(0, 2, (60, 4), np.uint8)
     first = np.ascontiguousarray(pictures(60, (10, 12)).transpose(0, 3, 1, 2))
-    for batch in assert_same(DecodedImages(first.transpose(0, 2, 3, 1), rows)):
+    for batch in assert_same(CachedDataset(first.transpose(0, 2, 3, 1), rows)):
         assert batch.labels.dtype == torch.float32
         assert np.array_equal(batch.labels.numpy(), rows[batch.indices.numpy()])
 
@@ -101,11 +101,11 @@ def test_microbatches_are_the_same_in_groups_of_any_size(training, most, images,
 def test_microbatches_of_one_epoch_are_drawn_together_up_to_so_many_bytes(
     most, expected, images, monkeypatch
 ):
-    counts, draw = [], ResidentImages.draw
+    counts, draw = [], DeviceDataset.draw
     count = lambda self, indices: counts.append(len(indices)) or draw(self, indices)  # noqa: E731
-    monkeypatch.setattr(ResidentImages, "draw", count)
+    monkeypatch.setattr(DeviceDataset, "draw", count)
     monkeypatch.setattr(resident, "_GROUP", most)
-    read(ResidentImages(images, CPU.device))
+    read(DeviceDataset(images, CPU.device))
     assert counts == expected
 
 
@@ -114,7 +114,7 @@ def test_images_that_loader_processes_augment_stay_with_them(images):
     split = whole_split("train", images.pixels.transpose(0, 3, 1, 2), images.labels, "made")
     sets = [make_dataset(split, SPEC, config, training, iter) for training in (True, False)]
     kept, drawn = keep_on_device(sets, config, CPU.device)
-    assert kept is sets[0] and isinstance(drawn, ResidentImages)
+    assert kept is sets[0] and isinstance(drawn, DeviceDataset)
     assert describe_place([kept, drawn]).endswith(
         " in host memory and on cpu, augmented by loader processes"
     )
@@ -125,7 +125,7 @@ def test_no_value_is_read_from_the_device(images):
     fails.
     """
     meta = torch.device("meta")
-    batches, _ = read(ResidentImages(images, meta), device=meta)
+    batches, _ = read(DeviceDataset(images, meta), device=meta)
     assert [tuple(batch.images.shape) for batch in batches] == [
         (len(each.indices), 3, 10, 12) for each in MICROBATCHES
     ]
@@ -146,7 +146,7 @@ def test_images_go_to_a_gpu_if_they_take_a_quarter_of_its_free_memory(
 ):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10**9))
     # there is no GPU here
-    monkeypatch.setattr(resident, "ResidentImages", lambda decoded, device: ("on", device))
+    monkeypatch.setattr(resident, "DeviceDataset", lambda decoded, device: ("on", device))
     made = keep_on_device([images], TrainConfig(data_on_device=setting), torch.device("cuda", 1))
     assert made == ([("on", torch.device("cuda", 1))] if kept else [images])
 
@@ -170,7 +170,7 @@ def test_on_a_cpu_images_stay_where_they_are_unless_asked(images):
 
 
 def test_photographs_stay_with_their_loader_and_the_setting_is_said_to_have_no_effect():
-    photographs = EncodedImages.__new__(EncodedImages)
+    photographs = PhotoDataset.__new__(PhotoDataset)
     config = TrainConfig(data_on_device="yes", model="resnet18")
     assert keep_on_device([photographs], config, torch.device("cuda", 0)) == [photographs]
     assert describe_place([photographs]) == "photographs, decoded for each batch"

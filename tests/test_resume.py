@@ -18,7 +18,7 @@ import train
 import utils.training.meter
 from utils.config.cli import read_config
 from utils.config.settings import TrainConfig
-from utils.data.datasets import DecodedImages
+from utils.data.datasets import CachedDataset
 from utils.runs.state import TrainState
 from utils.training.schedule import due_after
 
@@ -61,12 +61,12 @@ def test_the_same_command_on_another_number_of_processes_keeps_the_global_batch(
 
 
 def test_a_number_of_processes_that_cannot_keep_it_is_refused_before_the_data_is_loaded():
-    def without_data():
+    def without_data(flags):
         np.loadtxt = None  # a call of it would be another error
-        train.main([*AUTO, "--max_steps", "2"])
+        train.main(flags)
 
     train_run(2, "run", *FLAGS, "--max_steps", "1")
-    line = refused(without_data, processes=3)
+    line = refused(without_data, *AUTO, "--max_steps", "2", processes=3)
     assert "its global batch of 64 is not divisible by 3 processes; resume with 1, 2 or 4" in line
 
 
@@ -123,14 +123,14 @@ def test_a_resume_reads_no_sample_to_skip_it():
 
 
 def _samples_read(flags):
-    read, get = [], DecodedImages.__getitems__
+    read, get = [], CachedDataset.__getitems__
 
     def watched(dataset, microbatch):
         if len(dataset) == 480:  # the training split
             read.extend(microbatch.indices)
         return get(dataset, microbatch)
 
-    DecodedImages.__getitems__ = watched
+    CachedDataset.__getitems__ = watched
     train.main(flags)
     return len(read)
 

@@ -15,7 +15,6 @@ from helpers.ranks import returned, run_ranks, start_ranks
 from helpers.training_runs import records, refused, slow_train, train_run, words
 from helpers.waiting import has_logged, records_so_far, until
 
-import replay
 import train
 from utils.config.settings import TrainConfig
 from utils.runs.trackers import numbers_to_send, settings_to_send
@@ -171,10 +170,6 @@ def test_only_a_run_starts_its_tracker_and_one_that_cannot_be_started_ends_all_r
 
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "tensorboard", NotLoggedIn)
     returned(1, train.main, [*TENSORBOARD, "--dry_run"])
-    returned(1, train.main, ["--run_name", "run", *FLAGS, "--max_steps", "2"])
-    settings = Path("runs/run/config.yaml")
-    settings.write_text(settings.read_text().replace("report_to: null", "report_to: tensorboard"))
-    returned(1, replay.main, ["--run", "runs/run", "--update", "2", "--cpu"])
     problem = "--report_to tensorboard: a tracker cannot be started (no API key configured)"
     line = refused(train.main, *FLAGS, "--report_to", "tensorboard", processes=2)
     assert line.startswith(f"train.py: error: {problem}; ")

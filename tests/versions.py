@@ -46,9 +46,8 @@ def make(target: str, *variables: str) -> int:
 
     Returns the exit code.
     """
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))
-    }
+    others = ("MAKE", "MFLAGS")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(others)}
     return subprocess.run(["make", "-C", ROOT, target, *variables], env=environment).returncode
 
 
@@ -56,20 +55,15 @@ def row(kind: str, venv: Path, results: Path) -> list[str]:
     """The cells below HEADER, from the environment and the JUnit file of the tests."""
     code = "import platform, sys; from importlib.metadata import version"
     code += "; print(platform.python_version(), *map(version, sys.argv[1:]))"
-    installed = subprocess.check_output(
-        [venv / "bin/python", "-c", code, *SHOWN], text=True
-    ).split()
+    command = [venv / "bin/python", "-c", code, *SHOWN]
+    installed = subprocess.check_output(command, text=True).split()
     suite = ElementTree.parse(results).getroot()[0]
     total, errors, failures, skipped = (
         int(suite.get(k, 0)) for k in ("tests", "errors", "failures", "skipped")
     )
     failed, minutes = errors + failures, float(suite.get("time", 0)) / 60
-    return [
-        kind,
-        *installed,
-        *map(str, (total - failed - skipped, failed, skipped)),
-        f"{minutes:.0f}",
-    ]
+    counts = total - failed - skipped, failed, skipped, round(minutes)
+    return [kind, *installed, *map(str, counts)]
 
 
 def main() -> int:
@@ -88,11 +82,8 @@ def main() -> int:
     with TemporaryDirectory(prefix="lockstep-versions-") as name:
         folder = Path(name)
         venv, results = (args.venv or folder / "venv").absolute(), folder / "tests.xml"
-        chosen = (
-            f"VENV={venv}",
-            f"PYTHON={args.python}",
-            f"CONSTRAINTS={constraints(args.kind, folder)}",
-        )
+        chosen = [f"VENV={venv}", f"PYTHON={args.python}"]
+        chosen.append(f"CONSTRAINTS={constraints(args.kind, folder)}")
         code = make("train", *chosen, f"ARGS=--output_dir {folder / 'runs'}")
         code = code or make("test", *chosen, f"ARGS=--junitxml {results}")
         if results.exists():

@@ -60,10 +60,8 @@ class OnGpu(Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name == "to":  # C++ would copy from "meta"
-            args = tuple(
-                None if isinstance(each, torch.device) and each == GPU else each for each in args
-            )
-            kwargs = {key: value for key, value in kwargs.items() if value != GPU}
+            args = tuple(None if _is_gpu(each) else each for each in args)
+            kwargs = {key: value for key, value in kwargs.items() if not _is_gpu(value)}
             if args[1:2] in ((), (None,)) and not kwargs and torch.dtype not in map(type, args):
                 return args[0]
         with torch._C.DisableTorchFunctionSubclass():
@@ -90,6 +88,10 @@ class OnGpu(Tensor):
     def __reduce_ex__(self, protocol):
         # a file has no tensor of the pretended kind
         return self.detach().cpu().__reduce_ex__(protocol)
+
+
+def _is_gpu(each: Any) -> bool:
+    return isinstance(each, torch.device) and each == GPU
 
 
 def _cast(dtype: torch.dtype) -> Callable[[Any], Any]:
@@ -128,9 +130,8 @@ class Stream:
         self.seen: dict[Stream, int] = {}
 
     def wait_event(self, event: "Event | Stream") -> None:
-        self.seen |= {
-            stream: max(number, self.seen.get(stream, 0)) for stream, number in event.seen.items()
-        }
+        for stream, number in event.seen.items():
+            self.seen[stream] = max(number, self.seen.get(stream, 0))
 
     wait_stream = wait_event
 
@@ -171,9 +172,8 @@ class PretendedGpu(TorchDispatchMode):
         to_gpu = bool(ours) if device is None else torch.device(device).type in ("cuda", "meta")
         if not ours and not to_gpu:
             return func(*args, **kwargs)
-        self.check(
-            func, args, kwargs, to_gpu, [each for each in tensors if not isinstance(each, OnGpu)]
-        )
+        on_host = [each for each in tensors if not isinstance(each, OnGpu)]
+        self.check(func, args, kwargs, to_gpu, on_host)
         if not func.is_view and "empty" not in func.name():
             self.launch(func, ours)
         given = kwargs | ({} if device is None else {"device": "cpu"})
@@ -185,10 +185,8 @@ class PretendedGpu(TorchDispatchMode):
             # None: lists were changed in place
             for each in ours if result is None else tree_leaves(wrapped):
                 if isinstance(each, OnGpu):
-                    each.held.untyped_storage().written = (
-                        self.stream,
-                        self.stream.seen.get(self.stream, 0),
-                    )
+                    last = self.stream.seen.get(self.stream, 0)
+                    each.held.untyped_storage().written = self.stream, last
         return return_and_correct_aliasing(func, args, kwargs, wrapped) if ours else wrapped
 
     def check(
@@ -206,9 +204,8 @@ class PretendedGpu(TorchDispatchMode):
         wait = waits(func)
         if name.split(".")[0] in INDEXED:
             indices, values = [each for each in args[1] if each is not None], args[2:3]
-            masks = any(each.dtype == torch.bool for each in indices) and not (
-                values and values[0].numel() == 1
-            )
+            is_number = values and values[0].numel() == 1
+            masks = not is_number and any(each.dtype == torch.bool for each in indices)
             wait = masks or any(not isinstance(each, OnGpu) for each in indices)
             on_host = [each for each in (args[0], *values) if not isinstance(each, OnGpu)]
         if any(each.dim() for each in on_host):
@@ -283,21 +280,16 @@ class PretendedGpu(TorchDispatchMode):
         torch.cuda.current_stream = lambda *_given: self.stream
         torch.cuda.synchronize = lambda *_given: self.wait("torch.cuda.synchronize", self.all.seen)
         torch.cuda.default_generators = (torch.default_generator,)
-        Tensor.pin_memory, Tensor.is_pinned = (
-            _pin,
-            lambda each, *_given: hasattr(each.untyped_storage(), "pinned"),
-        )
+        Tensor.pin_memory = _pin
+        Tensor.is_pinned = lambda each, *_given: hasattr(each.untyped_storage(), "pinned")
         sys.modules["torch.optim.optimizer"]._foreach_supported_types.append(OnGpu)
         for name in ("tensor", "as_tensor", "asarray"):
             setattr(torch, name, _through_the_host(getattr(torch, name)))
         group = torch._C._group_tensors_by_device_and_dtype
 
         def grouped(*given):  # C++ sees "meta"
-            groups = group(*given).items()
-            return {
-                (GPU if device.type == "meta" else device, dtype): each
-                for (device, dtype), each in groups
-            }
+            groups, meta = group(*given).items(), torch.device("meta")
+            return {({meta: GPU}.get(where, where), kind): each for (where, kind), each in groups}
 
         torch._C._group_tensors_by_device_and_dtype = grouped
         # so that an optimizer keeps its parameters
@@ -324,10 +316,8 @@ def _pin(tensor: Tensor, *_given) -> Tensor:
 @cache
 def waits(func: Any) -> bool:
     """Whether a result, or its size, depends on values that the host has to read."""
-    return any(
-        tag in func.tags
-        for tag in (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-    )
+    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return not tags.isdisjoint(func.tags)
 
 
 @cache
