@@ -56,10 +56,8 @@ def test_help_lists_every_name_with_the_first_line_of_its_function():
     (outcome,) = run_ranks(1, train.main, ["--help"])
     text = "".join(outcome.out.split())
     for table in (OPTIMIZERS, SCHEDULES, LOSSES, SOURCES):
-        entries = [
-            f"{name} ({inspect.getdoc(function).splitlines()[0][:-1]})"
-            for name, function in table.items()
-        ]
+        helps = {name: inspect.getdoc(made).partition("\n\n")[0] for name, made in table.items()}
+        entries = [f"{name} ({own[:-1]})" for name, own in helps.items()]
         assert "".join(f"{', '.join(entries)}".split()) in text
     assert "(sgd:nesterov;muon:adamw_lr" in text and "adam:betas,eps,amsgrad" in text
 
@@ -88,8 +86,6 @@ def test_help_lists_every_name_with_the_first_line_of_its_function():
             "{end: 1}",
             "unknown argument end; remove it, this function takes no arguments",
         ),
-        ("--lr_schedule cosine", "{end: -1}", "the learning rate would be -1 times --lr"),
-        ("--lr_schedule step", "{step_size: 0.0}", "step_size must be above 0"),
         ("--lr_schedule multistep", "{milestones: [a]}", "change or remove these arguments"),
         ("--lr_schedule onecycle", "{div_factor: 0}", "division by zero"),
     ],

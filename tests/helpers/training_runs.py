@@ -134,6 +134,11 @@ def records(name: str, kind: str | None = None) -> list[dict]:
     return [record for record in records_so_far(log) if kind in (None, record["kind"])]
 
 
+def steps(name: str, kind: str) -> list[int]:
+    """The updates of a run's records of this kind."""
+    return [record["step"] for record in records(name, kind)]
+
+
 def weights(name: str, which: str = "latest", file: str = "model.safetensors") -> dict:
     """The tensors of a run's checkpoint; those of the optimizer's state are named PARAMETER/KEY."""
     folder = Path("runs") / name / "checkpoints"

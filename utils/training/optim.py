@@ -110,6 +110,10 @@ def of_torch(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.
     fused = {"fused": True} if kind in (torch.optim.Adam, torch.optim.AdamW) else {}
 
     def build(groups: Groups, config: TrainConfig, **arguments) -> torch.optim.Optimizer:
+        for name, value in arguments.items():  # torch ignores surplus values
+            default = parameters[name].default
+            if isinstance(default, tuple) and len(value) != len(default):
+                raise ValueError(f"{name} must have {len(default)} values, got {value}")
         momentum = {"momentum": config.momentum} if "momentum" in parameters else {}
         return kind(groups, lr=config.lr, **momentum, **fused, **arguments)
 
