@@ -22,6 +22,7 @@ from helpers.training_runs import (
     same_tensors,
     train_run,
     weights,
+    words,
 )
 from PIL import Image
 
@@ -35,10 +36,10 @@ from utils.data.selection import load_data
 from utils.data.splits import Files, whole_split
 
 SIDE = 100  # photographs begin above 96 pixels
-FLAGS = ["--data", "data", *RUN, "--lr", "0.001", "--save_every", "2", "--max_steps", "6"]
-FLAGS += ["--image_size", str(SIDE), "--num_workers", "1", "--flip", "false"]
+FLAGS = ["--data", "data", *RUN, "--image_size", str(SIDE)]
+FLAGS += words("--lr 0.001 --save_every 2 --max_steps 6 --num_workers 1 --flip false")
 SKIP = [*FLAGS, "--bad_images", "skip"]
-RESUME = ["--run_name", "run", "--resume", "auto"]
+RESUME = words("--run_name run --resume auto")
 
 
 def photographs(kind="png"):

@@ -16,6 +16,7 @@ from helpers.training_runs import (
     same_tensors,
     train_run,
     weights,
+    words,
 )
 
 import train
@@ -24,7 +25,7 @@ from utils.data.sources import absolute_data, check_source, open_source
 
 FLAGS = [*RUN, "--max_steps"]
 LISTED = ["--data", "photos/labels.csv", *FLAGS]
-MORE = ["9", "--run_name", "run", "--resume", "auto"]
+MORE = words("9 --run_name run --resume auto")
 
 
 def write(text: str | bytes, name: str = "labels.csv") -> str:

@@ -10,7 +10,7 @@ from datasets import ClassLabel, Value
 from helpers.loading import error_of, load, sizes
 from helpers.make_data import image_folder, parquet, pictures, table
 from helpers.ranks import run_ranks
-from helpers.training_runs import records, train_run
+from helpers.training_runs import records, train_run, words
 
 import eval
 import train
@@ -20,7 +20,7 @@ from utils.data.selection import load_split
 from utils.data.splits import Data, whole_split
 from utils.training.summary import classes_row, warn_about_data
 
-SHORT = ["--model", "mlp", "--max_steps", "2", "--eval_every", "2", "--global_batch_size", "16"]
+SHORT = words("--model mlp --max_steps 2 --eval_every 2 --global_batch_size 16")
 
 
 def pets(*folders: str, count: int = 10) -> dict[str, int]:
