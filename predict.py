@@ -23,7 +23,7 @@ from utils.config.scripts import PredictConfig
 from utils.config.settings import TrainConfig
 from utils.console import printable, progress, say, table
 from utils.data.check import check_images
-from utils.data.datasets import EncodedImages
+from utils.data.datasets import PhotoDataset
 from utils.data.splits import Split, fingerprint_of
 from utils.errors import UserError
 from utils.files import check_output_file, expand, write_file
@@ -117,7 +117,7 @@ def predict(
     """
     config, spec = found.config, found.spec.for_evaluation()
     readable = split.select(np.flatnonzero(split.readable))
-    dataset = EncodedImages(readable, spec)
+    dataset = PhotoDataset(readable, spec)
     # A loader process decodes whole blocks, so for a single block it would save no time.
     if len(dataset) <= config.eval_batch_size:
         config = replace(config, num_workers=0)

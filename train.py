@@ -77,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         run = build(trial(config), ranks, stopping, given)
         log_start(run)
         if config.dry_run:
-            return dry_run(run, train_update)
+            dry_run(run, train_update)
+            return None
         stopping.defer_signals()
         with gc_frozen(), make_profiler(run) as profiler:
             result = train(run, profiler)
@@ -92,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
 def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str] | None) -> Run:
     """Load the data, build the model, and restore the checkpoint of a resumed run; collective.
 
-    Settings that are not `given` are those of the checkpoint; with None, all are given.
+    `given` has the names of the settings that somebody gave; the others are those of the
+    checkpoint. With None, all are given.
     """
     checkpoints = CheckpointManager(config, ranks)
     saved = checkpoints.newest()  # None if the run is new
@@ -107,11 +109,11 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
         size = saved.weight_bytes if saved else None
         outputs, names = setup.task.outputs, data.class_names
         model = build_model(config, setup.spec, outputs, size, names, images[0])
-    model, last_part = adapt_model(model, setup, saved)  # its weights are final, if new
+    model, last_part = adapt_model(model, setup, saved)  # with its final weights
     optimizer = build_optimizer(config, model)
     # if only the last part is trained, the outputs of the other layers are computed once
     sets = images if last_part is None else features_of(*images, model, last_part, setup)
-    train_loader, eval_loader = make_batches(sets, setup)
+    train_loader, eval_loader = build_loaders(sets, setup)
     if accelerator.is_fsdp2:
         get_ready_to_shard(model, setup)
     module = model  # without the wrapper, for evaluations and checkpoints
@@ -126,7 +128,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     return Run(setup, stopping, checkpoints, folder, model, module, optimizer, average, loaders)
 
 
-def make_batches(sets: Sequence[AnyDataset], setup: Setup) -> list[DataLoader]:
+def build_loaders(sets: Sequence[AnyDataset], setup: Setup) -> list[DataLoader]:
     """The training and evaluation loaders, with the batches of all ranks, for `prepare`."""
     config, state, ranks = setup.config, setup.state, setup.ranks
     with ranks.agree():

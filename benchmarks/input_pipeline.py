@@ -39,8 +39,8 @@ from torchvision.transforms import v2
 sys.path.insert(0, str(ROOT))
 from utils.config.settings import TrainConfig
 from utils.data.augment import make_augmentation
-from utils.data.batches import Batches
-from utils.data.datasets import DecodedImages, EncodedImages, ResidentImages
+from utils.data.batches import DeviceLoader
+from utils.data.datasets import CachedDataset, DeviceDataset, PhotoDataset
 from utils.data.order import Plan, UpdateSampler
 from utils.data.spec import InputSpec
 from utils.data.splits import Files, Split, whole_split
@@ -65,7 +65,7 @@ def ours(dataset: Dataset, spec: InputSpec, batch_size: int, config: TrainConfig
     plan = Plan(len(dataset), batch_size, microbatches=1, seed=0, in_pairs=config.mixes)
     sampler = UpdateSampler(plan, 1, plan.updates_per_epoch)
     (loader,) = make_loaders([(dataset, sampler)], config, THREADS, DEVICE)
-    return partial(rate, Batches(loader, spec, config, DEVICE, training=True, outputs=10))
+    return partial(rate, DeviceLoader(loader, spec, config, DEVICE, training=True, outputs=10))
 
 
 def theirs(dataset: Dataset, batch_size: int, **options) -> Callable:
@@ -101,7 +101,7 @@ def photographs(folder: Path) -> Sides:
     spec, config = InputSpec(224, 224, 3, MEAN, STD), TrainConfig(num_workers=0, flip=True)
     split, augmentation = split_of(folder), make_augmentation(config, spec, training=True)
     encoded = [io.read_file(path).clone() for path in split.images.paths]
-    sides = {"ours": ours(EncodedImages(split, spec, augmentation), spec, 32, config)}
+    sides = {"ours": ours(PhotoDataset(split, spec, augmentation), spec, 32, config)}
     sides["bare decode_jpeg"] = lambda: rate([io.decode_jpeg(d, "RGB")[None]] for d in encoded)
     for name, (load, transforms) in references.items():
         dataset = datasets.ImageFolder(folder, v2.Compose(transforms), loader=load)
@@ -137,8 +137,8 @@ def small(side: int, channels: int, padding: int, batch_size: int, flip: bool) -
     tensors = list(torch.from_numpy(some).permute(0, 3, 1, 2).contiguous())
     on_pil = InMemory(pictures, [*change, v2.PILToTensor(), *normalise])
     augmentation = make_augmentation(config, spec, training=True)
-    mine = DecodedImages(pixels, np.zeros(len(pixels), np.int64), augmentation)
-    on_device = ResidentImages(mine, DEVICE)
+    mine = CachedDataset(pixels, np.zeros(len(pixels), np.int64), augmentation)
+    on_device = DeviceDataset(mine, DEVICE)
     return {
         "ours": ours(mine, spec, batch_size, config),
         "ours, --data_on_device yes": ours(on_device, spec, batch_size, config),

@@ -5,15 +5,12 @@ optimizer and records.
 import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
-from helpers.make_data import encoded, pictures
 from helpers.ranks import returned, run_ranks, start_ranks
 from helpers.training_runs import (
     records,
@@ -33,8 +30,7 @@ from utils.data.order import fold_in
 from utils.models.small import MLP
 from utils.models.zoo import OWN_MODELS
 from utils.runs.manifest import checkpoints_of, sha256_of
-from utils.training import tree_sum
-from utils.training.gradients import Exchange
+from utils.training.gradients import ExchangeTimer
 from utils.training.loop import times_of_ranks
 
 # 4 updates an epoch, the last of 50 samples, which 8 microbatches do not divide evenly.
@@ -99,28 +95,6 @@ def test_bf16_and_an_empty_microbatch_give_the_same_bits():
         train_run(processes, f"on-{processes}", *flags)
     assert_same_run("on-1", "on-2")
     assert_same_run("on-1", "on-4")
-
-
-@FULL
-def test_photographs_decoded_by_loader_processes_give_the_same_bits():
-    """One of them is damaged; its microbatch has one sample less."""
-    for split, count in (("train", 13), ("val", 3)):
-        for number, name in enumerate(("cat", "dog")):
-            for place, pixels in enumerate(pictures(count, (110, 130), seed=number)):
-                file = Path("photos") / split / name / f"{place}.jpg"
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(
-                    encoded(pixels, "jpeg")[
-                        : 400 if (split, name, place) == ("train", "dog", 4) else None
-                    ]
-                )
-    flags = words("--data photos --bad_images skip --image_size 64 --num_workers 2 --flip")
-    flags += words("--color_jitter 0.3 --cutmix 1 --model timm/test_resnet --max_steps 5")
-    flags += words("--global_batch_size 16 --microbatches 4 --log_every 1 --eval_every 3")
-    train_run(1, "one", *flags)
-    train_run(2, "two", *flags)
-    assert Path("runs/two/bad_images.json").exists()
-    assert_same_run("one", "two")
 
 
 class Unusual(nn.Module):
@@ -275,7 +249,7 @@ def test_a_killed_run_with_unequal_shares_that_moves_ends_with_the_same_bits():
 
 
 def test_records_have_the_seconds_that_each_rank_computed_and_waited():
-    exchange = Exchange(torch.device("cpu"))
+    exchange = ExchangeTimer(torch.device("cpu"))
 
     def recorded():
         """The fields of a record of two ranks. This process is the second one."""
@@ -291,27 +265,6 @@ def test_records_have_the_seconds_that_each_rank_computed_and_waited():
     assert recorded() == {}  # the first record has other work in it
     for _ in range(2):
         assert recorded() == {"computing": [2.0, 7.0], "waiting": [5.0, 0.0]}
-
-
-def in_the_order_of_all_reduce(flags: list[str]) -> None:
-    """Train with the exchange swapped for an all-reduce, and everything else as it is."""
-
-    def all_reduce(self, nodes):
-        dist.all_reduce(nodes[0])
-        return nodes[0]
-
-    tree_sum.TreeSum._exchange = all_reduce
-    train.main(flags)
-
-
-@FULL
-def test_with_an_all_reduce_instead_the_bits_differ():
-    flags = [*SIZES, *words("--model mlp --microbatches 4 --run_name")]
-    train_run(1, "one", *flags[:-1])
-    returned(4, in_the_order_of_all_reduce, [*flags, "all-reduce"])
-    one, other = weights("one"), weights("all-reduce")
-    assert not same_tensors(one, other)
-    assert all(torch.allclose(one[name], other[name], atol=1e-4) for name in one)
 
 
 EXCLUDED = ("grad_accum 2", "batch_size 2", "sync_batchnorm", "comm_hook bf16")
@@ -378,7 +331,7 @@ def test_a_resume_keeps_the_threads_and_the_microbatches():
     assert "--microbatches needs the same threads per process: 1, not 2" in refused(
         train.main, *again, "--threads", "2"
     )
-    assert "--microbatches of 8, not 4" in refused(train.main, *again, "--microbatches", "4")
+    assert "--microbatches 8, not 4" in refused(train.main, *again, "--microbatches", "4")
 
 
 @pytest.mark.parametrize("more", [pytest.param(["--microbatches", "4"], marks=FULL), []])
@@ -429,19 +382,6 @@ def slow_replay(flags: list[str]) -> None:
     replay.main(flags)
 
 
-def in_the_debugger(flags: list[str]) -> tuple[list[str], int]:
-    """The names at hand where --pdb stops, and how many gradients there are by then."""
-    found = []
-
-    def stop():
-        seen = sys._getframe(1).f_locals
-        found.append((list(seen), sum(p.grad is not None for p in seen["run"].module.parameters())))
-
-    replay.pdb.set_trace = stop
-    replay.main([*flags, "--pdb"])
-    return found[0]
-
-
 def test_a_replay_changes_nothing_in_the_run_even_if_it_is_killed():
     train_run(1, "run", *words("--model mlp --threads 1 --max_steps 5 --save_every 5 --keep 2"))
     before, flags = contents(Path("runs/run")), words("--run runs/run --cpu --update")
@@ -450,18 +390,13 @@ def test_a_replay_changes_nothing_in_the_run_even_if_it_is_killed():
     launch.kill(signal.SIGKILL)
     launch.finish()
     assert contents(Path("runs/run")) == before
-    (at_hand,) = returned(1, in_the_debugger, [*flags, "1"])
-    assert {"batch", "run"} <= set(at_hand[0]) and at_hand[1] == 0
+    returned(1, replay.main, [*flags, "1"])
     assert contents(Path("runs/run")) == before
     assert [file.name for file in Path("runs/run/replay").iterdir()] == [
         "microbatch-0-of-update-1.png"
     ]
-    for more, line in (
-        (["9"], "--update 9: the last one is 5"),
-        (["1", "--microbatch", "1"], "is 0"),
-    ):
-        (outcome,) = run_ranks(1, replay.main, [*flags, *more])
-        assert line in outcome.err and outcome.out == ""
+    assert "--update 9: the last one" in refused(replay.main, *flags, "9")
+    assert "--microbatch 1: the last" in refused(replay.main, *flags, "1", "--microbatch", "1")
 
 
 def broken(function, flags: list[str]) -> dict:

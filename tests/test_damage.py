@@ -377,17 +377,6 @@ def both(train_code, eval_code):
         assert "Traceback" not in printed, (main, printed)
 
 
-def test_the_pickles_would_be_executed_by_who_loads_them_carelessly():
-    for name, write in PICKLES.items():
-        write(Path("pickle"))
-        with contextlib.suppress(Exception):
-            torch.load("pickle", weights_only=False)
-        with contextlib.suppress(Exception):
-            yaml.unsafe_load(Path("pickle").read_text())
-        assert Path("executed").is_dir(), f"{name} is harmless and shows nothing"
-        Path("executed").rmdir()
-
-
 QUICK = [("optimizer.bin", "pickle"), ("config.yaml", "yaml"),
          ("random_states_0.pkl", "torch"), ("model.safetensors", "torch")]  # fmt: skip
 
@@ -405,13 +394,6 @@ def test_no_file_of_a_checkpoint_is_executed(case):
     name, kind = case
     PICKLES[kind](NEWEST / name)
     both(*CODES[name])
-
-
-def test_an_optimizer_file_with_code_is_refused_as_such():
-    PICKLES["torch"](NEWEST / "optimizer.bin")
-    rewrite_manifest(NEWEST)
-    (outcome,) = run_ranks(1, train.main, RESUME)
-    refused(outcome, f"{NEWEST / 'optimizer.bin'}: is refused, because it contains objects")
 
 
 BOMB = "model_args: {a0: &a0 [x, x, x, x, x, x, x, x, x], " + ", ".join(
@@ -570,7 +552,8 @@ def test_settings_of_a_checkpoint_do_not_apply_to_this_machine():
     assert read.model_args == {"hidden": 16}
     for name in settings:
         assert getattr(read, name) == getattr(TrainConfig, name), name
-    outcomes = run_ranks(2, eval.main, (*EVAL, "--cache_dir", "mine"))
+    more = words("--cache_dir mine --data synthetic/10x8x100 --split test")
+    outcomes = run_ranks(2, eval.main, (*EVAL, *more))
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].err
     assert not Path("stranger").exists() and Path("mine").is_dir()
     outcome = run_one(train.main, RESUME)

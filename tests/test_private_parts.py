@@ -4,20 +4,19 @@ If a new version of a package changes one, its case here fails. A new use needs 
 """
 
 import ast
-import inspect
 from pathlib import Path
 
 import datasets
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from helpers.ranks import returned
 from helpers.training_runs import ROOT
 from torch import nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torchvision.transforms import v2
 
@@ -33,15 +32,6 @@ def numbers_of_flags() -> None:
     assert parse_args(TrainConfig, "", ["--mean", "-0.1,0.2"]).mean == [-0.1, 0.2]
 
 
-def joined_tensors() -> None:
-    """Else --microbatches adds up wrong values; the vector of one tensor is that tensor."""
-    tensors = [torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.randn(3)]
-    flat = _flatten_dense_tensors(tensors)
-    assert flat.equal(torch.cat([tensor.reshape(-1) for tensor in tensors]))
-    parts = _unflatten_dense_tensors(flat, tensors)
-    assert all(part.equal(tensor) for part, tensor in zip(parts, tensors, strict=True))
-
-
 def lists_of_tensors() -> None:
     """Else gradients and averages are wrong, or take a kernel for each tensor."""
     one, two = [torch.ones(2), torch.ones(3)], [torch.zeros(2), torch.full((3,), 5.0)]
@@ -53,11 +43,9 @@ def lists_of_tensors() -> None:
 
 
 def kinds_of_layers() -> None:
-    """Else batch statistics and dropout are not found in a model."""
+    """Else batch statistics are not found in a model."""
     norms = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
-    drops = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
     assert all(issubclass(norm, _BatchNorm) for norm in norms)
-    assert all(issubclass(drop, _DropoutNd) for drop in drops)
 
 
 def waits_of_ddp() -> None:
@@ -95,22 +83,36 @@ def contents_of_tables() -> None:
     assert one._fingerprint == same._fingerprint != other._fingerprint
 
 
-def kernels_of_muon() -> None:
-    """Else --optimizer muon refuses convolution kernels."""
-    given = inspect.signature(torch.optim.Muon._init_group).parameters
-    assert [*given] == ["self", "group", "params_with_grad", "grads", "muon_momentum_bufs"]
+def places_of_batches() -> None:
+    """Else Accelerate moves the batches, before the host has finished them."""
+
+    def places() -> list[str]:
+        loader, found = Accelerator(cpu=True).prepare(DataLoader(torch.ones(2))), []
+        for device in (torch.device("meta"), None):
+            loader.device = device
+            found.append(next(iter(loader)).device.type)
+        return found
+
+    assert returned(1, places) == [["meta", "cpu"]]
+
+
+def replaced_forwards() -> None:
+    """Else cached features and --grad_checkpointing compute the whole model as it was."""
+    layer = nn.Identity()
+    layer.forward = lambda x: x + 1
+    assert layer(1) == 2
 
 
 CASES = {
     numbers_of_flags: "_negative_number_matcher",
-    joined_tensors: "_flatten_dense_tensors _unflatten_dense_tensors",
     lists_of_tensors: "_foreach_add_ _foreach_copy_ _foreach_lerp_",
-    kinds_of_layers: "_BatchNorm _DropoutNd",
+    kinds_of_layers: "_BatchNorm",
     waits_of_ddp: "_set_ddp_runtime_logging_sample_rate",
     operations_of_policies: "_AUGMENTATION_SPACE _fill _apply_image_or_video_transform",
     ends_of_workers: "_MultiProcessingDataLoaderIter _clean_up_worker",
     contents_of_tables: "_fingerprint",
-    kernels_of_muon: "_init_group",  # overridden
+    places_of_batches: "",  # attributes that others read
+    replaced_forwards: "",
 }
 
 

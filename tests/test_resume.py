@@ -11,14 +11,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import records, refused, same_tensors, train_run, weights, words
+from helpers.training_runs import records, refused, same_tensors, steps, train_run, weights, words
 
 import eval
 import train
 import utils.training.meter
 from utils.config.cli import read_config
 from utils.config.settings import TrainConfig
-from utils.data.datasets import DecodedImages
+from utils.data.datasets import CachedDataset
 from utils.runs.state import TrainState
 from utils.training.schedule import due_after
 
@@ -61,12 +61,12 @@ def test_the_same_command_on_another_number_of_processes_keeps_the_global_batch(
 
 
 def test_a_number_of_processes_that_cannot_keep_it_is_refused_before_the_data_is_loaded():
-    def without_data():
+    def without_data(flags):
         np.loadtxt = None  # a call of it would be another error
-        train.main([*AUTO, "--max_steps", "2"])
+        train.main(flags)
 
     train_run(2, "run", *FLAGS, "--max_steps", "1")
-    line = refused(without_data, processes=3)
+    line = refused(without_data, *AUTO, "--max_steps", "2", processes=3)
     assert "its global batch of 64 is not divisible by 3 processes; resume with 1, 2 or 4" in line
 
 
@@ -123,14 +123,14 @@ def test_a_resume_reads_no_sample_to_skip_it():
 
 
 def _samples_read(flags):
-    read, get = [], DecodedImages.__getitems__
+    read, get = [], CachedDataset.__getitems__
 
     def watched(dataset, microbatch):
         if len(dataset) == 480:  # the training split
             read.extend(microbatch.indices)
         return get(dataset, microbatch)
 
-    DecodedImages.__getitems__ = watched
+    CachedDataset.__getitems__ = watched
     train.main(flags)
     return len(read)
 
@@ -139,7 +139,7 @@ def test_the_run_folder_and_its_checkpoints_can_be_named_to_go_on_in_place():
     train_run(1, "run", *FLAGS, "--max_steps", "2", "--save_every", "1")
     for number, path in enumerate(("runs/run", "runs/run/checkpoints/step-00000003"), 3):
         train_run(1, "run", *FLAGS, "--max_steps", str(number), "--resume", path)
-    assert [record["step"] for record in records("run", "start")] == [0, 2, 3]
+    assert steps("run", "start") == [0, 2, 3]
 
 
 def test_a_resumed_run_has_the_data_and_settings_of_its_checkpoint_unless_others_are_given(
@@ -158,7 +158,7 @@ def test_a_resumed_run_has_the_data_and_settings_of_its_checkpoint_unless_others
     new = read_config(Path("runs/new/config.yaml"))
     changed = {"epochs": 1, "max_steps": None, "grad_accum": 1, "report_to": None}
     assert new == replace(old, label_smoothing=0.0, **changed)
-    assert [record["step"] for record in records("new", "start")] == [2, 3]
+    assert steps("new", "start") == [2, 3]
     assert records("new", "train")[-1]["step"] == 12
 
 
@@ -191,7 +191,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_from_the_checkpoi
     train_run(1, "other", *words("--resume auto --max_steps 3 --keep 9"))
     (outcome,) = run_ranks(1, train.main, [*flags, "--resume", "auto"])
     assert outcome.code == 0 and "step-00000002, with the settings of its" in outcome.out
-    assert [record["step"] for record in records("run", "start")] == [2, 2]
+    assert steps("run", "start") == [2, 2]
     assert same_tensors(weights("run"), weights("whole"))
 
     shutil.rmtree("runs/run/checkpoints")

@@ -93,21 +93,6 @@ def test_draws_with_replacement_follow_the_weights_and_count_their_occurrences(r
     assert of_weight == pytest.approx(np.array([0.1, 0.2, 0.3, 0.4]), abs=0.01 * repeats)
 
 
-def test_weighted_draws_are_the_inverse_cdf_at_uniform_numbers_of_the_epoch():
-    given = np.random.default_rng(0).random(200) * (np.arange(200) % 3 > 0)
-    drawn, _ = drawn_by(Plan(200, 16, 1, seed=9, weights=given), epoch=3)
-    raw = np.random.Philox(key=fold_by_hand(9, "order", 3)).random_raw(200)
-    for word, sample in zip(raw.tolist(), drawn.tolist(), strict=True):
-        below, total = given[:sample].sum(), given.sum()
-        assert below - 1e-9 <= (word >> 11) / 2**53 * total <= below + given[sample] + 1e-9
-
-
-def fold_by_hand(*parts):
-    import hashlib
-
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
-
-
 def test_a_random_number_just_below_one_draws_a_sample_with_a_weight(monkeypatch):
     class Highest:
         def random_raw(self, count):

@@ -4,7 +4,6 @@ passed to them.
 
 import inspect
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -18,23 +17,13 @@ import eval
 import train
 from utils.config.cli import parse_args, read_config
 from utils.config.settings import TrainConfig
-from utils.data.sources import SOURCES, absolute_data, check_source, has_columns
+from utils.data.sources import SOURCES, absolute_data, has_columns
 from utils.tasks.losses import LOSSES
 from utils.training.optim import OPTIMIZERS
 from utils.training.schedule import SCHEDULES, after_warmup
 
-FLAGS = (
-    "--model",
-    "mlp",
-    "--lr",
-    "0.01",
-    "--log_every",
-    "1",
-    "--threads",
-    "1",
-    "--max_train_samples",
-    "256",
-)
+FLAGS = ["--model", "mlp", "--lr", "0.01", "--log_every", "1", "--threads", "1"]
+FLAGS += ["--max_train_samples", "256"]
 
 
 def refusal(capsys, *flags):
@@ -67,10 +56,8 @@ def test_help_lists_every_name_with_the_first_line_of_its_function():
     (outcome,) = run_ranks(1, train.main, ["--help"])
     text = "".join(outcome.out.split())
     for table in (OPTIMIZERS, SCHEDULES, LOSSES, SOURCES):
-        entries = [
-            f"{name} ({inspect.getdoc(function).splitlines()[0][:-1]})"
-            for name, function in table.items()
-        ]
+        helps = {name: inspect.getdoc(made).partition("\n\n")[0] for name, made in table.items()}
+        entries = [f"{name} ({own[:-1]})" for name, own in helps.items()]
         assert "".join(f"{', '.join(entries)}".split()) in text
     assert "(sgd:nesterov;muon:adamw_lr" in text and "adam:betas,eps,amsgrad" in text
 
@@ -99,8 +86,6 @@ def test_help_lists_every_name_with_the_first_line_of_its_function():
             "{end: 1}",
             "unknown argument end; remove it, this function takes no arguments",
         ),
-        ("--lr_schedule cosine", "{end: -1}", "the learning rate would be -1 times --lr"),
-        ("--lr_schedule step", "{step_size: 0.0}", "step_size must be above 0"),
         ("--lr_schedule multistep", "{milestones: [a]}", "change or remove these arguments"),
         ("--lr_schedule onecycle", "{div_factor: 0}", "division by zero"),
     ],
@@ -199,17 +184,6 @@ def test_a_name_with_a_slash_is_a_path_unless_a_prefix_of_the_table_matches():
     assert has_columns("someone/something")
     Path("photos/train.parquet").touch()
     assert has_columns("photos")
-
-
-@pytest.mark.parametrize(
-    ("name", "fix"),
-    [("digit", "did you mean digits?"), ("nothing", "use digits, synthetic/..., torchvision/...")],
-)
-def test_data_with_a_misspelt_name_are_refused_with_the_names_of_the_table(name, fix):
-    with pytest.raises(
-        ValueError, match=f"^--data {name}: no such file, folder or data set; .*{re.escape(fix)}"
-    ):
-        check_source(TrainConfig(data=name))
 
 
 def test_column_flags_without_a_table_are_reported_as_without_effect():

@@ -31,7 +31,6 @@ from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
 from utils.data.selection import load_data
 from utils.data.splits import hold_out, whole_split
-from utils.report.folder import best_evaluation
 from utils.runs.state import TrainState
 from utils.tasks.classification import Classification
 from utils.tasks.losses import LOSSES, SIGMOID_LOSSES
@@ -40,13 +39,7 @@ from utils.tasks.multilabel import Binary, MultiLabel
 from utils.tasks.table import TASKS, make_task
 
 CLASSES = ["bird", "cat", "dog", "emu"]
-FLAGS = [
-    "--model",
-    "mlp",
-    "--model_args",
-    "{hidden: 8}",
-    *words("--threads 1 --lr 0.05 --log_every 1"),
-]
+FLAGS = [*words("--model mlp --threads 1 --lr 0.05 --log_every 1 --model_args"), "{hidden: 8}"]
 FLAGS += words("--global_batch_size 12 --max_steps 8 --eval_every 4 --save_every 4 --keep 9")
 FLAGS += words("--eval_batch_size 5 --pos_weight balanced --label_smoothing 0.1 --threshold 0.4")
 
@@ -55,22 +48,17 @@ def label_sets(count: int) -> list[list[str]]:
     """Of classes that images show; the last class only in the first images, and some images without
     any.
     """
-    shows = [
-        [(n * (k + 2) + k) % (k + 3) < 2 and (k < 3 or n < 9) for k in range(4)]
-        for n in range(count)
-    ]
-    return [[name for name, shown in zip(CLASSES, own, strict=True) if shown] for own in shows]
+    shows = lambda n, k: (n * (k + 2) + k) % (k + 3) < 2 and (k < 3 or n < 9)  # noqa: E731
+    return [[name for k, name in enumerate(CLASSES) if shows(n, k)] for n in range(count)]
 
 
 def write_data() -> None:
-    """The same 50 training and 21 test images as table/*.parquet, as list.csv and, with two
-    classes, as pairs.csv.
-    """
+    """The same 50 training and 21 test images as list.csv and, with two classes, as pairs.csv."""
     pixels, labels = pictures(71), label_sets(71)
     for number, names in enumerate(labels):
         for name in names:
-            # can be learnt
-            pixels[number, CLASSES.index(name) * 2 : CLASSES.index(name) * 2 + 2] //= 4
+            row = CLASSES.index(name) * 2
+            pixels[number, row : row + 2] //= 4  # can be learnt
     Path("images").mkdir()
     lists, pairs = ["path,label,split"], ["path,label,split"]
     for number, (image, names) in enumerate(zip(pixels, labels, strict=True)):
@@ -80,13 +68,6 @@ def write_data() -> None:
         pairs.append(f"images/{number}.png,{'yes' if 'cat' in names else 'no'},{split}")
     Path("list.csv").write_text("\n".join(lists))
     Path("pairs.csv").write_text("\n".join(pairs))
-    indices = [[CLASSES.index(name) for name in names] for names in labels]
-    kind = List(ClassLabel(names=CLASSES))
-    parquet(
-        "table",
-        train=table(indices[:50], kind, list(pixels[:50])),
-        test=table(indices[50:], kind, list(pixels[50:])),
-    )
 
 
 @pytest.fixture(scope="module")
@@ -95,21 +76,16 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("targets") / "work"
     with kept_in(folder):
         write_data()
-        train_run(1, "table", "--data", "table", *FLAGS)
-        train_run(1, "list", "--data", "list.csv", *FLAGS)
-        train_run(2, "two", "--data", "list.csv", *FLAGS)
-        train_run(
-            2, "binary", "--data", "pairs.csv", "--task", "binary", *FLAGS, "--best_metric", "auc"
-        )
+        for processes, name, flags in (
+            (1, "list", "--data list.csv"),
+            (2, "two", "--data list.csv"),
+            (2, "binary", "--data pairs.csv --task binary --best_metric auc"),
+        ):
+            train_run(processes, name, *words(flags), *FLAGS)
         for run in ("two", "binary"):
             for processes in (1, 2):
-                flags = [
-                    "--ckpt",
-                    f"runs/{run}/checkpoints/step-00000008",
-                    "--json",
-                    f"{run}{processes}.json",
-                ]
-                returned(processes, eval.main, flags)
+                flags = f"--ckpt runs/{run}/checkpoints/step-00000008 --json {run}{processes}.json"
+                returned(processes, eval.main, words(flags))
     return folder
 
 
@@ -123,10 +99,8 @@ def logits_of(run: str, indices: range) -> torch.Tensor:
     w = weights(run)
     pixels = np.stack([np.asarray(Image.open(f"images/{number}.png")) for number in indices])
     x = ((torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.5).flatten(1)
-    return (
-        torch.relu(x @ w["hidden.weight"].T + w["hidden.bias"]) @ w["output.weight"].T
-        + w["output.bias"]
-    )
+    hidden = F.linear(x, w["hidden.weight"], w["hidden.bias"]).relu()
+    return F.linear(hidden, w["output.weight"], w["output.bias"])
 
 
 def multi_hot_rows(indices: range) -> np.ndarray:
@@ -139,18 +113,6 @@ def found(run: str, processes: int) -> dict:
 
 
 # -- runs
-# ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_a_table_of_lists_and_a_csv_file_with_several_labels_in_a_cell_are_the_same_run(runs):
-    assert same_tensors(weights("table"), weights("list"))
-    for data in ("table", "list.csv"):
-        split = load_data(TrainConfig(data=data, cache_dir="cache"))
-        assert split.class_names == CLASSES and split.train.labels.dtype == np.uint8
-        assert np.array_equal(split.train.labels, multi_hot_rows(range(50)))
-        assert np.array_equal(split.evaluation.labels, multi_hot_rows(range(50, 71)))
-    assert "task: multilabel" in Path("runs/table/config.yaml").read_text()
 
 
 def test_training_on_two_processes_has_the_losses_and_metrics_of_one(runs):
@@ -158,50 +120,20 @@ def test_training_on_two_processes_has_the_losses_and_metrics_of_one(runs):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert (two["micro_f1"], two["exact_match"]) == (one["micro_f1"], one["exact_match"])
     for one, two in zip(records("list", "eval"), records("two", "eval"), strict=True):
-        names = ("mAP", "macro_f1", "micro_f1", "loss")
-        assert [two[name] for name in names] == pytest.approx(
-            [one[name] for name in names], rel=1e-5
-        )
+        for name in ("mAP", "macro_f1", "micro_f1", "loss"):
+            assert two[name] == pytest.approx(one[name], rel=1e-5)
         assert "per_class_ap" not in one  # only numbers without --metrics
-
-
-@pytest.mark.parametrize(
-    ("data", "flags"),
-    [
-        ("list.csv", []),
-        pytest.param(
-            "pairs.csv", ["--task", "binary", "--sampler", "balanced"], marks=pytest.mark.full
-        ),
-    ],
-)
-def test_mixed_repeated_and_weighted_samples_are_the_same_on_two_processes(data, flags):
-    write_data()
-    flags = [
-        "--data",
-        data,
-        *flags,
-        *FLAGS,
-        *words("--mixup 0.4 --cutmix 1 --repeats 2 --loss focal"),
-    ]
-    train_run(1, "one", *flags, "--grad_accum", "3", "--data_on_device", "yes")
-    train_run(2, "two", *flags, "--data_on_device", "no")
-    one, two = ([record["loss"] for record in records(name, "train")] for name in ("one", "two"))
-    assert len(set(one)) == 8 and two == pytest.approx(one, rel=1e-5)
 
 
 def test_the_first_update_has_the_loss_of_the_formula():
     write_data()
-    more = words("--max_steps 1 --global_batch_size 50 --lr 1e-30")
-    (outcome,) = run_ranks(
-        1, train.main, ["--run_name", "run", "--data", "list.csv", *FLAGS, *more]
-    )
+    more = words("--max_steps 1 --global_batch_size 50 --lr 1e-30 --run_name run --data list.csv")
+    (outcome,) = run_ranks(1, train.main, [*FLAGS, *more])
     assert "multilabel, pos_weight " in outcome.out
     assert re.search(r"^update 1 .*  mAP 0\.\d+  micro-F1 ", outcome.out, re.M), outcome.out
     (record,) = records("run", "train")
-    logits, labels = (
-        logits_of("run", range(50)).double().numpy(),
-        multi_hot_rows(range(50)).astype(float),
-    )
+    logits = logits_of("run", range(50)).double().numpy()
+    labels = multi_hot_rows(range(50)).astype(float)
     p, positives = 1 / (1 + np.exp(-logits)), labels.sum(0)
     soft = 0.9 * labels + 0.05
     terms = -((50 - positives) / positives) * soft * np.log(p) - (1 - soft) * np.log(1 - p)
@@ -217,41 +149,41 @@ def test_an_evaluation_has_the_metrics_of_scikit_learn_on_one_and_on_two_process
     assert true.any(0).tolist() == [True, True, True, False]  # no test image has the last class
     precisions = [average_precision_score(true[:, k], logits[:, k]) for k in range(3)]
     seen = [k for k in range(4) if true[:, k].any() or predicted[:, k].any()]
-    for record in (one, two):
-        assert record["count"] == 21 and record["classes_evaluated"] == 3
-        assert record["per_class_ap"] == [*(pytest.approx(value) for value in precisions), None]
-        assert record["mAP"] == pytest.approx(np.mean(precisions))
-        assert record["per_class_count"] == true.sum(0).tolist()
-        assert record["micro_f1"] == pytest.approx(f1_score(true, predicted, average="micro"))
-        assert record["macro_f1"] == pytest.approx(
-            f1_score(true[:, seen], predicted[:, seen], average="macro")
-        )
-        assert record["exact_match"] == pytest.approx(accuracy_score(true, predicted))
-        expected = F.binary_cross_entropy_with_logits(logits, torch.from_numpy(true).float())
-        assert record["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    loss = F.binary_cross_entropy_with_logits(logits, torch.from_numpy(true).float())
+    expected = {
+        "count": 21,
+        "classes_evaluated": 3,
+        "mAP": np.mean(precisions),
+        "micro_f1": f1_score(true, predicted, average="micro"),
+        "macro_f1": f1_score(true[:, seen], predicted[:, seen], average="macro"),
+        "exact_match": accuracy_score(true, predicted),
+        "loss": loss.item(),
+    }
+    assert {name: one[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert one["per_class_ap"] == [*(pytest.approx(value) for value in precisions), None]
+    assert one["per_class_count"] == true.sum(0).tolist()
     same = [name for name in one if name not in ("seconds", "loss")]
     assert [one[name] for name in same] == [two[name] for name in same]
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
     assert one["mAP"] == pytest.approx(records("two", "eval")[-1]["mAP"])
     (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/two", "--threshold", "0.999"])
-    assert (
-        "Average precision of the classes, worst first" in outcome.out
-        and "\nmicro_f1     0.0000" in outcome.out
-    )
+    assert "Average precision of the classes, worst first" in outcome.out
+    assert "\nmicro_f1     0.0000" in outcome.out
 
 
 def test_a_binary_run_has_one_logit_and_the_metrics_of_scikit_learn(runs):
     logits = logits_of("binary", range(50, 71))
     true = np.array(["cat" in names for names in label_sets(71)[50:]], int)  # classes are no, yes
     assert logits.shape == (21, 1)
+    predicted, both = (logits[:, 0].sigmoid() > 0.4).numpy(), F.pad(logits, (1, 0))
+    expected = {
+        "auc": roc_auc_score(true, logits[:, 0]),
+        "accuracy": accuracy_score(true, predicted),
+        "f1": f1_score(true, predicted),
+        "loss": F.cross_entropy(both, torch.from_numpy(true)).item(),  # of the softmax
+    }
     for record in (found("binary", 1), found("binary", 2)):
-        assert record["auc"] == pytest.approx(roc_auc_score(true, logits[:, 0]))
-        predicted = (logits[:, 0].sigmoid() > 0.4).numpy()
-        assert record["accuracy"] == pytest.approx(accuracy_score(true, predicted))
-        assert record["f1"] == pytest.approx(f1_score(true, predicted))
-        both = F.pad(logits, (1, 0))  # the logits of the softmax with the same probability
-        assert record["loss"] == pytest.approx(
-            F.cross_entropy(both, torch.from_numpy(true)).item(), rel=1e-5
-        )
+        assert {name: record[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     highest = max(records("binary", "eval"), key=lambda record: record["auc"])
     assert Path("runs/binary/checkpoints/best").read_text().strip() == f"step-{highest['step']:08d}"
 
@@ -261,46 +193,27 @@ def test_a_resumed_run_has_the_same_bits_keeps_its_best_metric_and_refuses_anoth
     train_run(2, "again", "--resume", path, "--data", "list.csv", *FLAGS)
     assert same_tensors(weights("again"), weights("two"))
     assert records("again", "eval")[-1]["mAP"] == records("two", "eval")[-1]["mAP"]
-    more = ["--resume", "auto", "--data", "pairs.csv", *FLAGS, "--max_steps", "9"]
-    error = refused(train.main, "--run_name", "binary", *more, "--best_metric", "loss")
-    assert "its --best_metric is auc, not loss; use the same --best_metric" in error
-    error = refused(train.main, "--run_name", "binary", *more, "--task", "classification")
-    assert "trained with a --task of binary, not classification" in error
-    assert "auc" in train_run(1, "binary", *more)[-1]
+    more = [*FLAGS, *words("--run_name binary --resume auto --data pairs.csv --max_steps 9")]
+    error = refused(train.main, *more, "--best_metric", "loss")
+    assert "its --best_metric is auc, not loss" in error
+    error = refused(train.main, *more, "--task", "classification")
+    assert "trained with --task binary, not classification" in error
+    returned(1, train.main, more)
+    assert "auc" in records("binary")[-1]
     assert "best_metric: auc" in Path("runs/binary/config.yaml").read_text()
 
 
-def test_a_run_on_a_list_is_resumed_with_its_labels_only(runs):
-    text = Path("list.csv").read_text()
-    first = next(line for line in text.splitlines() if "bird| cat" in line and "train" in line)
-    Path("list.csv").write_text(text.replace(first, first.replace("bird| cat", "cat")))
-    error = refused(train.main, *words("--resume auto --run_name list --data list.csv"), *FLAGS)
-    assert "1 of 50 images of 'train' changed class: images/0.png" in error
-
-
 # -- losses
-# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
 def test_focal_losses_are_those_of_their_formula(gamma):
     logits, soft = torch.randn(7, 5, dtype=torch.float64) * 3, torch.rand(7, 5, dtype=torch.float64)
-    weight, p, t = (
-        torch.rand(5, dtype=torch.float64),
-        logits.softmax(1).numpy(),
-        0.9 * soft.numpy() + 0.1 / 5,
-    )
+    weight, p = torch.rand(5, dtype=torch.float64), logits.softmax(1).numpy()
     value = LOSSES["focal"](logits, soft, 0.1, weight, gamma=gamma).tolist()
-    assert value == pytest.approx(
-        -(weight.numpy() * t * (1 - p) ** gamma * np.log(p)).sum(1), rel=1e-12
-    )
-    labels = torch.arange(7) % 5
-    one_hot = F.one_hot(labels, 5).double()
-    both = [
-        LOSSES["focal"](logits, targets, 0.0, None, gamma=gamma).tolist()
-        for targets in (labels, one_hot)
-    ]
-    assert both[0] == pytest.approx(both[1], rel=1e-12)
+    t = 0.9 * soft.numpy() + 0.1 / 5
+    expected = -(weight.numpy() * t * (1 - p) ** gamma * np.log(p)).sum(1)
+    assert value == pytest.approx(expected, rel=1e-12)
     q, t = logits.sigmoid().numpy(), soft.numpy()
     terms = -3 * t * (1 - q) ** gamma * np.log(q) - (1 - t) * q**gamma * np.log(1 - q)
     value = SIGMOID_LOSSES["focal"](logits, soft, torch.tensor(3.0), gamma=gamma).tolist()
@@ -323,30 +236,20 @@ def test_the_gradients_of_focal_losses_are_finite_for_certain_predictions(gamma)
 @pytest.mark.parametrize("kind", [MultiLabel, Binary])
 def test_sigmoid_losses_take_mixtures_smoothing_and_weights(loss, kind):
     config = TrainConfig(loss=loss, label_smoothing=0.2, pos_weight=2.5)
-    rows = (
-        torch.eye(4, dtype=torch.uint8)[[0, 3, 1, 1, 2, 0]]
-        if kind is MultiLabel
-        else torch.tensor([0, 1, 1, 0])
-    )
-    one_hot = rows.double() if kind is MultiLabel else F.one_hot(rows).double()
+    several = kind is MultiLabel
+    rows = torch.eye(4).byte()[[0, 3, 1, 1, 2, 0]] if several else torch.tensor([0, 1, 1, 0])
+    one_hot = rows.double() if several else F.one_hot(rows).double()
     task = kind(config, CLASSES[: one_hot.shape[1]], rows.numpy())
     logits = torch.randn(len(rows), task.outputs, dtype=torch.float64)
     mixed = task.loss(logits, 0.3 * one_hot + 0.7 * one_hot.flip(0))
     parts = 0.3 * task.loss(logits, one_hot) + 0.7 * task.loss(logits, one_hot.flip(0))
     assert mixed.item() == pytest.approx(parts.item(), rel=1e-12)
-    assert task.loss(logits, rows).item() == pytest.approx(
-        task.loss(logits, one_hot).item(), rel=1e-12
-    )
+    hard = task.loss(logits, rows).item()
+    assert hard == pytest.approx(task.loss(logits, one_hot).item(), rel=1e-12)
     if loss != "focal":
         t = 0.8 * one_hot[:, -task.outputs :] + 0.1
         terms = -2.5 * t * logits.sigmoid().log() - (1 - t) * (-logits).sigmoid().log()
-        assert task.loss(logits, rows).item() == pytest.approx(terms.mean(1).sum().item(), rel=1e-9)
-    if kind is Binary:
-        plain = task.evaluate(logits, rows)[0][:, 0]  # neither smoothed nor weighted
-        softmax = LOSSES["focal" if loss == "focal" else "cross_entropy"]
-        assert plain.tolist() == pytest.approx(
-            softmax(F.pad(logits, (1, 0)), rows, 0.0, None).tolist(), rel=1e-9
-        )
+        assert hard == pytest.approx(terms.mean(1).sum().item(), rel=1e-9)
     assert task.loss(logits[:0], rows[:0]) == 0
 
 
@@ -356,33 +259,24 @@ def test_balanced_weights_are_negatives_per_positive_of_the_training_split():
     labels[:, 2] = 1
     task = MultiLabel(TrainConfig(pos_weight="balanced"), CLASSES, labels)
     positives = labels.sum(0).astype(float)
-    assert task.pos_weight.tolist() == pytest.approx(
-        [*((50 - positives[:2]) / positives[:2]), 1 / 50, 50]
-    )
+    expected = [*((50 - positives[:2]) / positives[:2]), 1 / 50, 50]
+    assert task.pos_weight.tolist() == pytest.approx(expected)
     binary = Binary(TrainConfig(pos_weight="balanced"), ["no", "yes"], np.array([0, 1, 0, 0]))
-    assert binary.pos_weight.tolist() == [3] and binary.uniform_loss == pytest.approx(
-        3 * math.log(2)
-    )
+    assert binary.pos_weight.tolist() == [3]
+    assert binary.uniform_loss == pytest.approx(3 * math.log(2))
 
 
 # -- metrics, --best_metric and labels
-# -------------------------------------------------------------------------------
 
 
-def test_metrics_of_scores_with_ties_are_those_of_scikit_learn():
+def test_scores_with_ties_have_the_metrics_of_scikit_learn_and_nan_has_none():
     random = np.random.default_rng(0)
-    scores, labels = (
-        random.integers(-3, 4, (90, 6)).astype(np.float32),
-        random.integers(0, 2, (90, 6), np.uint8),
-    )
+    scores = random.integers(-3, 4, (90, 6)).astype(np.float32)
+    labels = random.integers(0, 2, (90, 6), np.uint8)
     values = class_metrics(scores, labels, cut=0.0)
     assert values["mAP"] == pytest.approx(average_precision_score(labels, scores, average="macro"))
-    assert values["macro_f1"] == pytest.approx(f1_score(labels, scores > 0, average="macro"))
     scores[3, 2] = np.nan
     assert class_metrics(scores, labels, 0.0) == {} == area_under_curve(scores[:, 0], np.zeros(90))
-    state = TrainState(step=1)
-    state.add_evaluation({"loss": 1.0}, "mAP", True)
-    assert state.best is None and not state.owes_evaluation
 
 
 def test_any_metric_can_decide_the_best_checkpoint_in_its_own_direction():
@@ -396,31 +290,30 @@ def test_any_metric_can_decide_the_best_checkpoint_in_its_own_direction():
             state.add_evaluation({name: value}, task.metric, task.higher_is_better)
         # the earliest of equal ones
         assert (state.best, state.best_step) == ((0.6, 3) if higher else (0.4, 2))
-    with pytest.raises(
-        ValueError, match=r"^--best_metric f1: no such metric; use one of loss, accuracy, macro_f1"
-    ):
-        make_task(TrainConfig(best_metric="f1"), list("abc"), np.arange(3))
     assert make_task(TrainConfig(), ["a", "b"], multi_hot_rows(range(3)))[0].task == "multilabel"
 
 
-def test_an_own_metric_says_whether_its_lowest_value_is_the_best(monkeypatch):
+def test_settings_that_a_task_cannot_have_are_refused(monkeypatch):
     class Own(Classification):
         evaluation = (*Classification.evaluation, "mae")
 
-    monkeypatch.setitem(TASKS, "classification", Own)
-    config = TrainConfig(task="classification", best_metric="mae")
-    with pytest.raises(
-        ValueError, match="--best_metric mae: Own does not say if its highest value is the best; "
+    monkeypatch.setitem(TASKS, "own", Own)
+    several = multi_hot_rows(range(9))
+    for settings, labels, text in (
+        (
+            {"best_metric": "f1"},
+            np.arange(4),
+            "^--best_metric f1: no such metric; use one of loss,",
+        ),
+        ({"task": "own", "best_metric": "mae"}, np.arange(4), "add it to lowest_is_best of Own"),
+        ({"pos_weight": [1.0, 2.0, 3.0]}, several, "--pos_weight has 3 values, and the model 4"),
+        ({"loss": "focal", "loss_args": {"gamma": -1.0}}, several, "gamma must be at least 0"),
     ):
-        make_task(config, list("abc"), np.arange(3))
+        with pytest.raises(ValueError, match=text):
+            make_task(TrainConfig(**settings), CLASSES, labels)
     Own.lowest_is_best = ("loss", "mae")
-    _, task = make_task(config, list("abc"), np.arange(3))
-    state, values = TrainState(), (2.43, 1.52, 1.9)
-    for state.step, value in enumerate(values, 1):
-        state.add_evaluation({"mae": value}, task.metric, task.higher_is_better)
-    assert (state.best, state.best_step) == (1.52, 2)
-    records = [{"step": step, "mae": value} for step, value in enumerate(values, 1)]
-    assert best_evaluation(records, "mae", task.higher_is_better)["step"] == 2
+    _, task = make_task(TrainConfig(task="own", best_metric="mae"), CLASSES, np.arange(4))
+    assert not task.higher_is_better
 
 
 def test_a_loss_with_an_argument_for_each_class_is_tried_with_the_classes_of_the_data(monkeypatch):
@@ -428,29 +321,22 @@ def test_a_loss_with_an_argument_for_each_class_is_tried_with_the_classes_of_the
         return F.cross_entropy(logits, targets, torch.tensor(alpha), reduction="none")
 
     monkeypatch.setitem(LOSSES, "weighted", weighted)
-    flags = [
-        *words("--task classification --loss weighted --loss_args"),
-        "{alpha: [1.0, 2.0, 4.0]}",
-    ]
+    flags = [*words("--task classification --loss weighted --loss_args"), "{alpha: [1, 2, 4.0]}"]
     config = parse_args(TrainConfig, "train.py", flags, [LOSSES])
     _, task = make_task(config, list("abc"), np.arange(3))
     assert task.loss(torch.zeros(3, 3), torch.arange(3)).item() == pytest.approx(7 * math.log(3))
-    with pytest.raises(
-        ValueError, match=r"--loss_args for weighted: .*; change or remove these arguments"
-    ):
+    with pytest.raises(ValueError, match="--loss_args for weighted: "):
         make_task(config, list("abcd"), np.arange(4))
 
 
 def test_a_hold_out_of_sets_of_labels_is_random_and_has_its_share_of_each():
     kinds = np.array([[0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 0, 1]], np.uint8)
-    split = whole_split(
-        "train", np.zeros((200, 2, 2), np.uint8), kinds.repeat([40, 60, 20, 80], axis=0), ""
-    )
+    labels = kinds.repeat([40, 60, 20, 80], axis=0)
+    split = whole_split("train", np.zeros((200, 2, 2), np.uint8), labels, "")
     rest, held = hold_out(split, 0.1, seed=3)
     assert sorted([*rest.image_index, *held.image_index]) == list(range(200))
-    assert [(held.labels == kind).all(1).sum() for kind in kinds] == pytest.approx(
-        [4, 6, 2, 8], abs=1
-    )
+    counts = [(held.labels == kind).all(1).sum() for kind in kinds]
+    assert counts == pytest.approx([4, 6, 2, 8], abs=1)
     assert not np.array_equal(hold_out(split, 0.1, seed=4)[1].image_index, held.image_index)
 
 
@@ -458,7 +344,7 @@ def test_a_hold_out_of_sets_of_labels_is_random_and_has_its_share_of_each():
     ("kind", "lists", "names"),
     [
         ("string", [["b", "a"], [], ["c"]], ["a", "b", "c"]),
-        ("int32", [[2], [0, 2, 2], []], ["0", "1", "2"]),
+        ("int32", [[2], [0, 2, 2], []], ["0", "2"]),
         ("int32", [[10], [20000, 10], [5]], ["5", "10", "20000"]),
     ],
 )
@@ -466,54 +352,36 @@ def test_lists_of_strings_and_of_integers_are_labels_too(kind, lists, names):
     both = {name: table(lists, List(Value(kind))) for name in ("train", "test")}
     data = load_data(TrainConfig(data=str(parquet("data", **both)), cache_dir="cache"))
     assert data.class_names == names
-    assert data.train.labels.tolist() == [
-        [int(name in map(str, own)) for name in names] for own in lists
-    ]
-
-
-def table_error(lists, feature, **settings) -> str:
-    data = parquet("wrong", train=table(lists, feature))
-    with pytest.raises(ValueError) as caught:
-        load_data(TrainConfig(data=str(data), cache_dir="cache", **settings))
-    return str(caught.value)
+    expected = [[int(name in map(str, own)) for name in names] for own in lists]
+    assert data.train.labels.tolist() == expected
 
 
 def test_labels_that_do_not_suit_the_task_are_refused():
     one = ClassLabel(names=CLASSES)
     several = List(one)
-    assert "no image of split 'train' has a label" in table_error([[]] * 30, several)
-    assert "image 1 of split 'train' has a null label" in table_error([[0], None] * 15, several)
-    assert "image 2 of split 'train' has a null label" in table_error(
-        [[0, 1], [], [2, None]] * 9, several
-    )
-    assert "image 2 of split 'train' has the label -1, outside 0..3" in table_error(
-        [[0], [1], [2, -1]] * 9, several
-    )
-    assert "train with --task multilabel" in table_error(
-        [[0], [1, 2]] * 15, several, task="classification"
-    )
-    assert "train with --task classification" in table_error([0, 1] * 15, one, task="multilabel")
+    for lists, feature, task, error in (
+        ([[]] * 30, several, "auto", "no image of split 'train' has a label"),
+        ([[0], None] * 15, several, "auto", "split 'train' has null labels"),
+        ([[0, 1], [], [2, None]] * 9, several, "auto", "split 'train' has null labels"),
+        ([[0], [1], [2, -1]] * 9, several, "auto", "no class -1"),
+        ([[0], [1, 2]] * 15, several, "classification", "train with --task multilabel"),
+        ([0, 1] * 15, one, "multilabel", "train with --task classification"),
+    ):
+        data = str(parquet("wrong", train=table(lists, feature)))
+        with pytest.raises(ValueError, match=error):
+            load_data(TrainConfig(data=data, cache_dir="cache", task=task))
 
 
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        (["--task", "binary"], "--task binary: --data digits has 10 classes"),
-        (["--task", "multi"], "did you mean multilabel?"),
-        (["--pos_weight", "1", "0", "2"], "--pos_weight must be above 0"),
-        (["--pos_weight", "balance"], "--pos_weight must be a number, balanced or numbers"),
-        (["--threshold", "1"], "--threshold must be below 1"),
-        (
-            ["--loss", "focal", "--loss_args", "{gamma: -1}"],
-            "--loss_args for focal: gamma must be at least 0",
-        ),
-        (["--best_metric", "mAP"], "--best_metric mAP: no such metric; use one of loss, accuracy"),
+        ("--task binary", "--task binary: --data digits has 10 classes"),
+        ("--task multi", "did you mean multilabel?"),
+        ("--pos_weight 1 0 2", "--pos_weight must be above 0"),
+        ("--pos_weight balance", "--pos_weight must be a number, balanced or numbers"),
+        ("--threshold 1", "--threshold must be below 1"),
+        ("--best_metric mAP", "--best_metric mAP: no such metric; use one of loss, accuracy"),
     ],
 )
 def test_wrong_settings_are_refused_on_one_line(flags, error):
-    assert error in refused(train.main, "--model", "mlp", *flags)
-
-
-def test_a_list_of_weights_has_one_for_each_output():
-    with pytest.raises(ValueError, match="--pos_weight has 3 values, and the model 4 outputs"):
-        MultiLabel(TrainConfig(pos_weight=[1.0, 2.0, 3.0]), CLASSES, multi_hot_rows(range(9)))
+    assert error in refused(train.main, "--model", "mlp", *words(flags))

@@ -2,19 +2,18 @@
 with them.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from accelerate.data_loader import DataLoaderShard
 from helpers.ranks import returned, run_ranks
 from helpers.training_runs import records, same_tensors, weights, words
 from torch.nn import functional as F
 
 import eval
 import train
-import utils.training.building
 from utils.config.settings import TrainConfig
 from utils.data.selection import load_data
 from utils.errors import UserError
@@ -22,19 +21,9 @@ from utils.tasks.classification import Classification
 from utils.tasks.losses import LOSSES
 from utils.tasks.table import TASKS
 from utils.tasks.task import Task
-from utils.training import evaluation
 from utils.training.meter import Meter
 
-FLAGS = [
-    "--model",
-    "mlp",
-    "--model_args",
-    "{hidden: 16}",
-    "--lr",
-    "0.01",
-    "--global_batch_size",
-    "120",
-]
+FLAGS = [*words("--model mlp --lr 0.01 --global_batch_size 120 --model_args"), "{hidden: 16}"]
 FLAGS += words("--max_steps 12 --eval_every 4 --save_every 4 --log_every 3 --threads 1")
 
 
@@ -49,7 +38,7 @@ class Value(Task):
     shown = {"error": "error"}  # noqa: RUF012
 
     def __init__(self, config, class_names, labels=None):
-        pass
+        self.class_names = class_names
 
     def loss(self, outputs, targets):
         return self.losses(outputs, targets).sum()
@@ -61,9 +50,8 @@ class Value(Task):
         return torch.stack([loss.double(), (outputs[:, 0] - targets).double().sum()])
 
     def evaluate(self, outputs, labels):
-        return torch.stack(
-            [self.losses(outputs, labels), (outputs[:, 0] - labels).abs()], 1
-        ), outputs
+        errors = (outputs[:, 0] - labels).abs()
+        return torch.stack([self.losses(outputs, labels), errors], 1), outputs
 
     def metrics(self, predictions, labels):
         # not a float of Python
@@ -73,74 +61,51 @@ class Value(Task):
         return f"{title}: error {record['error']:.4f}"
 
 
-def make_value(config, class_names, labels):
-    return replace(config, task="value", best_metric=Value.metric), Value(config, class_names)
-
-
-def _train(flags):
-    utils.training.building.make_task = make_value
-    TASKS["value"] = Value  # --resume PATH takes the task from the run
-    return train.main(flags)
-
-
-def _evaluate(flags):
-    eval.make_task = make_value
-    return eval.main(flags)
+def with_value(function, flags):
+    TASKS["value"] = Value
+    return function(flags)
 
 
 def test_a_regression_trains_evaluates_and_resumes_with_the_same_loop():
-    logs = {}
+    logs, flags = [], [*FLAGS, "--task", "value", "--run_name"]
     for processes in (1, 2):
         name = f"run{processes}"
-        found = run_ranks(processes, _train, ["--run_name", name, *FLAGS, "--metrics"])
+        found = run_ranks(processes, with_value, train.main, [*flags, name, "--metrics"])
         assert [outcome.code for outcome in found] == [0] * processes, found[0].err
-        logs[processes] = {kind: records(name, kind) for kind in ("train", "eval")}
-    assert (
-        "  error " in found[0].out
-        and "accuracy" not in found[0].out
-        and "\nbest      " in found[0].out
-    )
+        logs.append((records(name, "train"), records(name, "eval")))
+    out = found[0].out
+    assert "  error " in out and "accuracy" not in out and "\nbest      " in out
     assert type(found[0].value["worst"]) is float  # `metrics` returns a number of NumPy
-    one, two = logs.values()
-    for key in ("loss", "error", "worst"):
-        assert [r[key] for r in two["eval"]] == pytest.approx(
-            [r[key] for r in one["eval"]], rel=1e-5
-        )
-    assert [r["bias"] for r in two["train"]] == pytest.approx(
-        [r["bias"] for r in one["train"]], rel=1e-4
-    )
-    assert len(two["train"]) == 4
-    _check_independently(two["eval"][-1])
-    lowest = min(two["eval"], key=lambda record: record["error"])
+    (train_one, eval_one), (train_two, eval_two) = logs
+    assert len(train_two) == 4
+    for one, two in (
+        *zip(eval_one, eval_two, strict=True),
+        *zip(train_one, train_two, strict=True),
+    ):
+        for key in two.keys() & {"loss", "error", "worst", "bias"}:
+            assert two[key] == pytest.approx(one[key], rel=1e-4)
+    _check_independently(eval_two[-1])
+    lowest = min(eval_two, key=lambda record: record["error"])
     assert Path("runs/run2/checkpoints/best").read_text().strip() == f"step-{lowest['step']:08d}"
-    best = returned(2, _evaluate, ["--ckpt", "runs/run2"])[0]
-    assert (best["step"], best["error"]) == (
-        lowest["step"],
-        pytest.approx(lowest["error"], rel=1e-9),
-    )
-    returned(
-        2,
-        _train,
-        ["--run_name", "again", "--resume", "runs/run2/checkpoints/step-00000008", *FLAGS],
-    )
+    best = returned(2, with_value, eval.main, ["--ckpt", "runs/run2"])[0]
+    assert best["step"] == lowest["step"]
+    assert best["error"] == pytest.approx(lowest["error"], rel=1e-9)
+    resumed = [*flags, "again", "--resume", "runs/run2/checkpoints/step-00000008"]
+    returned(2, with_value, train.main, resumed)
     assert same_tensors(weights("again"), weights("run2"))
 
 
 def _check_independently(record):
     """Compare an evaluation with plain PyTorch on the run's last weights."""
     split = load_data(TrainConfig(data="digits")).evaluation
-    pixels = torch.from_numpy(
-        np.stack([np.asarray(split.images[row]) for row in split.image_index])
-    ).flatten(1)
+    images = np.stack([np.asarray(split.images[row]) for row in split.image_index])
+    pixels = torch.from_numpy(images).flatten(1)
     w, labels = weights("run2"), torch.from_numpy(split.labels)
     hidden = F.relu(F.linear((pixels / 255 - 0.5) / 0.5, w["hidden.weight"], w["hidden.bias"]))
     away = (F.linear(hidden, w["output.weight"], w["output.bias"])[:, 0] - labels).abs()
     assert record["count"] == len(labels)
-    for name, value in (
-        ("error", away.mean()),
-        ("worst", away.max()),
-        ("loss", (away / 10).square().mean()),
-    ):
+    found = {"error": away.mean(), "worst": away.max(), "loss": (away / 10).square().mean()}
+    for name, value in found.items():
         assert record[name] == pytest.approx(value.item(), rel=1e-5)
 
 
@@ -148,10 +113,7 @@ def test_a_run_does_not_continue_the_sums_of_another_task():
     sums = {"loss": 3.0, "accuracy": 2.0, "count": 5.0, "wait": 0.1, "skipped": 0.0}
     task = Classification(TrainConfig(), ["a", "b"])
     assert Meter(task, torch.device("cpu"), sums, True).totals == sums
-    with pytest.raises(
-        UserError,
-        match="sums loss, accuracy, count, wait, skipped; this task needs loss, bias, count",
-    ):
+    with pytest.raises(UserError, match="sums loss, accuracy, count, wait, skipped; this task"):
         Meter(Value(None, None), torch.device("cpu"), sums, False)
 
 
@@ -159,15 +121,12 @@ def test_the_loss_of_an_evaluation_is_not_smoothed():
     task = Classification(TrainConfig(label_smoothing=0.2), list("abcde"))
     labels = torch.tensor([0, 1, 2, 3, 4, 0, 1])
     logits = 4.5 * F.one_hot(labels, 5).roll(1, 0) + torch.arange(5)
-    values, predicted = task.evaluate(logits, labels)
+    values, _ = task.evaluate(logits, labels)
     losses, right, _ = values.T
-    torch.testing.assert_close(
-        losses, F.cross_entropy(logits, labels, reduction="none"), rtol=1e-6, atol=0
-    )
+    expected = F.cross_entropy(logits, labels, reduction="none")
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=0)
     assert task.loss(logits, labels).item() != pytest.approx(losses.sum().item(), rel=1e-2)
-    assert torch.equal(right, (predicted == labels).float()) and torch.equal(
-        predicted, logits.argmax(1)
-    )
+    assert torch.equal(right, (logits.argmax(1) == labels).float())
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -183,24 +142,23 @@ def test_soft_targets_of_one_class_equal_hard_ones_and_mixed_ones_are_the_mixtur
     assert task.loss(logits[:0], labels[:0]) == 0 == task.loss(logits[:0], soft[:0])
 
 
-def test_an_evaluation_that_counts_a_sample_twice_or_not_at_all_is_an_error():
-    for planted in ("twice", "missing"):
-        outcomes = run_ranks(
-            2, _train_with_wrong_blocks, [planted, "--run_name", f"run-{planted}", *FLAGS]
-        )
-        assert [outcome.code for outcome in outcomes] == [1] * 2, outcomes[0].err
-        assert "did not count each of the 180 samples once" in outcomes[0].err
-
-
-def _train_with_wrong_blocks(flags):
-    planted, *flags = flags
-    iterate = evaluation.Batches.__iter__
+def miscounted(times: int, flags: list[str]) -> None:
+    """Train with a loader of Accelerate that repeats the first batch of each evaluation."""
+    iterate = DataLoaderShard.__iter__
 
     def wrong(self):
-        first = self.what == "an evaluation batch"
+        first = len(self.dataset) == 180
         for batch in iterate(self):
-            yield from [batch] * ({"twice": 2, "missing": 0}[planted] if first else 1)
+            yield from [batch] * (times if first else 1)
             first = False
 
-    evaluation.Batches.__iter__ = wrong
-    train.main([*flags, "--eval_batch_size", "20"])
+    DataLoaderShard.__iter__ = wrong
+    train.main(flags)
+
+
+def test_an_evaluation_that_counts_a_sample_twice_or_not_at_all_is_an_error():
+    for times in (0, 2):
+        flags = [*FLAGS, *words(f"--eval_batch_size 20 --run_name run{times}")]
+        outcomes = run_ranks(2, miscounted, times, flags)
+        assert [outcome.code for outcome in outcomes] == [1] * 2, outcomes[0].err
+        assert "did not count each of the 180 samples once" in outcomes[0].err

@@ -12,10 +12,9 @@ from types import SimpleNamespace
 import numpy as np
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, LoggerType
 from helpers.ranks import returned, run_ranks, start_ranks
-from helpers.training_runs import records, refused, slow_train, train_run, words
+from helpers.training_runs import records, refused, slow_train, steps, train_run, words
 from helpers.waiting import has_logged, records_so_far, until
 
-import replay
 import train
 from utils.config.settings import TrainConfig
 from utils.runs.trackers import numbers_to_send, settings_to_send
@@ -128,7 +127,7 @@ def test_a_tracker_that_fails_does_not_end_the_run_and_the_next_start_sends_all(
     assert said == ["--report_to tensorboard: no network; the run continues without trackers"]
     assert [record["step"] for record in records_so_far(SENT)] == [1, 2]
     assert Path("finished").exists()
-    assert [record["step"] for record in records("run", "train")] == list(range(1, 7))
+    assert steps("run", "train") == list(range(1, 7))
     Path("offline").unlink()
     returned(2, train.main, [*TENSORBOARD, "--resume", "auto"])
     sent = [(list(entry)[1].split("/")[0], entry["step"]) for entry in records_so_far(SENT)]
@@ -171,10 +170,6 @@ def test_only_a_run_starts_its_tracker_and_one_that_cannot_be_started_ends_all_r
 
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "tensorboard", NotLoggedIn)
     returned(1, train.main, [*TENSORBOARD, "--dry_run"])
-    returned(1, train.main, ["--run_name", "run", *FLAGS, "--max_steps", "2"])
-    settings = Path("runs/run/config.yaml")
-    settings.write_text(settings.read_text().replace("report_to: null", "report_to: tensorboard"))
-    returned(1, replay.main, ["--run", "runs/run", "--update", "2", "--cpu"])
     problem = "--report_to tensorboard: a tracker cannot be started (no API key configured)"
     line = refused(train.main, *FLAGS, "--report_to", "tensorboard", processes=2)
     assert line.startswith(f"train.py: error: {problem}; ")

@@ -1,13 +1,16 @@
 """Sums over microbatches have the same bits on any number of processes."""
 
 import math
+from itertools import chain
 
 import numpy as np
 import pytest
 import torch
 from helpers.ranks import returned
 
+from utils.config.settings import LaunchConfig
 from utils.data.order import Plan
+from utils.ranks.session import distributed_session
 from utils.training.meter import rounded
 from utils.training.tree_sum import TreeSum, subtrees
 
@@ -38,14 +41,10 @@ def root(microbatches: int) -> list[np.ndarray]:
 
 def summed(microbatches: int, updates: int) -> list[list[np.ndarray]]:
     """What each of the updates gives on this rank."""
-    from utils.config.settings import LaunchConfig
-    from utils.ranks.session import distributed_session
-
     with distributed_session("train.py", LaunchConfig(cpu=True)) as ranks:
         ranks.join()
-        tree = TreeSum(
-            Plan(64, 64, microbatches, 0).ranges(ranks.topology.world_size), ranks.topology.rank
-        )
+        ranges = Plan(64, 64, microbatches, 0).ranges(ranks.topology.world_size)
+        tree = TreeSum(ranges, ranks.topology.rank)
         found = []
         for _ in range(updates):
             for number in tree.own:
@@ -64,19 +63,13 @@ def test_ranges_and_subtrees_cover_each_microbatch_once(microbatches):
         assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
         for numbers in ranges:
             nodes = subtrees(numbers)
-            covered = [
-                number
-                for level, index in nodes
-                for number in range(index << level, (index + 1) << level)
-            ]
-            assert covered == list(numbers)
+            covered = [range(index << level, (index + 1) << level) for level, index in nodes]
+            assert [*chain(*covered)] == list(numbers)
             siblings = {(level, index ^ 1) for level, index in nodes}
             assert not siblings & set(nodes)  # otherwise both would be one larger node
 
 
-@pytest.mark.parametrize(
-    "microbatches,processes", [(1, 1), (8, 1), (2, 2), (8, 2), (8, 3), (4, 4), (8, 5)]
-)
+@pytest.mark.parametrize("microbatches,processes", [(1, 1), (8, 1), (2, 2), (8, 3), (8, 5)])
 def test_any_number_of_processes_gives_the_bits_of_the_tree(microbatches, processes):
     expected = [tensor.tobytes() for tensor in root(microbatches)]
     for updates in returned(processes, summed, microbatches, 2):
@@ -92,9 +85,8 @@ def test_another_order_gives_other_bits():
 
 
 def test_logged_sums_do_not_depend_on_the_order_up_to_a_hundred_million():
-    sums = 10_000 * torch.rand(
-        20_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-    )
+    generator = torch.Generator().manual_seed(0)
+    sums = 10_000 * torch.rand(20_000, generator=generator, dtype=torch.float64)
     logged, exact = rounded(sums), math.fsum(sums.tolist())
     assert 9e7 < exact < 2**27
     halves = logged[::2].sum() + logged[1::2].sum()

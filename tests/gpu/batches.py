@@ -15,8 +15,8 @@ import torch
 
 from utils.config.settings import TrainConfig
 from utils.data.augment import make_augmentation
-from utils.data.batches import Batches
-from utils.data.datasets import DecodedImages, ResidentImages
+from utils.data.batches import DeviceLoader
+from utils.data.datasets import CachedDataset, DeviceDataset
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
 from utils.data.workers import make_loaders
@@ -33,9 +33,9 @@ microbatches.append(Microbatch(1, 0, 0, order[:0]))
 
 def read(place: torch.device, resident: bool) -> list[list[torch.Tensor]]:
     """The images and labels of all batches, on the CPU."""
-    decoded = DecodedImages(pixels, np.arange(4000), make_augmentation(config, spec, training=True))
-    dataset = ResidentImages(decoded, place) if resident else decoded
-    batches = Batches(
+    decoded = CachedDataset(pixels, np.arange(4000), make_augmentation(config, spec, training=True))
+    dataset = DeviceDataset(decoded, place) if resident else decoded
+    batches = DeviceLoader(
         make_loaders([(dataset, microbatches)], config, 1, place)[0],
         spec,
         config,

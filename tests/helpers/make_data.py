@@ -4,7 +4,6 @@ files.
 
 import io
 import struct
-import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,25 +40,6 @@ def encoded(image, kind: str, **options) -> bytes:
         file, kind, **options
     )
     return file.getvalue()
-
-
-def png_of_16_bits(pixels: np.ndarray) -> bytes:
-    """uint16 [H, W, 3] as a PNG file, which Pillow does not write."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
-    height, width, _ = pixels.shape
-    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
-    header = struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(rows))
-        + chunk(b"IEND", b"")
-    )
 
 
 def image_folder(

@@ -24,7 +24,8 @@ def load_plugin(file: str) -> None:
     """Import the file. Raises UserError, with the line of the file, if this fails."""
     path = expand(file).resolve()
     require(path.is_file(), f"--plugin {file}: no such file", "give the path of a Python file")
-    PLUGIN[path.name] = sha256(path.read_bytes()).hexdigest()
+    # of what is imported, which a later call in this process does not change
+    PLUGIN.setdefault(path.name, sha256(path.read_bytes()).hexdigest())
     sys.path.append(str(path.parent))  # also for loader processes that import it by its name
     try:
         module = import_module(path.stem)

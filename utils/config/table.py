@@ -143,7 +143,7 @@ def suggestion(name: str, names: Iterable[str], otherwise: str, prefix: str = ""
 
 
 def _first_line(function: Any) -> str:
-    return (inspect.getdoc(function) or "").partition("\n")[0].rstrip(".")
+    return " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split()).rstrip(".")
 
 
 def _defaults(parameters: Any) -> dict[str, Any]:

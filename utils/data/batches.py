@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from utils.config.settings import TrainConfig
 from utils.data.augment import Augmentation
-from utils.data.datasets import Batch, Features, ResidentImages
+from utils.data.datasets import Batch, DeviceDataset, Features
 from utils.data.draws import Draws
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
@@ -119,7 +119,7 @@ def _boxes(
     return np.stack(box, 1)
 
 
-class Batches:
+class DeviceLoader:
     """The batches of a prepared loader as the model's float input on the device, augmented and
     mixed in training.
 
@@ -170,7 +170,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         loaded = wait_for_items(self.loader, self.what)
-        is_resident = isinstance(self.dataset, ResidentImages)
+        is_resident = isinstance(self.dataset, DeviceDataset)
         for batch in self._drawn(loaded) if is_resident else self._streamed(loaded):
             self.error = batch.error or self.error
             mix, labels = None, batch.labels

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from utils.config.settings import TrainConfig
 from utils.data.augment import make_augmentation
-from utils.data.datasets import DecodedImages, EncodedImages, ImageDataset
+from utils.data.datasets import CachedDataset, ImageDataset, PhotoDataset
 from utils.data.decode import VERSION
 from utils.data.order import BlockSampler
 from utils.data.spec import InputSpec
@@ -79,8 +79,8 @@ def make_dataset(
     augmentation = make_augmentation(config, spec, training)
     if spec.small:
         pixels = decode_all(split, *spec.size, spec.channels, config.cache_dir, progress)
-        return DecodedImages(pixels, split.labels, augmentation)
-    return EncodedImages(split, spec, augmentation)
+        return CachedDataset(pixels, split.labels, augmentation)
+    return PhotoDataset(split, spec, augmentation)
 
 
 def decode_all(
@@ -114,7 +114,7 @@ def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> I
     # Processes, because threads would wait for each other's Python code. They are forked, because
     # starting new ones takes longer than decoding MNIST. They return tensors, because arrays would
     # be sent through a pipe, which would block a process forever if its rank has exited.
-    images = EncodedImages(split, InputSpec(*shape, mean=[], std=[]))
+    images = PhotoDataset(split, InputSpec(*shape, mean=[], std=[]))
     chunks = BlockSampler(len(split), max(1, min(_CHUNK, _CHUNK_BYTES // math.prod(shape))))
     workers = min(usable_cores(), _MOST, len(split) // _LEAST)
     workers, ahead = choose_workers([chunks.block_size * math.prod(shape)], workers)

@@ -59,7 +59,7 @@ class Batch(NamedTuple):
 
 
 @dataclass(eq=False)
-class DecodedImages(Dataset):
+class CachedDataset(Dataset):
     """Images decoded beforehand, uint8 [N, H, W, C]; a batch is one indexed copy.
 
     The batch is augmented on the device, or `in_loader` if the augmentation has transforms of
@@ -93,7 +93,7 @@ class DecodedImages(Dataset):
         return Batch(images, torch.from_numpy(self.labels[microbatch.indices]), microbatch)
 
 
-class EncodedImages(Dataset):
+class PhotoDataset(Dataset):
     """Photographs, decoded and augmented for each batch; by default, their centre."""
 
     in_loader = True
@@ -133,7 +133,7 @@ _SHARE = 1 / 4  # of a GPU's free memory that --data_on_device auto uses at most
 _GROUP = 2**25  # most bytes of pixels that are drawn together
 
 
-class ResidentImages(DecodedImages):
+class DeviceDataset(CachedDataset):
     """Decoded images on the device. Microbatches are loaded without pixels, and drawn there in
     groups.
 
@@ -141,7 +141,7 @@ class ResidentImages(DecodedImages):
     host launches them, so consecutive microbatches share them.
     """
 
-    def __init__(self, decoded: DecodedImages, device: torch.device):
+    def __init__(self, decoded: CachedDataset, device: torch.device):
         super().__init__(decoded.pixels, decoded.labels, decoded.augmentation)
         with warnings.catch_warnings():
             # the map of the cache; it is only read
@@ -177,7 +177,7 @@ class ResidentImages(DecodedImages):
         return self.images.index_select(0, indices), self.targets.index_select(0, indices)
 
 
-ImageDataset = DecodedImages | EncodedImages
+ImageDataset = CachedDataset | PhotoDataset
 
 
 class Features(Dataset):
@@ -241,7 +241,7 @@ def keep_on_device(
 
     Images that loader processes augment stay in host memory.
     """
-    decoded = [each for each in sets if isinstance(each, DecodedImages) and not each.in_loader]
+    decoded = [each for each in sets if isinstance(each, CachedDataset) and not each.in_loader]
     size, how = sum(each.pixels.nbytes for each in decoded), config.data_on_device
     # on a CPU they are already there
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else size
@@ -249,7 +249,7 @@ def keep_on_device(
         return list(sets)
     problem = f"{bytes_text(size)} of images, but {device} has {bytes_text(free)} free"
     require(size <= free, f"--data_on_device yes: {problem}", "use auto or no")
-    return [ResidentImages(each, device) if each in decoded else each for each in sets]
+    return [DeviceDataset(each, device) if each in decoded else each for each in sets]
 
 
 def describe_place(sets: Sequence[AnyDataset]) -> str:

@@ -20,7 +20,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from utils.config.settings import TrainConfig
 from utils.console import say
-from utils.data.datasets import AnyDataset, Batch, ResidentImages
+from utils.data.datasets import AnyDataset, Batch, DeviceDataset
 from utils.data.order import MicrobatchSampler
 from utils.errors import UserError, one_line
 from utils.launch.environment import local_rank_and_size
@@ -173,7 +173,7 @@ def make_loaders(
             collate_fn=move_to_shared_memory,
             **worker_processes(workers, ahead),
             persistent_workers=workers > 0,
-            pin_memory=device.type == "cuda" and not isinstance(dataset, ResidentImages),
+            pin_memory=device.type == "cuda" and not isinstance(dataset, DeviceDataset),
         )
         loaders.append(loader)
     return loaders

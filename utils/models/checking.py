@@ -27,37 +27,28 @@ def check_output(model: nn.Module, config: TrainConfig, spec: InputSpec, classes
 
     Raises UserError for a model that does not take these images or has other outputs.
     """
-    name, other = config.model, spec.for_evaluation()
+    name, other, training = config.model, spec.for_evaluation(), model.training
     usual = cfg.input_size[1] if (cfg := timm_weights(name)) else MINIMUM_SIZE.get(name, 224)
-    _try_images(model, name, spec, 1, classes, f"try --image_size {usual}")
-    if other.size != spec.size:
-        _try_images(model, name, other, 1, classes, "leave out --eval_size")
+    tries = [(spec, 1, f"try --image_size {usual}")]
+    tries += [(other, 1, "leave out --eval_size")] * (other.size != spec.size)
     # ranks share batch statistics, so all of them must be in training mode
-    if config.sync_batchnorm:
-        _try_images(model, name, spec, 0, classes, "leave out --sync_batchnorm")
-    else:
-        accept_empty_batches(model)
-
-
-def _try_images(
-    model: nn.Module, name: str, spec: InputSpec, count: int, classes: int, fix: str
-) -> None:
-    training = model.training
-    try:
-        with torch.no_grad():
-            logits = model.eval()(torch.zeros(count, spec.channels, *spec.size))
-    except (RuntimeError, AssertionError, ValueError) as error:
-        what = (
-            f"{'an empty batch of ' * (not count)}{spec.height}x{spec.width}x{spec.channels} images"
-        )
-        problem = f"{name} does not accept {what} ({one_line(error)[:100]})"
-        raise UserError(problem, f"{fix}, or use another --model or --model_args") from error
-    found = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-    problem = (
-        f"{name} returns {found} for {count} images, not one score per class, [{count}, {classes}]"
-    )
-    require(found == [count, classes], problem, "leave out --model_args, or use another model")
+    tries += [(spec, 0, "leave out --sync_batchnorm")] * config.sync_batchnorm
+    for each, count, fix in tries:
+        try:
+            with torch.no_grad():
+                logits = model.eval()(torch.zeros(count, each.channels, *each.size))
+        except (RuntimeError, AssertionError, ValueError) as error:
+            what = "an empty batch of " * (count == 0)
+            what += f"{each.height}x{each.width}x{each.channels} images"
+            problem = f"{name} does not accept {what} ({one_line(error)[:100]})"
+            raise UserError(problem, f"{fix}, or use another --model or --model_args") from error
+        found = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        wanted = [count, classes]
+        problem = f"{name} returns {found} for {count} images, not one score per class, {wanted}"
+        require(found == wanted, problem, "leave out --model_args, or use another model")
     model.train(training)
+    if not config.sync_batchnorm:
+        model.forward = partial(_accepting_empty_batches, model)
 
 
 def hook_for_size(weight_bytes: float) -> Callable[..., None]:
@@ -138,18 +129,13 @@ def _sum_bits(tensor: Tensor) -> Tensor:
     return (sums * torch.arange(1, 2 * _COLUMNS, 2, device=sums.device)).sum()
 
 
-def accept_empty_batches(model: nn.Module) -> None:
-    """Let the model compute an image of zeros instead of an empty batch, and return no row of its
-    output.
+def _accepting_empty_batches(model: nn.Module, images: Tensor, *more: Any) -> Tensor:
+    """Compute an image of zeros instead of an empty batch, and return no row of its output.
 
     Some kernels of a GPU do not accept an empty batch: cuDNN's attention returns None (PyTorch
     2.11). All gradients are then zero. The model is in evaluation mode meanwhile, so batch
     statistics do not change.
     """
-    model.forward = partial(_accepting, model)
-
-
-def _accepting(model: nn.Module, images: Tensor, *more: Any) -> Tensor:
     # Not a closure over `model.forward`: in a copy of the model, that would be the forward pass of
     # the original.
     forward = partial(type(model).forward, model)

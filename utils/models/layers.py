@@ -107,7 +107,7 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def _compute_twice(block: nn.Module, forward: Callable, *inputs: Any, **named: Any) -> Any:
-    # also for an empty batch, see `accept_empty_batches`: the second pass would be in training
+    # also for an empty batch, see `_accepting_empty_batches` of checking.py: the second pass would be in training
     if not block.training:
         return forward(*inputs, **named)
     # The second pass has the same random numbers, and must not change the batch statistics again.

@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,11 @@ class Match:
     reason.
     """
 
-    kept: list[str] = field(default_factory=list)
-    new: dict[str, str] = field(default_factory=dict)
-    unused: list[str] = field(default_factory=list)  # tensors that the model does not have
+    kept: list[str]
+    new: dict[str, str]
+    unused: list[str]  # tensors that the model does not have
     # classes whose rows of the head were copied, and all classes
-    rows: tuple[int, int] | None = None
+    rows: tuple[int, int] | None
 
     def line(self) -> str:
         """The numbers, and the names of new and unused tensors, on one line."""
@@ -153,8 +153,7 @@ def copy_matching(
     the model. If both are known, the rows of the head are copied by class name; names that occur
     twice are left out.
     """
-    state, found = model.state_dict(), Match()
-    heads = head_prefixes(model)
+    state, heads, new, copied = model.state_dict(), head_prefixes(model), dict[str, str](), None
     counts = Counter(map(nfc, there))
     row_of = {nfc(name): row for row, name in enumerate(there) if counts[nfc(name)] == 1}
     rows = [row for row, name in enumerate(here) if nfc(name) in row_of]
@@ -162,19 +161,18 @@ def copy_matching(
     for name, own in state.items():
         theirs = tensors.get(name)
         if theirs is None:
-            found.new[name] = "not in the source"
+            new[name] = "not in the source"
         elif there and list(there) != list(here) and name.startswith(heads):
             fits = own.shape[:1] == (len(here),) and theirs.shape == (len(there), *own.shape[1:])
             count = len(rows) if fits else 0
             if count:
                 own[rows] = theirs[sources].to(own)
-            found.rows = count, len(here)
+            copied = count, len(here)
             if count < len(here):
-                found.new[name] = f"except for the rows of {count} of {len(here)} classes"
+                new[name] = f"except for the rows of {count} of {len(here)} classes"
         elif shape_of(theirs) != shape_of(own):
-            found.new[name] = f"shape {shape_of(own)}, in the source {shape_of(theirs)}"
+            new[name] = f"shape {shape_of(own)}, in the source {shape_of(theirs)}"
         else:
             own.copy_(theirs)
-    found.kept = [name for name in state if name not in found.new]
-    found.unused = [name for name in tensors if name not in state]
-    return found
+    kept = [name for name in state if name not in new]
+    return Match(kept, new, [name for name in tensors if name not in state], copied)

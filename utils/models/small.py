@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.config.bounds import require
-from utils.data.datasets import DecodedImages, ImageDataset
+from utils.data.datasets import CachedDataset, ImageDataset
 from utils.data.spec import InputSpec
 
 
@@ -158,5 +158,5 @@ def some_images(dataset: ImageDataset) -> np.ndarray:
     """Evenly spaced training images to initialise the network with, uint8 [n, H, W, C]; the same on
     every rank.
     """
-    assert isinstance(dataset, DecodedImages)  # the network takes small images only
+    assert isinstance(dataset, CachedDataset)  # the network takes small images only
     return dataset.pixels[np.arange(0, len(dataset), -(-len(dataset) // _IMAGES))]

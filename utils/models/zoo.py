@@ -25,6 +25,9 @@ from utils.models.small import MLP, FastNet, MnistCNN, some_images
 _SEVERAL_HEADS = {"googlenet", "inception_v3"}  # they have three outputs in training
 # timm would unpickle the file of the last one
 _NOT_ARGUMENTS = {"weights", "pretrained", "checkpoint_path"}
+_FOR_DROP_PATH = (
+    "use a timm model such as timm/vit_*, or --model_args '{stochastic_depth_prob: RATE}'"
+)
 OWN_MODELS = Table(
     "model",
     {"mnist_cnn": MnistCNN, "mlp": MLP, "fastnet": FastNet},
@@ -63,8 +66,8 @@ def check_model(config: TrainConfig) -> None:
     own_stem = name in OWN_MODELS or is_timm or config.pretrained
     problem = "--stem small: only for models of torchvision without --pretrained"
     require(config.stem != "small" or not own_stem, problem, "leave it out")
-    if config.drop_path is not None and not is_timm:
-        raise _without_drop_path(name)
+    problem = f"--drop_path: {name} does not support it"
+    require(config.drop_path is None or is_timm, problem, _FOR_DROP_PATH)
 
 
 def torchvision_models() -> list[str]:
@@ -166,8 +169,8 @@ def _create(
 
         model = timm.create_model(name[5:], num_classes=classes, **arguments)
         has_drop_path = any(type(layer).__name__ == "DropPath" for layer in model.modules())
-        if config.drop_path and not has_drop_path:
-            raise _without_drop_path(name)
+        problem = f"--drop_path: {name} does not support it"
+        require(has_drop_path or not config.drop_path, problem, _FOR_DROP_PATH)
         return model
     model = torchvision.models.get_model(name, num_classes=classes, **arguments)
     if config.pretrained:
@@ -176,11 +179,6 @@ def _create(
     else:
         model.stem_change = _fit_stem(model, spec, config)
     return model
-
-
-def _without_drop_path(name: str) -> UserError:
-    fix = "use a timm model such as timm/vit_* and timm/convnext_*, or --model_args '{stochastic_depth_prob: RATE}'"
-    return UserError(f"--drop_path: {name} does not support it", fix)
 
 
 def _fit_stem(model: nn.Module, spec: InputSpec, config: TrainConfig) -> str:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from utils.config.settings import TrainConfig
 from utils.console import progress
-from utils.data.batches import Batches
+from utils.data.batches import DeviceLoader
 from utils.data.datasets import AnyDataset
 from utils.data.order import evaluation_blocks
 from utils.data.spec import InputSpec
@@ -59,7 +59,7 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         self.needs_predictions = self.config.metrics or self.task.metric in self.task.gathered
-        self.batches = Batches(
+        self.batches = DeviceLoader(
             self.loader, self.spec, self.config, self.accelerator.device, training=False
         )
 

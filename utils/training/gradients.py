@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from utils.config.settings import TrainConfig
-from utils.data.batches import Batches
+from utils.data.batches import DeviceLoader
 from utils.data.datasets import Batch
 from utils.data.order import Plan, fold_in
 from utils.models.sharded import is_sharded
@@ -23,7 +23,7 @@ from utils.training.building import Setup
 from utils.training.tree_sum import TreeSum, joined, set_parts
 
 
-class Exchange:
+class ExchangeTimer:
     """The time of the exchanges of gradients. The host does not wait for the device."""
 
     def __init__(self, device: torch.device):
@@ -57,7 +57,7 @@ class Gradients:
         self.steps = max(map(len, plan.ranges(accelerator.num_processes)))
         """Forward and backward passes of this rank in an update; the last may have no
         microbatch."""
-        self.exchange = Exchange(accelerator.device)
+        self.exchange = ExchangeTimer(accelerator.device)
         self._step = 0  # forward and backward passes of the update so far
 
     def loss_scale(self, position: int) -> float:
@@ -182,7 +182,7 @@ def clip_gradients(
     return None
 
 
-def make_gradients(setup: Setup, model: nn.Module, batches: Batches) -> Gradients:
+def make_gradients(setup: Setup, model: nn.Module, batches: DeviceLoader) -> Gradients:
     """How the gradients of `model`, as Accelerate wraps it, are added up; collective."""
     kind = TreeGradients if setup.config.microbatches else Gradients
     if kind is Gradients:  # otherwise a resumed run sums gradients differently

@@ -15,7 +15,7 @@ from utils.config.defaults import advice, hint_for_few, list_changes
 from utils.config.recipe import AugmentationSettings, LossSettings, OptimizerSettings
 from utils.config.settings import TrainConfig
 from utils.console import printable, say, table
-from utils.data.batches import Batches
+from utils.data.batches import DeviceLoader
 from utils.data.datasets import Features, describe_place
 from utils.data.sources import has_columns
 from utils.files import size_of, write_file
@@ -77,7 +77,7 @@ class Run:
             self.log = RunLog(folder, ranks.is_main, state, self.updates, task)
         self.trackers = RunTrackers(accelerator, config, folder, state.run_id)
         device, eval_spec = accelerator.device, spec.for_evaluation()
-        self.train_batches = Batches(loaders[0], spec, config, device, True, task.outputs)
+        self.train_batches = DeviceLoader(loaders[0], spec, config, device, True, task.outputs)
         self.evaluator = Evaluator(ranks, accelerator, module, loaders[1], eval_spec, task, config)
         self.gradients = make_gradients(setup, model, self.train_batches)
         self.meter = Meter(task, device, state.since_log, ranks.is_main, optimizer)
