@@ -77,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         run = build(trial(config), ranks, stopping, given)
         log_start(run)
         if config.dry_run:
-            return dry_run(run, train_update)
+            dry_run(run, train_update)
+            return None
         stopping.defer_signals()
         with gc_frozen(), make_profiler(run) as profiler:
             result = train(run, profiler)

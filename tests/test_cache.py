@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import Dataset, Value
-from helpers.make_data import encoded, image_folder, pictures, table
-from helpers.ranks import as_nobody, run_ranks, start_ranks
+from helpers.make_data import image_folder, pictures, table
+from helpers.ranks import run_ranks, start_ranks
 from helpers.waiting import lives, until
 from PIL import Image
 
@@ -58,15 +58,6 @@ def test_decoded_data_are_the_images_and_a_second_opening_decodes_nothing():
     assert len(cached_files()) == 1
 
 
-def test_other_shapes_are_decoded_besides():
-    split, expected = folder_split("photos")
-    for shape in ((8, 8, 3), (16, 12, 3)):
-        assert decode_all(split, *shape, "cache", iter).shape == (10, *shape)
-    grey = decode_all(split, 8, 8, 1, "cache", iter)
-    assert np.abs(grey[..., 0] - expected @ [0.299, 0.587, 0.114]).max() <= 1
-    assert len(cached_files()) == 3
-
-
 def test_a_changed_file_is_decoded_anew():
     split, expected = folder_split("photos")
     decode_all(split, 8, 8, 3, "cache", iter)
@@ -75,7 +66,7 @@ def test_a_changed_file_is_decoded_anew():
     assert (again[3] == 255 - expected[3]).all() and (again[4] == expected[4]).all()
 
 
-@pytest.mark.parametrize("kind", ["parquet file", "parquet folder", "arrow file", "saved"])
+@pytest.mark.parametrize("kind", ["parquet file", "saved"])
 def test_a_table_in_the_place_of_another_of_the_same_size_and_time_is_decoded_anew(kind):
     pixels, labels = pictures(40), np.arange(40) // 20
     for folder, start in (("tables", 0), ("others", 20)):  # the same rows, the other half first
@@ -86,24 +77,18 @@ def test_a_table_in_the_place_of_another_of_the_same_size_and_time_is_decoded_an
             Path(folder).mkdir()
             rows = data.data.table.cast(data.features.arrow_schema)
             # Not compressed, because compressed files of equally many rows can differ in size.
-            pq.write_table(
-                rows, f"{folder}/train.parquet", compression="none", write_statistics=False
-            )
+            options = {"compression": "none", "write_statistics": False}
+            pq.write_table(rows, f"{folder}/train.parquet", **options)
     file, other = (next(Path(folder).glob("*.[pa]*r*")) for folder in ("tables", "others"))
     other.write_bytes(other.read_bytes().ljust(file.stat().st_size, b"\0"))
     config = TrainConfig(data=str(file if kind.endswith("file") else "tables"), cache_dir="cache")
     for expected in (pixels, np.roll(pixels, 20, 0)):
         split, status = load_data(config).train, file.stat()
         found = np.asarray(decode_all(split, 8, 8, 3, "cache", iter))
-        assert (found == expected[split.image_index]).all() and (
-            split.labels == labels[split.image_index]
-        ).all()
-        os.replace(other, file)
+        assert (found == expected[split.image_index]).all()
+        shutil.copy(other, file)
         os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-        assert (
-            file.stat().st_mtime_ns == status.st_mtime_ns and file.stat().st_size == status.st_size
-        )
-        shutil.copy(file, other)
+        assert file.stat().st_size == status.st_size
 
 
 def test_a_changed_image_to_which_a_table_refers_is_decoded_anew():
@@ -112,65 +97,51 @@ def test_a_changed_image_to_which_a_table_refers_is_decoded_anew():
         data = {"image": [str(path.resolve()) for path in paths], "label": [0] * 15 + [1] * 15}
         if seed == 1:
             Dataset.from_dict(data).to_parquet("table.parquet")
-        split = load_data(
-            TrainConfig(data="table.parquet", image_column="image", cache_dir="cache")
-        ).train
-        assert (
-            decode_all(split, 8, 8, 3, "cache", iter) == pictures(30, seed=seed)[split.image_index]
-        ).all()
+        config = TrainConfig(data="table.parquet", image_column="image", cache_dir="cache")
+        split = load_data(config).train
+        expected = pictures(30, seed=seed)[split.image_index]
+        assert (decode_all(split, 8, 8, 3, "cache", iter) == expected).all()
 
 
 def test_a_subset_and_both_parts_of_a_hold_out_get_their_own_rows():
     split, expected = folder_split("photos", 50)
     parts = [*hold_out(split, 0.2, 7)]
-    for images in (
-        split.images,
-        [encoded(image, "PNG") for image in expected],
-        expected.transpose(0, 3, 1, 2),
-    ):
+    for images in (split.images, expected.transpose(0, 3, 1, 2)):
         whole = split_of(images)
         parts += [whole, *(whole.select(np.array(rows)) for rows in ([30, 2, 44], [2, 30, 44]))]
     for part in parts:
         assert (decode_all(part, 8, 8, 3, "cache", iter) == expected[part.image_index]).all()
-    assert (
-        decode_all(split_of(expected[..., 0]), 8, 8, 1, "cache", None)[..., 0] == expected[..., 0]
-    ).all()
+    grey = split_of(expected[..., 0])
+    assert (decode_all(grey, 8, 8, 1, "cache", None)[..., 0] == grey.images).all()
 
 
-def make_a_file(path):
-    path.write_text("a file")
-
-
-def lock(path):
-    path.mkdir(mode=0o555)
-
-
-def limit_files(path):
-    """Let the disk be full half-way."""
+def decode_with_little_space(split):
+    """The disk gets full half-way."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+    decode_all(split, 8, 8, 3, "cache", iter)
 
 
-def decode_after(trouble, split):
-    trouble(Path("cache"))
-    as_nobody(decode_all, split, 8, 8, 3, "cache", iter)
+def decode_on_each_rank(split, expected):
+    """Both ranks of a launch, one after the other, as train.py lets them."""
+    with distributed_session("train.py", TrainConfig(cpu=True)) as ranks:
+        ranks.join()
+        with ranks.local_main_first():
+            pixels = decode_all(split, 8, 8, 3, "cache", iter)
+    return bool((pixels == expected).all())
 
 
-@pytest.mark.parametrize(
-    ("trouble", "reason"),
-    [
-        (make_a_file, "Not a directory"),
-        (lock, "Permission denied"),
-        (limit_files, "File too large"),
-    ],
-)
-def test_a_cache_that_cannot_be_written_is_named_with_the_reason_and_the_fix(
-    anyones_folder, trouble, reason
-):
-    split, _ = folder_split("photos", 300)
-    (outcome,) = run_ranks(1, decode_after, trouble, split)
-    line = rf"cache/decoded: cannot be used as a cache \({reason}\); .*--cache_dir DIR"
-    assert re.search(line, outcome.err), outcome.err
+def test_a_cache_that_cannot_be_written_is_named_with_the_reason_and_the_fix():
+    line = r"cache/decoded: cannot be used as a cache \({}\); .*--cache_dir DIR"
+    split, expected = folder_split("photos", 300)
+    (outcome,) = run_ranks(1, decode_with_little_space, split)
+    assert re.search(line.format("File too large"), outcome.err), outcome.err
     assert cached_files() == []
+    shutil.rmtree("cache")
+    Path("cache").write_text("a file")
+    outcomes = run_ranks(2, decode_on_each_rank, split, expected)
+    assert all(outcome.code for outcome in outcomes)
+    errors = "".join(outcome.err for outcome in outcomes)
+    assert len(re.findall(line.format("Not a directory"), errors)) == 1, errors
 
 
 @pytest.fixture
@@ -193,18 +164,9 @@ def test_several_processes_decode_the_same_pixels_and_draw_nothing_at_random(wor
 def test_a_bad_image_is_named_whichever_process_finds_it(workers):
     split, _ = folder_split("photos", 95)
     Path(split.images.paths[64]).write_bytes(b"no image")
-    with pytest.raises(
-        ValueError, match=r"photos/a/064\.png: not a readable image \(.*; fix or remove it"
-    ):
+    with pytest.raises(ValueError, match=r"photos/a/064\.png: not a readable image \("):
         decode_all(split.select(np.arange(95)[::-1]), 8, 8, 3, "cache", iter)
     assert cached_files() == []
-
-
-def test_a_bad_image_that_many_samples_share_is_named():
-    images = [encoded(image, "PNG") for image in pictures(5)]
-    split = split_of([*images[:3], b"no image", images[4]]).select(np.array([0, 3, 1, 3, 2, 4]))
-    with pytest.raises(ValueError, match=r"^image 3 of split 'train': not a readable image"):
-        decode_all(split, 8, 8, 3, "cache", iter)
 
 
 def decode_and_signal_itself(split, number):
@@ -238,9 +200,8 @@ def test_a_cache_is_right_after_a_kill_and_with_two_writers_at_once(monkeypatch)
 def decode_and_name_the_decoders(split):
     def half_way(chunks):
         next(chunks)
-        Path("decoders").write_text(
-            " ".join(str(child.pid) for child in psutil.Process().children())
-        )
+        children = psutil.Process().children()
+        Path("decoders").write_text(" ".join(str(child.pid) for child in children))
         os.kill(os.getpid(), signal.SIGKILL)
         yield
 
@@ -255,57 +216,26 @@ def test_the_decoders_of_a_killed_process_end(workers):
     until(lambda: not any(lives(pid) for pid in decoders))
 
 
-def damage(path, kind):
-    """Damage a file of images of 8x8x3 pixels."""
-    raw = path.read_bytes()
-    if kind in ("shape", "dtype"):
-        np.save(
-            path,
-            np.zeros((9, 8, 8, 3), np.uint8)
-            if kind == "shape"
-            else np.zeros((10, 8, 8, 3), np.int8),
-        )
-    else:
-        damaged = {
-            "empty": b"",
-            "header": raw[:6] + b"\xff" * 60 + raw[66:],
-            "short": raw[:-1],
-            "long": raw + b"\0",
-        }
-        path.write_bytes(damaged[kind])
+DAMAGED = {
+    "empty": lambda raw: b"",
+    "header": lambda raw: raw[:6] + b"\xff" * 60 + raw[66:],
+    "shape": lambda raw: raw.replace(b"(10,", b"(20,"),
+    "dtype": lambda raw: raw.replace(b"|u1", b"|i1"),
+    "short": lambda raw: raw[:-1],
+    "long": lambda raw: raw + b"\0",
+}
 
 
-@pytest.mark.parametrize("kind", ["empty", "header", "shape", "dtype", "short", "long"])
+@pytest.mark.parametrize("kind", DAMAGED)
 def test_a_damaged_file_of_the_cache_is_rebuilt(kind):
     (split, expected), counting = folder_split("photos"), Counting()
     decode_all(split, 8, 8, 3, "cache", counting)
     path = Path("cache/decoded", cached_files()[0])
     good = path.read_bytes()
-    damage(path, kind)
+    path.write_bytes(DAMAGED[kind](good))
+    if kind == "short":
+        outcomes = run_ranks(2, decode_on_each_rank, split, expected)
+        assert [outcome.value for outcome in outcomes] == [True, True], outcomes
     for _ in range(2):
         assert (decode_all(split, 8, 8, 3, "cache", counting) == expected).all()
-    assert counting.calls == 2 and path.read_bytes() == good
-
-
-def decode_on_each_rank(split, expected):
-    """Both ranks of a launch, one after the other, as train.py lets them."""
-    with distributed_session("train.py", TrainConfig(cpu=True)) as ranks:
-        ranks.join()
-        with ranks.local_main_first():
-            pixels = decode_all(split, 8, 8, 3, "cache", iter)
-    return bool((pixels == expected).all())
-
-
-def test_two_ranks_repair_a_cache():
-    data = folder_split("photos", 95)
-    decode_all(data[0], 8, 8, 3, "cache", iter)
-    damage(Path("cache/decoded", cached_files()[0]), "short")
-    outcomes = run_ranks(2, decode_on_each_rank, *data)
-    assert [outcome.value for outcome in outcomes] == [True, True], outcomes
-
-
-def test_a_cache_that_two_ranks_cannot_write_is_one_line_of_one_rank():
-    Path("cache").write_text("a file")
-    outcomes = run_ranks(2, decode_on_each_rank, *folder_split("photos", 95))
-    assert all(outcome.code for outcome in outcomes)
-    assert "".join(outcome.err for outcome in outcomes).count("--cache_dir DIR") == 1, outcomes
+    assert counting.calls == 2 - (kind == "short") and path.read_bytes() == good

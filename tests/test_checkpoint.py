@@ -21,6 +21,7 @@ from helpers.training_runs import (
     refused,
     rewrite_manifest,
     same_tensors,
+    steps,
     train_run,
     weights,
     words,
@@ -120,7 +121,7 @@ def test_a_run_that_stops_in_the_middle_of_an_epoch_and_resumes_ends_bit_identic
     train_run(processes, "whole", *flags)
     for stop in ("5", "7", "12"):
         train_run(processes, "run", *flags, "--resume", "auto", "--max_steps", stop)
-    assert [record["step"] for record in records("run", "start")] == [0, 5, 7]
+    assert steps("run", "start") == [0, 5, 7]
     assert same_tensors(weights("run"), weights("whole"))
 
 
@@ -160,7 +161,7 @@ def test_going_back_to_an_older_checkpoint_forgets_the_later_ones():
     assert names()[-1] == "step-00000007"
     assert Path("runs/run/checkpoints/latest").read_text() == "step-00000007\n"
     assert Path("runs/run/checkpoints/best").read_text() == "step-00000007\n"
-    assert [record["step"] for record in records("run", "start")] == [0, 5]
+    assert steps("run", "start") == [0, 5]
 
 
 def test_the_state_has_the_finite_numbers_of_the_last_evaluation():
@@ -213,7 +214,7 @@ def test_a_checkpoint_of_another_run_starts_a_run_of_its_own():
     more = "--max_steps 6 --eval_every 99 --keep 9 --resume runs/old"
     train_run(1, "new", *FLAGS, *words(more))
     assert names("old") == before
-    assert [record["step"] for record in records("new", "start")] == [4]
+    assert steps("new", "start") == [4]
     assert Path("runs/new/checkpoints/best").read_text() == "step-00000006\n"
     train_run(1, "new", *FLAGS, "--max_steps", "8", "--resume", "auto")
     ids = {name: {state["run_id"] for state in states_of(name)} for name in ("old", "new")}

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers.make_data import image_folder
-from helpers.ranks import returned, run_ranks
+from helpers.ranks import run_ranks
 from helpers.training_runs import ROOT, refused, train_run
 
 import train
@@ -85,20 +84,13 @@ def test_every_recipe_is_valid_and_leaves_the_topology_open(recipe):
     config = parse("--config", str(recipe))
     assert {name: getattr(config, name) for name in settings} == settings
     assert set(settings) <= {f.name for f in fields(TrainConfig)}
-    assert not set(settings) & {
-        "batch_size",
-        "grad_accum",
-        "num_workers",
-        "threads",
-        "output_dir",
-        "run_name",
-    }
+    of_topology = {"batch_size", "grad_accum", "num_workers", "threads", "output_dir", "run_name"}
+    assert not set(settings) & of_topology
 
 
 @pytest.mark.parametrize(
     ("flags", "processes", "expected"),
     [
-        ((), 1, (128, 1, 128)),
         ((), 4, (32, 1, 128)),
         (("--batch_size", "32", "--grad_accum", "2"), 2, (32, 2, 128)),
         (("--global_batch_size", "96", "--grad_accum", "3"), 2, (16, 3, 96)),
@@ -113,7 +105,6 @@ def test_batch_sizes_multiply_to_the_global_batch(flags, processes, expected):
     ("flags", "processes", "fix"),
     [
         (("--global_batch_size", "100"), 3, "set --global_batch_size to 99 or 102"),
-        (("--global_batch_size", "2"), 3, "; set --global_batch_size to 3,"),
         (("--global_batch_size", "96", "--batch_size", "40"), 2, "leave out --batch_size"),
         (("--global_batch_size", "96", "--batch_size", "16", "--grad_accum", "2"), 2, "is 64, not"),
     ],
@@ -123,9 +114,7 @@ def test_batch_sizes_that_do_not_divide_are_refused_with_numbers_that_work(flags
         resolve_batch(parse(*flags), processes)
 
 
-@pytest.mark.parametrize(
-    "place", ["model_args: CLASS", "model_args: {a: [{b: CLASS}]}", "data: CLASS", "mean: CLASS"]
-)
+@pytest.mark.parametrize("place", ["model_args: {a: [{b: CLASS}]}", "data: CLASS"])
 def test_settings_from_a_stranger_import_and_execute_nothing(place, monkeypatch):
     Path("trap.py").write_text(
         "import os\nos.mkdir('imported')\nclass Trap:\n    def __init__(self): os.mkdir('made')\n"
@@ -169,17 +158,6 @@ def test_words_and_numbers_of_a_config_file_are_what_they_look_like(text, name, 
     assert getattr(read_config(Path("recipe.yaml")), name) == value
 
 
-def test_a_word_that_is_not_a_choice_is_quoted_as_written(capsys):
-    Path("recipe.yaml").write_text("mixed_precision: off\n")
-    assert "no, bf16, fp16 or auto, got off" in refusal(capsys, "--config", "recipe.yaml")
-
-
-def test_a_setting_that_is_given_twice_is_refused_with_its_line(capsys):
-    Path("recipe.yaml").write_text("seed: 1\n\nmodel_args: {hidden: 3, hidden: 4}\n")
-    line = refusal(capsys, "--config", "recipe.yaml")
-    assert "recipe.yaml: not valid YAML (line 3: hidden is given twice" in line
-
-
 def test_yaml_that_is_written_is_read_as_the_same_values():
     shared = [1, 2]
     words = ["no", "1e5", "1:30", "2026-01-01", "null", "é", "0x1F", "010", "", "~", "a: b #c"]
@@ -198,14 +176,16 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x], " + ", ".join(
     ("text", "what"),
     [
         (f"model_args: {{{BOMB}}}\n", "aliases (*) are not allowed"),
+        ("seed: 1\n\nmodel_args: {hidden: 3, hidden: 4}\n", "(line 3: hidden is given twice"),
+        ("mixed_precision: off\n", "no, bf16, fp16 or auto, got off"),
         # a string is not read as YAML
         (f"model_args: '{{{BOMB}}}'\n", "--model_args must be '{NAME: VALUE}'"),
         ("lr: 1" + "0" * 5000, "Exceeds the limit"),
         ("data: caf\xe9", "not valid UTF-8"),
     ],
-    ids=["bomb", "string", "digits", "encoding"],
+    ids=["bomb", "twice", "choice", "string", "digits", "encoding"],
 )
-def test_a_config_file_that_would_take_all_time_or_memory_is_refused(text, what):
+def test_a_config_file_that_is_damaged_or_would_take_all_memory_is_refused(text, what):
     Path("recipe.yaml").write_bytes(text.encode("latin-1"))
     (outcome,) = run_ranks(1, train.main, ["--config", "recipe.yaml"], seconds=20)
     assert outcome.code == 2 and outcome.err.count("\n") == 1 and what in outcome.err, outcome.err
@@ -222,45 +202,25 @@ def test_only_a_regular_file_is_read_as_settings_or_weights():
     assert "folder: Is a directory" in refused(train.main, "--config", "folder")
 
 
-@pytest.mark.parametrize("name", ["..", ".hidden", "-x", "a/b", "a\nb", "é" * 128, ""])
+@pytest.mark.parametrize("name", [".hidden", "-x", "a/b", "a\nb", "é" * 128, ""])
 def test_a_run_name_that_cannot_name_a_folder_is_refused(name, capsys):
-    assert (
-        "--run_name" in (line := refusal(capsys, f"--run_name={name}"))
-        and "must be a plain name" in line
-    )
-    Path("recipe.yaml").write_text(dump_yaml({"run_name": name}))
-    assert "must be a plain name" in refusal(capsys, "--config", "recipe.yaml")
-    with pytest.raises(ValueError, match="must be a plain name"):
-        TrainConfig(run_name=name)
-
-
-HUGE = "1" + "0" * 26
+    assert "--run_name must be a plain name" in refusal(capsys, f"--run_name={name}")
 
 
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (("--max_steps", HUGE), f"--max_steps must be at most 2147483647, got {HUGE}"),
         (("--max_steps", "1" + "0" * 400), f"got 1{'0' * 79}\n"),
-        (("--seed", HUGE), "--seed must be at most 9223372036854775807"),
+        (("--seed", "1" + "0" * 26), "--seed must be at most 9223372036854775807"),
         (("--lr", "-1e-3"), "--lr must be above 0, got -0.001"),
         (("--lr", "-inf"), "--lr must be a number, got -inf"),
         (("--pos_weight", "-1,2"), "--pos_weight must be above 0, got [-1, 2]"),
-        (("--feature_views", "1000000000"), "--feature_views must be at most 1000, got 1000000000"),
         (("--mean", "half"), "--mean must be numbers such as 0.5 0.5 0.5, got half"),
         (("--mean", "[.inf]"), "--mean must be a finite number, got inf"),
     ],
 )
 def test_other_values_are_refused_with_the_limit_or_an_example(flags, text, capsys):
     assert text in refusal(capsys, *flags)
-
-
-def test_a_run_folder_that_is_named_after_the_data_has_a_name_that_can_be_given():
-    data = f".{'x' * 220}"
-    image_folder(data, {"class0": 12, "class1": 12})
-    returned(1, train.main, ["--model", "mlp", "--max_steps", "1", "--data", data])
-    (path,) = Path("runs").iterdir()
-    assert parse("--run_name", path.name).run_name == path.name and len(path.name) < 80
 
 
 def test_a_run_folder_is_named_after_the_data_and_the_model_that_was_chosen():

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from helpers.machines import needs_machines, network
-from helpers.ranks import as_nobody, returned, run_ranks, start_ranks
+from helpers.ranks import returned, run_ranks, start_ranks
 from helpers.training_runs import launch
 from helpers.waiting import PATIENCE, SOON, has_ended, until
 
@@ -39,9 +38,8 @@ def red_lines(file="doctor.json"):
 
     Runs of others on this machine, which may have lost their launchers, do not count.
     """
-    return {name for name, finding in findings(file).items() if finding["ok"] is False} - {
-        "leftovers"
-    }
+    red = {name for name, finding in findings(file).items() if finding["ok"] is False}
+    return red - {"leftovers"}
 
 
 def examine(plant, flags):
@@ -86,13 +84,6 @@ def another_folder(rank):
     return ["--output_dir", f"runs-{rank}"]
 
 
-def file_for_folder(rank):
-    if rank == 1:
-        Path("taken").write_text("")
-        return ["--output_dir", "taken/runs"]
-    return []
-
-
 def another_version(rank):
     health.accelerate = SimpleNamespace(__version__="1.2.3" if rank else "1.15.0")
 
@@ -101,24 +92,12 @@ def other_code(rank):
     health.code_hash = lambda: f"{rank}" * 12
 
 
-def full_disk(rank):
-    host_checks.shutil = SimpleNamespace(
-        which=shutil.which, disk_usage=lambda path: SimpleNamespace(free=2**20)
-    )
-
-
 def no_memory(rank):
     host_checks.free_memory = lambda: (10**8, 10**10)
 
 
 def unshared_gradients(rank):
     Accelerator.prepare = lambda self, *parts: parts
-
-
-def bad_gradients(rank):
-    step = health.nn.Module.__call__
-    if rank == 1:
-        health.nn.Sequential.__call__ = lambda self, values: step(self, values) * float("nan")
 
 
 def several_gpus_less(rank):
@@ -139,88 +118,34 @@ def flags(*words):
 
 # Each case: processes, the fault, the red line, and what it and its fix say.
 FAULTS = [
-    (
-        2,
-        another_folder,
-        "folder",
-        "no files of rank 0 seen by rank 1 in runs-0",
-        "a disk that they share",
-    ),
-    (2, file_for_folder, "folder", "rank 1: --output_dir taken/runs: ", "set --output_dir"),
+    (2, another_folder, "folder", "seen by rank 1 in runs-0", "a disk that they share"),
     (2, other_code, "versions", "code 111111111111 on rank 1", "copy the same code"),
-    (2, no_memory, "memory", "0.1 of 10.0 GB free", "start fewer processes"),
-    (
-        2,
-        unshared_gradients,
-        "gradients",
-        "differ from those of one process by",
-        "try another --backend",
-    ),
-    (2, flags("--slow", "1000"), "all-reduce", ", GB/s: ", "check --interface"),
-    (
-        1,
-        environment(RANK="2", WORLD_SIZE="2", LOCAL_RANK="0"),
-        "launch",
-        "contradictory environment",
-        "below",
-    ),
-    (
-        2,
-        several_gpus_less,
-        "launch",
-        "2 processes on this machine, but 1 GPU",
-        "launch with --num_processes 1",
-    ),
-    (2, flags("--backend", "nccl"), "launch", "--backend nccl needs GPUs", "leave it out"),
-    (2, flags("--interface", "nope0"), "connection", "--interface nope0: ", ""),
-    (
-        2,
-        environment(MASTER_ADDR="no.invalid"),
-        "connection",
-        "cannot find its address",
-        "/etc/hosts",
-    ),
-    (
-        2,
-        environment(MASTER_ADDR="192.0.2.7"),
-        "connection",
-        "192.0.2.7 does not lead to ",
-        "must name the",
-    ),
-]
-LIKE_OTHERS = [
     (2, another_version, "versions", "accelerate 1.2.3, ", "pip install -r requirements.txt"),
-    (2, full_disk, "disk", "0.0 GB free for runs", "delete old runs"),
-    (
-        2,
-        bad_gradients,
-        "gradients",
-        "differ from those of one process by inf",
-        "try another --backend",
-    ),
-    (
-        1,
-        environment(RANK="0", WORLD_SIZE="2"),
-        "launch",
-        "LOCAL_RANK not set although RANK=0",
-        "export all of",
-    ),
-    (2, environment(MASTER_ADDR="node1..x"), "connection", "node1..x: ", "/etc/hosts"),
+    (2, no_memory, "memory", "0.1 of 10.0 GB free", "start fewer processes"),
+    (2, unshared_gradients, "gradients", "differ from those of one process", "another --backend"),
+    (2, flags("--slow", "1000"), "all-reduce", ", GB/s: ", "check --interface"),
+    (1, flags("--output_dir", "/proc/nope"), "disk", "0.0 GB free for ", "delete old runs"),
+    (2, several_gpus_less, "launch", "2 processes on this machine, but 1 GPU", "--num_processes 1"),
+    (2, flags("--backend", "nccl"), "launch", "--backend nccl needs GPUs", "leave it out"),
+    (2, flags("--interface", "nope0"), "connection", "--interface nope0: ", "choose one of"),
+    (2, environment(MASTER_ADDR="no.invalid"), "connection", "cannot find its address", "/etc/"),
+    (2, environment(MASTER_ADDR="192.0.2.7"), "connection", "192.0.2.7 does not lead to ", "must"),
 ]
-ALL = [*FAULTS, *(pytest.param(fault, marks=pytest.mark.full) for fault in LIKE_OTHERS)]
+WITHOUT_RANK = environment(RANK="0", WORLD_SIZE="2")
+FAULTS.append((1, WITHOUT_RANK, "launch", "LOCAL_RANK not set although RANK=0", "export all of"))
 
 
-@pytest.mark.parametrize("fault", ALL)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_turns_its_own_line_red_and_says_what_to_do(fault):
     processes, plant, name, value, fix = fault
     first, *others = look(processes, plant)
     assert first.code == 1 and red_lines() == {name}, first.out + first.err
     assert value in findings()[name]["value"] and fix in findings()[name]["fix"], first.out
     assert {"leftovers", "memory", "disk"} <= set(findings())  # what needs no other process
-    assert f"{name} " in first.out and "✗" in first.out and (not fix or "→" in first.out)
+    assert f"{name} " in first.out and "✗" in first.out and "→" in first.out
     assert not list(Path().rglob(".doctor-*"))
     if name not in ("launch", "connection"):  # else each machine prints its own table
-        assert [(other.code, other.out, other.err) for other in others] == [(1, "", "")]
+        assert all((other.code, other.out, other.err) == (1, "", "") for other in others)
 
 
 def test_a_taken_port_is_named_before_the_processes_meet():
@@ -263,16 +188,6 @@ def test_ranks_that_meet_and_cannot_connect_find_it_in_the_table():
     )
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="another user's folder takes root to be made")
-def test_a_folder_that_may_not_be_looked_into_is_red(anyones_folder):
-    Path("closed/runs").mkdir(parents=True)
-    Path("closed").chmod(0o700)
-    flags = ["--json", "doctor.json", *BUSY, "--output_dir", "closed/runs", "--timeout", "3"]
-    outcomes = run_ranks(2, as_nobody, examine, None, flags)
-    assert outcomes[0].code == 1 and "disk" in red_lines(), outcomes[0].out + outcomes[0].err
-    assert "Traceback" not in outcomes[0].err
-
-
 ACCIDENTS = {  # what rank 1 does in the middle of a check, --timeout, and what the table says
     "exits": (lambda *_: os._exit(9), PATIENCE, "exited or stopped answering"),
     "fails": (lambda *_: int("planted"), PATIENCE, "rank 1, checking all-reduce: invalid literal"),
@@ -313,16 +228,9 @@ def training(tmp_path):
         script = tmp_path / name
         script.write_text("import time\ntime.sleep(600)\n")
         end = "wait" if stays else "true"
-        command = [
-            "sh",
-            "-c",
-            f"{sys.executable} {script} & echo $!; {end}",
-            "torchrun",
-            str(script),
-        ]
-        shells.append(
-            subprocess.Popen(command, env=os.environ | env, stdout=subprocess.PIPE, text=True)
-        )
+        command = f"{sys.executable} {script} & echo $!; {end}"
+        words, env = ["sh", "-c", command, "torchrun", str(script)], os.environ | env
+        shells.append(subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True))
         scripts.append(psutil.Process(int(shells[-1].stdout.readline())))
         # until then it is a copy of the shell
         until(lambda: scripts[-1].cmdline()[1:] == [str(script)])
@@ -343,21 +251,13 @@ def left_over():
 
 
 def test_a_rank_whose_launcher_is_gone_is_left_over_and_not_touched(training):
-    lost, child = (
-        training("train.py", stays=False, TORCHELASTIC_RUN_ID="none"),
-        training("eval.py", False),
-    )
+    lost = training("train.py", stays=False, TORCHELASTIC_RUN_ID="none")
+    child = training("eval.py", False)
     kept = training("train.py", stays=True, TORCHELASTIC_RUN_ID="none")
     found = host_checks.check_leftovers()
     assert lost in left_over() and not {kept, child} & set(left_over())
     assert found.red and f"process {lost} (train.py): its launcher has exited" in found.value
-    assert f"kill {lost}" in found.fix or f" {lost}" in found.fix
-    assert psutil.pid_exists(lost)
-    others = {
-        training(f"{name}.py", False, TORCHELASTIC_RUN_ID="none")
-        for name in ("eval", "predict", "export")
-    }
-    assert others <= set(left_over())
+    assert f" {lost}" in found.fix and psutil.pid_exists(lost)
     outcomes = look(1)
     assert outcomes[0].code == 1 and str(lost) in findings()["leftovers"]["value"]
 
@@ -382,15 +282,9 @@ def _merge():
 
 
 def test_gpus_of_a_machine_are_one_line_with_the_least_memory_free():
+    common = {"host": "n1", "kind": "H200", "memory": (9e10, 1e11)}
     gpus = [
-        {
-            "host": "n1",
-            "kind": "H200",
-            "device": f"cuda:{n}",
-            "gpu_memory": (1.3e11 + n * 1e9, 1.5e11),
-        }
-        | {"memory": (9e10, 1e11)}
-        for n in range(8)
+        common | {"device": f"cuda:{n}", "gpu_memory": (1.3e11 + n * 1e9, 1.5e11)} for n in range(8)
     ]  # as ranks with GPUs report; no GPU is asked
     (line,) = health.machines(gpus)
     assert line.value.split("\n") == [
@@ -408,19 +302,10 @@ def by_hand(places, *flags_of_each):
     """
     jobs = []
     for rank, (place, flags) in enumerate(zip(places, flags_of_each, strict=True)):
-        numbers = {
-            "RANK": rank,
-            "WORLD_SIZE": 2,
-            "LOCAL_RANK": 0,
-            "LOCAL_WORLD_SIZE": 1,
-            "MASTER_PORT": 29500,
-        }
-        variables = {name: str(number) for name, number in numbers.items()} | {
-            "MASTER_ADDR": places[0].name
-        }
-        jobs.append(
-            place.start("python", doctor.__file__, "--json", "doctor.json", *flags, env=variables)
-        )
+        where = {"MASTER_ADDR": places[0].name, "MASTER_PORT": "29500", "RANK": str(rank)}
+        where |= {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        script = doctor.__file__
+        jobs.append(place.start("python", script, "--json", "doctor.json", *flags, env=where))
     return [job.wait(PATIENCE) for job in jobs], [job.text for job in jobs]
 
 
@@ -438,24 +323,3 @@ def test_two_machines_are_green_over_their_network_and_red_over_folders_of_their
         assert codes == [0, 0] or not findings()["leftovers"]["ok"]
         by_hand(places, ["--output_dir", "runs-a"], ["--output_dir", "runs-b"])
         assert red_lines() == {"folder"}
-
-
-@pytest.mark.machines
-@needs_machines
-def test_where_machines_cannot_meet_each_prints_its_own_table(tmp_path):
-    with network(tmp_path) as places:
-        codes, texts = by_hand(
-            places, ["--timeout", "12"], ["--timeout", "12", "--interface", "eth7"]
-        )
-        assert codes == [1, 1] and red_lines() == {"connection"}
-        assert (
-            "found each other but could not connect" in texts[0]
-            and "✗ --interface eth7: " in texts[1]
-        ), texts
-        places[0].firewall("drop")
-        codes, texts = by_hand(places, ["--timeout", "12"], ["--timeout", "12"])
-        assert (
-            codes == [1, 1]
-            and "rank 1 did not connect" in texts[0]
-            and "✗ no answer from " in texts[1]
-        ), texts

@@ -117,7 +117,6 @@ REFUSED = {
     "--microbatches 2 is less than the 3": [*FLAGS, *NAMED, "--microbatches", "2"],
     "set --global_batch_size to a multiple of 6": [*FLAGS, *NAMED, *UNCUT],
     "set --global_batch_size instead": [*FLAGS[:6], *NAMED, "--batch_size", "32"],
-    "--shares needs a fixed number of processes": [*FLAGS, *NAMED, "--shares", "4"],
 }
 
 

@@ -9,35 +9,15 @@ import numpy as np
 import pytest
 from helpers.make_data import image_folder
 from helpers.ranks import run_ranks
-from helpers.training_runs import train_run
+from helpers.training_runs import train_run, words
 from PIL import Image
 
 import train
 from utils.training.first_batch import draw, label_lines
 
-FLAGS = (
-    "--data",
-    "pictures",
-    "--eval_fraction",
-    "0.2",
-    "--model",
-    "mlp",
-    "--threads",
-    "1",
-    "--max_steps",
-    "1",
-)
-FLAGS += (
-    "--global_batch_size",
-    "16",
-    "--mean",
-    "0.4",
-    "0.5",
-    "0.6",
-    "--std",
-    "0.3",
-    "--eval_batch_size",
-    "4",
+FLAGS = words(
+    "--data pictures --eval_fraction 0.2 --model mlp --threads 1 --max_steps 1 "
+    "--global_batch_size 16 --mean 0.4 0.5 0.6 --std 0.3 --eval_batch_size 4"
 )
 
 
@@ -63,9 +43,7 @@ def test_a_picture_that_cannot_be_written_is_one_line_and_the_run_continues():
     (outcome,) = run_ranks(1, train.main, ["--run_name", "run", "--resume", "auto", *FLAGS])
     assert outcome.code == 0 and Path("runs/run/checkpoints/step-00000001").is_dir()
     lines = [line for line in outcome.out.splitlines() if "first_batch" in line]
-    assert len(lines) == 1 and lines[0].endswith(
-        "not a regular file); the run continues without it"
-    )
+    assert len(lines) == 1 and "not a regular file" in lines[0]
     assert not list(Path("runs/run").glob("*.partial"))
 
 

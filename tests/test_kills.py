@@ -27,6 +27,7 @@ from helpers.training_runs import (
     make_saver,
     records,
     same_tensors,
+    steps,
     train_run,
     weights,
     words,
@@ -132,7 +133,7 @@ def kill_and_resume(processes: int, whom: str, saving: bool, chance: random.Rand
         "resumed": start,
         "redone": reached - start,
         "tensors": tensors("run"),
-        "steps": [record["step"] for record in records("run", "train")],
+        "steps": steps("run", "train"),
     }
 
 
@@ -323,7 +324,7 @@ def test_a_run_killed_while_it_writes_its_analysis_shows_it_after_a_resume():
     assert found == expected and found["record"]["step"] == 8
     assert "Confusion" in Path("runs/run/report.html").read_text()
     assert list(Path("runs/run").glob(".*.partial")) == []
-    assert [record["step"] for record in records("run", "eval")] == [8]
+    assert steps("run", "eval") == [8]
 
 
 def _train_until_the_analysis(flags: list[str]) -> None:

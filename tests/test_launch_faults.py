@@ -11,13 +11,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from helpers.launched_runs import FLAGS, LAUNCHERS, begin, ranks_of
-from helpers.training_runs import BIN, records, train_run, weights
+from helpers.training_runs import BIN, records, same_tensors, train_run, weights, words
 from helpers.waiting import PATIENCE, has_logged, newest, records_so_far, until
 
 UPDATES = 1200  # of a run that is killed: the last is seconds after the kill, on a fast machine too
 LOG = Path("runs/run/log.jsonl")
+ACCELERATE = "accelerate launch, 2 processes"
 BIG = ["--model_args", "{hidden: 20000}"]  # a checkpoint of 130 MB
 
 
@@ -39,17 +39,9 @@ def trains_again():
     return kinds.count("start") == 2 and kinds[-1] == "train"
 
 
-def test_the_table_of_a_launcher_ends_with_the_error():
-    process = begin("torchrun, 2 processes", "--lr", "-1")
-    assert process.wait(timeout=PATIENCE) == 1
-    *_, last, rule = Path("out.txt").read_text().splitlines()
-    assert last.split(" : ")[1] == "train.py: error: --lr must be above 0, got -1" and set(
-        rule
-    ) == {"="}
-
-
+@pytest.mark.full
 def test_after_ctrl_c_the_command_that_resumes_is_printed_above_the_traceback_of_the_launcher():
-    process = begin("accelerate launch, 2 processes", "--max_steps", str(UPDATES))
+    process = begin(ACCELERATE, "--max_steps", str(UPDATES))
     until(has_logged(3))
     # the ranks have sessions of their own: a terminal sends it to the launcher
     process.send_signal(signal.SIGINT)
@@ -77,9 +69,7 @@ def test_torchrun_restarts_killed_ranks_and_a_sigterm_then_saves_and_ends_them_w
     command = command_to_resume(Path("out.txt").read_text())
     assert Path(command[0]).name == "torchrun" and command[-2:] == ["--resume", "auto"]
     train_run(2, "whole", *FLAGS, *flags, "--max_steps", str(steps[-1]), "--run_name", "whole")
-    assert all(
-        torch.equal(weights("run")[name], tensor) for name, tensor in weights("whole").items()
-    )
+    assert same_tensors(weights("run"), weights("whole"))
 
 
 MOMENTS = {
@@ -87,16 +77,8 @@ MOMENTS = {
     # 45,000 blocks take each of two ranks ten seconds or more; the signal may come before the first
     "evaluation": (
         [
-            "--data",
-            "synthetic/10x28x100000",
-            "--eval_fraction",
-            "0.9",
-            "--eval_every",
-            "30",
-            "--eval_batch_size",
-            "1",
-            "--save_every",
-            "1000",
+            *words("--data synthetic/10x28x100000 --eval_fraction 0.9 --eval_every 30"),
+            *words("--eval_batch_size 1 --save_every 1000"),
         ],
         has_logged(30),
     ),
@@ -135,7 +117,7 @@ def test_sigterm_to_what_was_started_saves_and_ends_all_ranks_within_30_seconds(
 @pytest.mark.slow
 @pytest.mark.parametrize("whom", ["a rank", "all ranks", "the launcher"])
 def test_a_kill_under_accelerate_launch_ends_all_and_the_run_goes_on(whom):
-    process = begin("accelerate launch, 2 processes", "--max_steps", str(UPDATES))
+    process = begin(ACCELERATE, "--max_steps", str(UPDATES))
     until(has_logged(random.Random(whom).randrange(20, 60)))
     ranks, told = ranks_of(process), time.monotonic()
     for victim in {"a rank": ranks[1:], "all ranks": ranks, "the launcher": [process]}[whom]:
@@ -144,9 +126,7 @@ def test_a_kill_under_accelerate_launch_ends_all_and_the_run_goes_on(whom):
     print(f"\n| kill -9 of {whom} | {time.monotonic() - told:.1f} s |")
     # the kill may have cut off the last line
     reached = max(record["step"] for record in records_so_far(LOG) if record["kind"] == "train")
-    process = begin(
-        "accelerate launch, 2 processes", "--max_steps", str(UPDATES), "--resume", "auto"
-    )
+    process = begin(ACCELERATE, "--max_steps", str(UPDATES), "--resume", "auto")
     assert process.wait(timeout=2 * PATIENCE) == 0
     start = records("run", "start")[-1]["step"]
     assert start > 0 and reached - start <= 20
@@ -156,7 +136,7 @@ def test_a_kill_under_accelerate_launch_ends_all_and_the_run_goes_on(whom):
 @pytest.mark.slow
 def test_max_restarts_goes_on_by_itself_each_time():
     """Three kills at random moments, one command, no --resume."""
-    process = begin("accelerate launch, 2 processes", "--max_steps", str(UPDATES), restarts=3)
+    process = begin(ACCELERATE, "--max_steps", str(UPDATES), restarts=3)
     chance = random.Random(5)
     for step in (30, 130, 230):
         until(has_logged(step + chance.randrange(60)))
@@ -171,11 +151,7 @@ def test_max_restarts_goes_on_by_itself_each_time():
 
 
 def check_against_a_whole_run():
-    process = begin(
-        "accelerate launch, 2 processes", "--max_steps", str(UPDATES), "--run_name", "whole"
-    )
+    process = begin(ACCELERATE, "--max_steps", str(UPDATES), "--run_name", "whole")
     assert process.wait(timeout=2 * PATIENCE) == 0
-    assert all(
-        torch.equal(weights("run")[name], tensor) for name, tensor in weights("whole").items()
-    )
+    assert same_tensors(weights("run"), weights("whole"))
     assert [record["step"] for record in records("run", "train")] == list(range(1, UPDATES + 1))

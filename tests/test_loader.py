@@ -3,13 +3,12 @@
 import os
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers.make_data import CPU, encoded, pictures, smooth
+from helpers.make_data import CPU, pictures
 from helpers.ranks import run_ranks, start_ranks
 from helpers.waiting import lives, until
 from torch.utils.data import DataLoader, Dataset
@@ -19,44 +18,32 @@ from utils.config.settings import TrainConfig
 from utils.data import workers as worker_process
 from utils.data.batches import DeviceLoader
 from utils.data.datasets import CachedDataset
-from utils.data.decode import decode, resize
+from utils.data.decode import resize
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
-from utils.data.splits import whole_split
 from utils.data.workers import make_loaders
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("size", [(7, 90), (64, 48), (1, 2), (200, 150)])
+@pytest.mark.parametrize("size", [(7, 90), (200, 150)])
 def test_pixels_are_scaled_like_torchvision_does_it_whatever_their_layout(channels, size):
     whole = torch.from_numpy(pictures(1, (210, 160))[0][..., :channels].copy())
     planes_first = whole.permute(2, 0, 1).contiguous().permute(1, 2, 0)
-    expected = F.resize(
-        whole[5:100, 3:77].permute(2, 0, 1).contiguous(), size, antialias=True
-    ).permute(1, 2, 0)
+    part = whole[5:100, 3:77].permute(2, 0, 1).contiguous()
+    expected = F.resize(part, size, antialias=True).permute(1, 2, 0)
     for pixels in (whole, planes_first):
         assert torch.equal(resize(pixels[5:100, 3:77], *size), expected)
-
-
-def test_the_bytes_of_a_file_are_read_where_they_are_and_nobody_is_warned():
-    raw = encoded(smooth(30, 40), "JPEG")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*not writable")
-        decode(whole_split("train", [raw], np.zeros(1), "made"), 0, 3)
-    assert raw == encoded(smooth(30, 40), "JPEG")
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_large_batches_are_normalised_like_single_images(channels_last):
     pixels, spec = pictures(300, (40, 30)), InputSpec(40, 30, 3, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
     config, given = TrainConfig(channels_last=channels_last), [Microbatch(0, 0, 0, np.arange(300))]
-    (loader,) = make_loaders(
-        [(CachedDataset(pixels, np.arange(300)), given)], config, CPU.threads, CPU.device
-    )
+    parts = [(CachedDataset(pixels, np.arange(300)), given)]
+    (loader,) = make_loaders(parts, config, CPU.threads, CPU.device)
     (batch,) = DeviceLoader(loader, spec, config, CPU.device, training=False)
-    expected = (torch.from_numpy(pixels).double() / 255 - torch.tensor(spec.mean)) / torch.tensor(
-        spec.std
-    )
+    mean, std = torch.tensor(spec.mean), torch.tensor(spec.std)
+    expected = (torch.from_numpy(pixels).double() / 255 - mean) / std
     assert torch.allclose(batch.images.double(), expected.permute(0, 3, 1, 2), atol=1e-5)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     assert batch.images.is_contiguous(memory_format=layout)
@@ -73,9 +60,8 @@ class Large(Dataset):
 def load_for_ever(when):
     if when == "starting":
         os.register_at_fork(after_in_child=lambda: time.sleep(1))
-    batches = iter(
-        DataLoader(Large(), batch_size=1, collate_fn=list, **worker_process.worker_processes(3, 4))
-    )
+    workers = worker_process.worker_processes(3, 4)
+    batches = iter(DataLoader(Large(), batch_size=1, collate_fn=list, **workers))
     if when == "working":
         next(batches)
     Path("workers.partial").write_text(" ".join(str(worker.pid) for worker in batches._workers))

@@ -1,6 +1,5 @@
 """Each augmentation has torchvision's pixels, and as often as torchvision's classes."""
 
-import math
 from collections import Counter
 from itertools import product
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from helpers.draws import plain_uniform
 from helpers.make_data import pictures, smooth
+from scipy import stats
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode
 
@@ -54,23 +54,12 @@ def torchvision_results(transform, image, count):
 def assert_equally_often(ours, theirs, least=16):
     """A two-sample chi-square test, which the same distribution fails once in millions of seeds."""
     counts = Counter(ours), Counter(theirs)
-    pairs = [(counts[0][key], counts[1][key]) for key in counts[0] | counts[1]]
-    rare = [sum(side) for side in zip(*[pair for pair in pairs if sum(pair) < least], strict=True)]
-    pairs = [pair for pair in pairs if sum(pair) >= least] + ([rare] if sum(rare) >= least else [])
+    pairs = np.array([[side[key] for side in counts] for key in counts[0] | counts[1]])
+    is_rare = pairs.sum(1) < least
+    rare = pairs[is_rare].sum(0, keepdims=True)
+    pairs = np.concatenate([pairs[~is_rare], rare[rare.sum(1) >= least]])
     assert len(pairs) > 1 and len(ours) == len(theirs)
-    chi_square, freedom = sum((a - b) ** 2 / (a + b) for a, b in pairs), len(pairs) - 1
-    assert chi_square < freedom + 5 * math.sqrt(2 * freedom) + 15, (chi_square, freedom)
-
-
-def assert_same_distribution(ours, theirs):
-    """A two-sample Kolmogorov-Smirnov test at a level of 1e-7."""
-    ours, theirs = np.sort(ours), np.sort(theirs)
-    values = np.concatenate([ours, theirs])
-    apart = np.abs(
-        np.searchsorted(ours, values, "right") / len(ours)
-        - np.searchsorted(theirs, values, "right") / len(theirs)
-    )
-    assert apart.max() < 2.9 * math.sqrt(1 / len(ours) + 1 / len(theirs)), apart.max()
+    assert stats.chi2_contingency(pairs, correction=False).pvalue > 1e-7
 
 
 OPERATIONS = {
@@ -86,7 +75,7 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_images_of_any_size_keep_their_shape_and_type(name):
-    for height, width in [(1, 1), (1, 2), (2, 1), (1, 40), (40, 1), (3, 3), (13, 40), (28, 28)]:
+    for height, width in [(1, 1), (1, 2), (40, 1), (3, 3), (13, 40)]:
         for channels in (1, 3):
             operation = OPERATIONS[name](spec_of(height, width, channels))
             images = torch.from_numpy(pictures(40, (height, width))[..., :channels].copy())
@@ -167,7 +156,7 @@ def test_three_augment_is_one_of_three_as_often_and_blurs_as_much_as_torchvision
         blurs.append(side[np.array(names[-1]) == "blurred"].std((1, 2, 3)))
     assert set(names[0]) == {"grey", "solarized", "blurred"}
     assert_equally_often(*names)
-    assert_same_distribution(*blurs)
+    assert stats.ks_2samp(*blurs).pvalue > 1e-7
 
 
 @pytest.mark.parametrize("strength", [0.4, pytest.param(1.5, marks=pytest.mark.full)])
@@ -182,7 +171,7 @@ def test_color_jitter_has_the_distribution_of_torchvision(strength):
         lambda x: x.std(3).mean((1, 2)),  # saturation
         lambda x: x[:, 0, -1, 0] + x[:, -1, 0, 1] / 1000,
     ):
-        assert_same_distribution(statistic(ours), statistic(theirs))
+        assert stats.ks_2samp(statistic(ours), statistic(theirs)).pvalue > 1e-7
 
 
 # -- boxes
@@ -278,7 +267,6 @@ def test_each_operation_has_streams_of_its_own():
             "magnitude must be between",
         ),
         (["--flip", "often"], "--flip must be true, false or alternate"),
-        (["--random_erasing", "1.5"], "--random_erasing must be at most 1"),
     ],
 )
 def test_invalid_settings_of_augmentation_are_named_in_one_line(flags, message, capsys):

@@ -16,42 +16,27 @@ import pytest
 import yaml
 from helpers.make_data import image_folder
 from helpers.ranks import run_ranks
-from helpers.training_runs import ROOT, records, refused, rewrite_manifest, train_run, working_in
+from helpers.training_runs import ROOT, refused, rewrite_manifest, train_run, words, working_in
 
 import eval
 import train
 from utils.output import guard_output
-from utils.runs.manifest import find_checkpoint, verify
+from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import read_checkpoint
 
 FLAGS = [
-    "--model",
-    "mlp",
-    "--max_steps",
-    "3",
-    "--threads",
-    "1",
+    *words("--model mlp --max_steps 3 --threads 1 --log_every 1"),
     "--model_args",
     "{hidden: 4}",
-    "--log_every",
-    "1",
 ]
 CLASSES = ["café", "кот", "犬"]
 
 
-def shell(command: str, **variables: str) -> subprocess.CompletedProcess:
+def shell(command: str) -> subprocess.CompletedProcess:
     """Run a line of bash in which $python and $root are set; its output is returned as bytes."""
-    environment = {
-        **os.environ,
-        "python": sys.executable,
-        "root": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",
-        **variables,
-    }
-    command = f"set -o pipefail; {command}"
-    return subprocess.run(
-        ["bash", "-c", command], env=environment, input=b"", capture_output=True, timeout=120
-    )
+    environment = os.environ | {"python": sys.executable, "root": str(ROOT)}
+    command = f"set -o pipefail; export CUDA_VISIBLE_DEVICES=; {command}"
+    return subprocess.run(["bash", "-c", command], env=environment, input=b"", capture_output=True)
 
 
 @pytest.fixture(scope="module")
@@ -73,21 +58,6 @@ def test_characters_that_the_output_lacks_are_replaced():
     assert "Lockstep  runs/r\\xfcn 1\n" in out and "\nDone\n" in out
     assert shlex.split(out.splitlines()[-1])[-2:] == ["--ckpt", "runs/r\\xfcn 1"]
     assert read_checkpoint(find_checkpoint(Path("runs/rün 1"))).class_names == CLASSES
-
-
-@pytest.mark.full
-def test_a_run_in_the_c_locale_writes_files_that_any_locale_reads():
-    paths = image_folder("photos", dict.fromkeys("abc", 12))
-    rows = [f"{path},{CLASSES[number % 3]}" for number, path in enumerate(paths)]
-    Path("names.csv").write_text("\n".join(["path,label", *rows]), encoding="utf-8")
-    command = '"$python" "$root/train.py" --data names.csv --run_name run ' + " ".join(
-        f"'{flag}'" for flag in FLAGS
-    )
-    done = shell(command, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", PYTHONIOENCODING="")
-    assert done.returncode == 0, done.stderr.decode()
-    assert b"Lockstep  runs/run\n" in done.stdout and done.stdout.isascii()
-    assert read_checkpoint(find_checkpoint(Path("runs/run"))).class_names == CLASSES
-    assert CLASSES[1] in Path("runs/run/report.html").read_text(encoding="utf-8")
 
 
 def _train_in(encoding, flags):
@@ -121,16 +91,6 @@ def _evaluate_on_a_full_disk(flags):
 
     eval.write_file = full
     eval.main(flags)
-
-
-@pytest.mark.full
-def test_a_run_with_closed_descriptors_trains_and_its_files_hold_nothing_that_was_printed():
-    command = '"$python" "$root/train.py" --run_name run ' + " ".join(f"'{flag}'" for flag in FLAGS)
-    assert shell(f"{command} <&- >&- 2>&-").returncode == 0
-    verify(find_checkpoint(Path("runs/run")))
-    for path in Path("runs/run").rglob("*"):
-        assert path.is_dir() or b"Lockstep" not in path.read_bytes(), path
-    assert [record["step"] for record in records("run", "train")] == [1, 2, 3]
 
 
 def test_each_closed_descriptor_becomes_dev_null_and_no_other_changes():
@@ -170,21 +130,12 @@ def test_escape_codes_in_a_checkpoint_do_not_reach_the_terminal(tmp_path):
     values = yaml.safe_load(settings.read_text())
     settings.write_text(yaml.safe_dump(values | {"data": f"{red} data"}))
     rewrite_manifest(checkpoint)
-    command = f'"$python" "$root/train.py" --resume {checkpoint} --cpu --threads 1 --max_steps 4'
-    done = shell(f"{command} --data digits")
+    resume = words(f"--resume {checkpoint} --cpu --threads 1 --max_steps 4")
+    done = shell(f'"$python" "$root/train.py" {" ".join(resume)} --data digits')
     assert (
         done.returncode == 0
         and b"?[31m" in done.stdout
         and not {*done.stdout.decode()} & {*"\x1b\x9b"}
-    ), done.stderr
-    state = checkpoint / "state.json"
-    state.write_text(
-        json.dumps(json.loads(state.read_text()) | {"format": 9, "versions": {"lockstep": red}})
-    )
-    rewrite_manifest(checkpoint)
-    done = shell(command)
-    assert (
-        done.returncode == 2 and b"format 9, of Lockstep <U+001B>[31m<U+009B>31mred;" in done.stderr
     ), done.stderr
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.ranks import returned
-from helpers.training_runs import records, train_run
+from helpers.training_runs import records, train_run, words
 from timm.scheduler import CosineLRScheduler
 
 import eval
@@ -45,26 +45,9 @@ def test_the_swin_recipe_has_the_learning_rates_of_its_authors_and_trains_at_64_
         assert learning_rate(config, update, updates) == pytest.approx(
             lr, rel=1e-9, abs=(update < warmup) * 1e-6
         )
-    small = [
-        "--data",
-        "synthetic/4x64x32",
-        "--image_size",
-        "64",
-        "--global_batch_size",
-        "8",
-        "--report",
-        "false",
-    ]
-    small += [
-        "--model_args",
-        "{mlp_ratio: 0.5}",
-        "--max_steps",
-        "3",
-        "--warmup_steps",
-        "1",
-        "--log_every",
-        "1",
-    ]
+    small = words("--data synthetic/4x64x32 --image_size 64 --global_batch_size 8 --report false")
+    small += ["--model_args", "{mlp_ratio: 0.5}"]
+    small += words("--max_steps 3 --warmup_steps 1 --log_every 1")
     log = train_run(1, "run", "--config", recipe, *small)
     trained = [record for record in log if record["kind"] == "train"]
     assert [record["lr"] for record in trained] == pytest.approx([0.001, 0.001, 0.000505])

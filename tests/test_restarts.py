@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.launched_runs import FLAGS, begin, ranks_of
 from helpers.machines import ROOT, needs_machines, network
-from helpers.training_runs import records, weights
+from helpers.training_runs import steps, weights
 from helpers.waiting import PATIENCE, has_logged, until
 
 UPDATES = 1200
@@ -38,10 +38,10 @@ def wait_for(moment, processes, chance):
 
 def check(trial, began, moment, victim):
     """All ended well, with the weights of a run that nothing disturbed."""
-    starts = [record["step"] for record in records("run", "start")]
+    starts = steps("run", "start")
     seconds = time.monotonic() - began
     print(f"\n| {trial} | {moment} | {victim} | from updates {starts} | {seconds:.0f} s |")
-    assert [record["step"] for record in records("run", "train")] == list(range(1, UPDATES + 1))
+    assert steps("run", "train") == list(range(1, UPDATES + 1))
     assert all(torch.equal(weights("run")[name], tensor) for name, tensor in whole().items())
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import records, refused, same_tensors, train_run, weights, words
+from helpers.training_runs import records, refused, same_tensors, steps, train_run, weights, words
 
 import eval
 import train
@@ -139,7 +139,7 @@ def test_the_run_folder_and_its_checkpoints_can_be_named_to_go_on_in_place():
     train_run(1, "run", *FLAGS, "--max_steps", "2", "--save_every", "1")
     for number, path in enumerate(("runs/run", "runs/run/checkpoints/step-00000003"), 3):
         train_run(1, "run", *FLAGS, "--max_steps", str(number), "--resume", path)
-    assert [record["step"] for record in records("run", "start")] == [0, 2, 3]
+    assert steps("run", "start") == [0, 2, 3]
 
 
 def test_a_resumed_run_has_the_data_and_settings_of_its_checkpoint_unless_others_are_given(
@@ -158,7 +158,7 @@ def test_a_resumed_run_has_the_data_and_settings_of_its_checkpoint_unless_others
     new = read_config(Path("runs/new/config.yaml"))
     changed = {"epochs": 1, "max_steps": None, "grad_accum": 1, "report_to": None}
     assert new == replace(old, label_smoothing=0.0, **changed)
-    assert [record["step"] for record in records("new", "start")] == [2, 3]
+    assert steps("new", "start") == [2, 3]
     assert records("new", "train")[-1]["step"] == 12
 
 
@@ -191,7 +191,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_from_the_checkpoi
     train_run(1, "other", *words("--resume auto --max_steps 3 --keep 9"))
     (outcome,) = run_ranks(1, train.main, [*flags, "--resume", "auto"])
     assert outcome.code == 0 and "step-00000002, with the settings of its" in outcome.out
-    assert [record["step"] for record in records("run", "start")] == [2, 2]
+    assert steps("run", "start") == [2, 2]
     assert same_tensors(weights("run"), weights("whole"))
 
     shutil.rmtree("runs/run/checkpoints")

@@ -9,7 +9,15 @@ import time
 from pathlib import Path
 
 from helpers.ranks import run_ranks, start_ranks
-from helpers.training_runs import MLP, await_save, records, same_tensors, train_run, weights, words
+from helpers.training_runs import (
+    MLP,
+    await_save,
+    same_tensors,
+    steps,
+    train_run,
+    weights,
+    words,
+)
 from helpers.waiting import has_logged, until
 
 import train
@@ -76,7 +84,7 @@ def test_an_error_of_the_thread_ends_all_ranks_when_they_next_synchronise():
     error = f"train.py: error: {CHECKPOINTS}/.step-00000003.partial: No space left on device\n"
     assert [outcome.err for outcome in outcomes] == [error, ""]
     # update 4 was the last, not logged
-    assert [record["step"] for record in records("run", "train")] == [1, 2, 3]
+    assert steps("run", "train") == [1, 2, 3]
     assert names() == []
 
 
@@ -96,19 +104,6 @@ def test_a_run_that_fails_reports_its_error_and_then_completes_the_checkpoint():
     verify(CHECKPOINTS / "step-00000003")
 
 
-def test_a_run_that_is_stopped_waits_for_its_checkpoint():
-    launch = start_ranks(2, train_with, await_go)
-    until(has_logged(5))
-    os.kill(launch.pids[-1], signal.SIGTERM)
-    Path("go").touch()
-    outcomes = launch.finish()
-    codes = {outcome.code for outcome in outcomes}
-    last = records("run", "train")[-1]["step"]
-    assert codes <= {75, 0} and len(codes) == 1 and last >= 5
-    assert (CHECKPOINTS / "latest").read_text() == f"step-{last:08d}\n"
-    verify(CHECKPOINTS / f"step-{last:08d}")
-
-
 def test_a_run_that_is_killed_while_a_checkpoint_is_completed_resumes_from_the_one_before():
     train_run(1, "whole", *FLAGS)
     train_run(1, "run", *FLAGS, "--max_steps", "3")
@@ -118,5 +113,5 @@ def test_a_run_that_is_killed_while_a_checkpoint_is_completed_resumes_from_the_o
     launch.finish()
     assert [name for name in names() if name.startswith("step")] == ["step-00000003"]
     train_run(1, "run", *FLAGS, "--resume", "auto")
-    assert [record["step"] for record in records("run", "start")] == [0, 3, 3]
+    assert steps("run", "start") == [0, 3, 3]
     assert same_tensors(weights("run"), weights("whole"))

@@ -9,35 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from helpers.slurm_lab import ROOT, Slurm, slurm_cluster, why_not
-from helpers.training_runs import start
+from helpers.training_runs import same_tensors, start, words
 from helpers.waiting import records_so_far, until
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(why_not() != "", reason=why_not() or "-")]
-FLAGS = [
-    "--model",
-    "mlp",
-    "--global_batch_size",
-    "128",
-    "--threads",
-    "1",
-    "--timeout",
-    "20",
-    "--log_every",
-    "10",
-]
-FLAGS += [
-    "--lr",
-    "0.01",
-    "--lr_schedule",
-    "constant",
-    "--save_every",
-    "500",
-    "--eval_every",
-    "100000",
-]
+FLAGS = words("--model mlp --global_batch_size 128 --threads 1 --timeout 20 --log_every 10")
+FLAGS += words("--lr 0.01 --lr_schedule constant --save_every 500 --eval_every 100000")
 UPDATES = 2000  # 10 seconds
 SCRIPTS = {"tasks": "slurm/train.sbatch", "launchers": "slurm/launcher.sbatch"}
 NODES = {"nodes": "slurm/elastic.sbatch"}
@@ -77,12 +56,9 @@ class Job:
         """Wait for it; the job's output tells why it does not come."""
         deadline = time.monotonic() + seconds
         while not condition():
-            if time.monotonic() > deadline or self.state in {"FAILED", "TIMEOUT", "NODE_FAIL"} - {
-                what
-            }:
-                pytest.fail(
-                    f"job {self.number} is {self.state}, not {what}:\n{self.output[-4000:]}"
-                )
+            failed = self.state in {"FAILED", "TIMEOUT", "NODE_FAIL"} - {what}
+            text = f"job {self.number} is {self.state}, not {what}:\n{self.output[-4000:]}"
+            assert not failed and time.monotonic() < deadline, text
             time.sleep(0.2)
 
     def ranks(self) -> list[int]:
@@ -135,9 +111,8 @@ def whole(slurm, tmp_path_factory) -> Job:
 
 
 def weights(job: Job, updates: int = UPDATES) -> dict:
-    return load_file(
-        job.folder / f"runs/job-{job.number}/checkpoints/step-{updates:08}/model.safetensors"
-    )
+    checkpoint = job.folder / f"runs/job-{job.number}/checkpoints/step-{updates:08}"
+    return load_file(checkpoint / "model.safetensors")
 
 
 def check_finished(job: Job, whole: Job, seconds: float = 200) -> list[int]:
@@ -145,21 +120,14 @@ def check_finished(job: Job, whole: Job, seconds: float = 200) -> list[int]:
     turns started.
     """
     job.until_state("COMPLETED", seconds=seconds)
-    expected = weights(whole)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(job).items())
+    assert same_tensors(weights(job), weights(whole))
     assert [record["step"] for record in job.records("train")] == list(range(10, UPDATES + 1, 10))
     return [record["step"] for record in job.records("start")]
 
 
 def more_urgent(slurm):
-    slurm(
-        "sbatch",
-        "--partition=high",
-        "--nodes=2",
-        "--exclusive",
-        "--output=/dev/null",
-        "--wrap=sleep 2",
-    )
+    options = words("--partition=high --nodes=2 --exclusive --output=/dev/null")
+    slurm("sbatch", *options, "--wrap=sleep 2")
 
 
 def gone_for_a_while(job, take, give_back, node):
@@ -205,11 +173,8 @@ def test_a_job_that_has_to_go_comes_back_by_itself_and_finishes(
     again = time.monotonic() - told
     starts = check_finished(job, whole)
     print(f"\n| {script} | {event} | {gone:.1f} s | {again:.0f} s | {reached} | {starts[1]} |")
-    if (
-        event in LOSING
-        # the word of SLURM's to end the first turn may come late, to the second, which then has a
-        # third
-    ):
+    # SLURM's word to end the first turn may come late, to the second, which then has a third
+    if event in LOSING:
         assert starts[1] >= reached - 500
     else:
         assert len(starts) == 2 and starts[1] >= reached
@@ -235,11 +200,10 @@ def test_nodes_of_an_array_come_and_go_and_the_run_keeps_its_bits(slurm, submit)
         (ROOT / f"job-{run.number}.store").unlink(missing_ok=True)
     print([(record["processes"], record["step"]) for record in run.records("start")])
     assert [record["step"] for record in run.records("train")] == list(range(10, 20001, 10))
-    expected = weights(alone, 20000)
     run.until(
         lambda: (run.folder / f"runs/job-{run.number}/checkpoints/step-00020000").exists(), "saved"
     )
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(run, 20000).items())
+    assert same_tensors(weights(run, 20000), weights(alone, 20000))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -328,22 +292,16 @@ def test_a_killed_rank_is_started_again_by_launchers_within_the_job(submit, whol
 def test_an_error_is_the_job_s_exit_code_and_no_turn_follows(submit, script):
     job = submit(script, "--model", "no_such_model")
     job.until_state("FAILED")
-    assert (
-        job.exit_code == {"tasks": "2:0", "launchers": "1:0"}[script]
-        and "no_such_model" in job.output
-    )
+    assert job.exit_code == {"tasks": "2:0", "launchers": "1:0"}[script]
+    assert "no_such_model" in job.output
 
 
 def test_srun_on_two_nodes_gives_the_losses_of_one_process(whole, tmp_path):
     one = [*FLAGS, "--max_steps", "200", "--output_dir", str(tmp_path), "--run_name", "one"]
     code, _, error = start("python", ROOT / "train.py", *one)
     assert code == 0, error
-    losses = [
-        line["loss"]
-        for line in records_so_far(tmp_path / "one/log.jsonl")
-        if line["kind"] == "train"
-    ]
-    assert losses == pytest.approx(
-        [record["loss"] for record in whole.records("train")][:20], rel=1e-5
-    )
+    log = records_so_far(tmp_path / "one/log.jsonl")
+    losses = [record["loss"] for record in log if record["kind"] == "train"]
+    expected = [record["loss"] for record in whole.records("train")][:20]
+    assert losses == pytest.approx(expected, rel=1e-5)
     assert "rank 0     slm1" in whole.output and "rank 1     slm2" in whole.output

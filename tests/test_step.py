@@ -149,11 +149,10 @@ def test_what_start_up_made_is_out_of_the_garbage_collectors_sight_for_as_long_a
 
 
 @pytest.mark.full
-def test_a_profiled_run_leaves_a_trace_for_each_rank_and_says_what_took_long():
+def test_a_profiled_run_leaves_a_trace_for_each_rank():
     flags = [*DIGITS, *words("--max_steps 25 --eval_every 25")]
     main, other = run_ranks(2, train.main, ["--run_name", "run", *flags, "--profile"])
     assert main.code == other.code == 0 and other.out == ""
-    assert "aten::convolution_backward" in main.out
     assert "trace: runs/run/trace-rank0.json.gz" in main.out
     for rank in (0, 1):
         trace = gzip.decompress(Path(f"runs/run/trace-rank{rank}.json.gz").read_bytes())

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from accelerate import Accelerator
 from helpers.make_data import image_folder
-from helpers.ranks import Outcome, start_ranks
+from helpers.ranks import Outcome, run_ranks, start_ranks
 from helpers.training_runs import MLP as FLAGS
-from helpers.training_runs import records, slow_train, train_run, weights
+from helpers.training_runs import records, same_tensors, slow_train, train_run, weights, words
 from helpers.waiting import SOON, error_lines, has_logged, newest, until
 
 import train
@@ -39,10 +38,9 @@ def check_stopped(outcomes: list[Outcome], reason: str) -> None:
 @pytest.mark.parametrize(
     ("processes", "number"),
     [
-        (1, signal.SIGTERM),
-        pytest.param(1, signal.SIGINT, marks=pytest.mark.full),
-        pytest.param(2, signal.SIGTERM, marks=pytest.mark.full),
-        (2, signal.SIGUSR1),
+        pytest.param(1, signal.SIGHUP, marks=pytest.mark.full),
+        pytest.param(2, signal.SIGUSR1, marks=pytest.mark.full),
+        (2, signal.SIGTERM),
         pytest.param(3, signal.SIGINT, marks=pytest.mark.full),
     ],
 )
@@ -65,8 +63,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_update_and_loses_nothing(
     seconds = [record["seconds"] for record in records("run", "train")]
     # time before the stop counts: 10 ms an update
     assert seconds == sorted(seconds) and seconds[-1] > 0.01 * stopped
-    mine, theirs = weights("run"), weights("whole")
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert same_tensors(weights("run"), weights("whole"))
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
@@ -79,16 +76,9 @@ def test_ranks_whose_launcher_is_killed_save_and_leave(processes):
     assert time.monotonic() - killed < SOON
 
 
-def test_a_shell_that_goes_away_does_not_stop_a_run():
-    """nohup expects that; only a launcher's death counts."""
-    launch = start_ranks(1, slow_train, [*FLAGS, "--max_steps", "150"], 0.01, 50)
-    until(has_logged(10))
-    launch.kill(signal.SIGHUP)  # what a closed terminal sends, when nohup has not hidden it
-    Path("go").touch()
-    check_stopped(launch.finish(), "SIGHUP")
-    launch = start_ranks(1, _train_under_nohup, [*FLAGS, "--max_steps", "150", "--resume", "auto"])
-    Path("go").unlink()
-    until(has_logged(100))  # more than the first one has
+def test_under_nohup_a_closed_terminal_does_not_stop_a_run():
+    launch = start_ranks(1, _train_under_nohup, [*FLAGS, "--max_steps", "60"])
+    until(has_logged(40))
     launch.kill(signal.SIGHUP)
     Path("go").touch()
     assert launch.finish()[0].code == 0
@@ -96,7 +86,7 @@ def test_a_shell_that_goes_away_does_not_stop_a_run():
 
 def _train_under_nohup(flags):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    slow_train(flags, 0.01, 120)
+    slow_train(flags, 0.01, 50)
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
@@ -110,14 +100,12 @@ def test_a_stop_in_the_middle_of_an_evaluation_leaves_it_to_the_resumed_run(proc
     assert newest() == 40 and records("run", "eval") == []
     train_run(processes, "run", *flags, "--resume", "auto")
     whole = train_run(processes, "whole", *flags)
-    drop = ("seconds",)
-    found, expected = ([{k: v for k, v in r.items() if k not in drop} for r in log if r["kind"] == "eval"]
-                       for log in (records("run"), whole))  # fmt: skip
-    assert found == expected and [record["step"] for record in found] == [40, 50]
-    assert (
-        Path("runs/run/checkpoints/best").read_text()
-        == Path("runs/whole/checkpoints/best").read_text()
+    found, expected = (
+        [r | {"seconds": 0} for r in log if r["kind"] == "eval"] for log in (records("run"), whole)
     )
+    assert found == expected and [record["step"] for record in found] == [40, 50]
+    best, expected = (Path(f"runs/{run}/checkpoints/best").read_text() for run in ("run", "whole"))
+    assert best == expected
     # The resumed run has saved update 40 again before it has trained.
     again, before = (Path(f"runs/{run}/checkpoints/step-00000040") for run in ("run", "whole"))
     for file in ("model.safetensors", "optimizer.bin"):
@@ -185,13 +173,9 @@ def _train_and_never_finish_an_update(flags):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_signal_before_training_is_one_line(number, code):
-    launch = start_ranks(1, _start_slowly, number)
-    (outcome,) = launch.finish()
-    assert outcome.code == code
-    assert (
-        f"stopped by {number.name} before training began" in outcome.err
-        and outcome.err.count("\n") == 1
-    )
+    (outcome,) = run_ranks(1, _start_slowly, number)
+    (line,) = outcome.err.splitlines()
+    assert outcome.code == code and f"stopped by {number.name} before training began" in line
 
 
 def _start_slowly(number):
@@ -211,17 +195,8 @@ def _start_slowly(number):
 def test_a_signal_to_the_whole_process_group_leaves_the_loader_workers_to_their_rank(number):
     """As Ctrl-C in a terminal and scancel send it."""
     image_folder("photos", {"class0": 40, "class1": 40}, size=(120, 120))
-    flags = ["--data", "photos", "--num_workers", "2", "--model", "resnet18", "--image_size", "112"]
-    flags += [
-        "--global_batch_size",
-        "8",
-        "--max_steps",
-        "300",
-        "--log_every",
-        "1",
-        "--threads",
-        "1",
-    ]
+    flags = words("--data photos --num_workers 2 --model resnet18 --image_size 112 --threads 1")
+    flags += words("--global_batch_size 8 --max_steps 300 --log_every 1")
     launch = start_ranks(1, _train_in_a_group_of_its_own, flags)
     until(has_logged(2))
     os.killpg(launch.pids[0], number)
@@ -235,8 +210,8 @@ def _train_in_a_group_of_its_own(flags):
 
 def test_a_second_signal_while_the_ranks_leave_changes_nothing():
     """SLURM and a launcher may both pass it on."""
-    launch = start_ranks(1, _stop_and_be_told_again, [*FLAGS, "--max_steps", "500"])
-    check_stopped(launch.finish(), "SIGTERM")
+    outcomes = run_ranks(1, _stop_and_be_told_again, [*FLAGS, "--max_steps", "500"])
+    check_stopped(outcomes, "SIGTERM")
 
 
 def _stop_and_be_told_again(flags):
@@ -258,104 +233,32 @@ def _stop_and_be_told_again(flags):
     train.main(["--run_name", "run", *flags])
 
 
-def test_an_evaluation_that_was_owed_is_in_the_log_once_though_it_was_made_twice():
-    flags = [*FLAGS, "--max_steps", "50", "--eval_batch_size", "4"]
-    launch = start_ranks(1, _train_and_evaluate_slowly, flags)
-    until(Path("evaluating").exists)
-    launch.kill(signal.SIGTERM)
-    Path("told").touch()
-    launch.finish()
-    assert (
-        start_ranks(1, _end_instead_of_saving, [*flags, "--resume", "auto"]).finish()[0].code == 1
-    )
-    assert [record["step"] for record in records("run", "eval")] == [40]
-    train_run(1, "run", *flags, "--resume", "auto")
-    assert [record["step"] for record in records("run", "eval")] == [40, 50]
-
-
-def _end_instead_of_saving(flags):
-    train.save = lambda run: os._exit(1)
-    train.main(["--run_name", "run", *flags])
-
-
-def test_a_launcher_that_died_before_its_process_looked_is_noticed(monkeypatch):
-    import utils.launch.command as launch
-
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    # adopted by the first process of the machine
-    monkeypatch.setattr(launch.os, "getppid", lambda: 1)
-    monkeypatch.setattr(launch, "_command_of", lambda process: ["/sbin/init"])
-    assert launch.launcher() == 0
-    # unless the launcher is that process, as in a container
-    monkeypatch.setattr(
-        launch, "_command_of", lambda process: ["accelerate", "launch", launch.sys.argv[0]]
-    )
-    assert launch.launcher() == 1
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    assert launch.launcher() is None
-
-
 def test_the_command_to_go_on_is_the_one_that_was_typed():
-    typed = [
-        "accelerate",
-        "launch",
-        "--config_file",
-        "a.yaml",
-        "train.py",
-        "--resume=x",
-        "--lr",
-        "0.1",
-        "--run_name",
-        "y",
-    ]
-    expected = "accelerate launch --config_file a.yaml train.py --lr 0.1 --output_dir 'o p' --run_name z --resume auto"
+    launched = "accelerate launch --config_file a.yaml train.py"
+    typed = words(f"{launched} --resume=x --lr 0.1 --run_name y")
+    expected = f"{launched} --lr 0.1 --output_dir 'o p' --run_name z --resume auto"
     assert resume_command(typed, "o p", "z") == expected
-    assert (
-        resume_command(["python", "train.py"], "runs", "z")
-        == "python train.py --run_name z --resume auto"
-    )
 
 
 def test_a_killed_loader_worker_is_one_line():
     image_folder("photos", {"class0": 40, "class1": 40}, size=(120, 120))
-    flags = [
-        "--data",
-        "photos",
-        "--num_workers",
-        "1",
-        "--model",
-        "mlp",
-        "--image_size",
-        "112",
-        "--threads",
-        "1",
-    ]
-    flags += [
-        "--model_args",
-        "{hidden: 2}",
-        "--global_batch_size",
-        "8",
-        "--max_steps",
-        "300",
-        "--log_every",
-        "1",
-    ]
+    flags = words("--data photos --num_workers 1 --model mlp --image_size 112 --threads 1")
+    flags += ["--model_args", "{hidden: 2}"]
+    flags += words("--global_batch_size 8 --max_steps 300 --log_every 1")
     launch = start_ranks(1, slow_train, flags, 0.01, 3)
     until(Path("held-0").exists)  # not in the middle of taking a batch from the one that is killed
     for child in psutil.Process(launch.pids[0]).children():
         child.kill()
     (outcome,) = launch.finish()
     assert outcome.code == 2 and "Traceback" not in outcome.err
-    assert (
-        "a loader process was killed" in "".join(error_lines(outcome.err))
-        and len(error_lines(outcome.err)) == 1
-    )
+    (line,) = error_lines(outcome.err)
+    assert "a loader process was killed" in line
 
 
 def test_output_that_nobody_reads_any_more_costs_no_checkpoint():
     """Ctrl-C ends the `tee` that a run is piped to as well."""
-    launch = start_ranks(1, _train_into_a_pipe, [*FLAGS, "--max_steps", "500", "--log_every", "1"])
-    assert launch.finish()[0].code == 75
+    flags = [*FLAGS, "--max_steps", "500", "--log_every", "1"]
+    assert run_ranks(1, _train_into_a_pipe, flags)[0].code == 75
     assert newest() == 7
 
 

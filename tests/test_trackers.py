@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, LoggerType
 from helpers.ranks import returned, run_ranks, start_ranks
-from helpers.training_runs import records, refused, slow_train, train_run, words
+from helpers.training_runs import records, refused, slow_train, steps, train_run, words
 from helpers.waiting import has_logged, records_so_far, until
 
 import train
@@ -127,7 +127,7 @@ def test_a_tracker_that_fails_does_not_end_the_run_and_the_next_start_sends_all(
     assert said == ["--report_to tensorboard: no network; the run continues without trackers"]
     assert [record["step"] for record in records_so_far(SENT)] == [1, 2]
     assert Path("finished").exists()
-    assert [record["step"] for record in records("run", "train")] == list(range(1, 7))
+    assert steps("run", "train") == list(range(1, 7))
     Path("offline").unlink()
     returned(2, train.main, [*TENSORBOARD, "--resume", "auto"])
     sent = [(list(entry)[1].split("/")[0], entry["step"]) for entry in records_so_far(SENT)]

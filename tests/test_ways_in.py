@@ -6,14 +6,13 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import accelerate
 import pytest
 from helpers.environments import topology_of
 from helpers.ranks import Outcome, free_port, run_ranks
-from helpers.training_runs import ROOT, records, train_run, working_in
+from helpers.training_runs import ROOT, records, train_run, words, working_in
 from helpers.waiting import PATIENCE, error_lines
 from torch import multiprocessing
 
@@ -22,19 +21,8 @@ from utils.launch import rendezvous
 from utils.launch.environment import Topology, first_node
 
 TRAIN = str(ROOT / "train.py")
-FLAGS = [
-    "--model",
-    "mlp",
-    "--global_batch_size",
-    "120",
-    "--max_steps",
-    "5",
-    "--log_every",
-    "1",
-    "--threads",
-    "1",
-]
-FLAGS += ["--lr", "0.01", "--timeout", str(PATIENCE), "--report", "false"]
+FLAGS = words("--model mlp --global_batch_size 120 --max_steps 5 --log_every 1 --threads 1")
+FLAGS += words(f"--lr 0.01 --timeout {PATIENCE} --report false")
 OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SHELL = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}  # what both shells export
 
@@ -49,10 +37,6 @@ def expected(tmp_path_factory):
     with working_in(tmp_path_factory.mktemp("plain")):
         train_run(1, "plain", *FLAGS)
         return pytest.approx(losses("plain"), rel=1e-5)
-
-
-def clean() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in OWN}
 
 
 def train_with(flags: list[str], *exported: dict[str, str]) -> None:
@@ -77,35 +61,14 @@ def check_run(outcomes: list[Outcome], expected) -> None:
 
 
 WAYS = {
-    "torchrun": ["torchrun", "--nproc_per_node", "2", "--master_port", "{port}", TRAIN],
-    "Open MPI": [
-        "mpirun.openmpi",
-        "--allow-run-as-root",
-        "--oversubscribe",
-        "-n",
-        "2",
-        sys.executable,
-        TRAIN,
-    ],
-    "MPICH": ["mpiexec.hydra", "-n", "2", sys.executable, TRAIN],
-    "MPICH through a shell": [
-        "mpiexec.hydra",
-        "-n",
-        "2",
-        "bash",
-        "-c",
-        '"$0" "$@"; exit $?',
-        sys.executable,
-        TRAIN,
-    ],
-    "mp.spawn as in docs/launching.md": [sys.executable, "spawn.py"],
+    "torchrun": words("torchrun --nproc_per_node 2 --master_port {port} {train}"),
+    "Open MPI": words("mpirun.openmpi --allow-run-as-root --oversubscribe -n 2 {python} {train}"),
+    "MPICH": words("mpiexec.hydra -n 2 {python} {train}"),
+    "mp.spawn as in docs/launching.md": ["{python}", "spawn.py"],
+    "torch.distributed.launch": words(
+        "{python} -m torch.distributed.launch --nproc_per_node 2 --master_port {port} {train}"
+    ),
 }
-WAYS["torch.distributed.launch"] = [
-    sys.executable,
-    "-m",
-    "torch.distributed.launch",
-    *WAYS["torchrun"][1:],
-]
 QUICK_WAYS = ("Open MPI",)  # torchrun is in test_launch_faults.py too; the others differ little
 
 
@@ -114,7 +77,7 @@ QUICK_WAYS = ("Open MPI",)  # torchrun is in test_launch_faults.py too; the othe
 )
 def test_a_launcher_starts_the_same_run(way, expected):
     port = str(free_port())
-    command = [word.format(port=port) for word in WAYS[way]]
+    command = [word.format(port=port, python=sys.executable, train=TRAIN) for word in WAYS[way]]
     program = Path(sys.executable).parent / command[0]
     command[0] = str(program) if program.exists() else command[0]
     if shutil.which(command[0]) is None:
@@ -123,9 +86,8 @@ def test_a_launcher_starts_the_same_run(way, expected):
         r"^```python\n(.*?)^```", (ROOT / "docs/launching.md").read_text(), re.M | re.S
     )
     Path("spawn.py").write_text(script.replace("29500", port))
-    env = {name: value for name, value in os.environ.items() if name not in OWN} | {
-        "PYTHONPATH": str(ROOT)
-    }
+    env = {name: value for name, value in os.environ.items() if name not in OWN}
+    env |= {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*command, *FLAGS, "--run_name", "run"], capture_output=True, text=True, env=env
     )
@@ -145,24 +107,14 @@ def test_what_one_shell_alone_forgot_is_named_in_that_shell():
     forgetful = {"MASTER_ADDR": "localhost", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
     (done,) = run_ranks(1, train_with, [], forgetful)
     (line,) = error_lines(done.err)
-    assert (
-        done.code == 2
-        and line.startswith("train.py: error: rank 1 on ")
-        and "MASTER_PORT is not set" in line
-    )
+    assert done.code == 2 and line.startswith("train.py: error: rank 1 on ")
+    assert "MASTER_PORT is not set" in line
 
 
 def test_processes_of_one_machine_that_count_as_several_learn_what_to_export():
-    where = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "LOCAL_WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-    }
-    for done in by_hand(**where):
-        assert (
-            done.code == 2 and "export LOCAL_WORLD_SIZE=WORLD_SIZE, and LOCAL_RANK=RANK" in done.err
-        )
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for done in by_hand(**where, LOCAL_WORLD_SIZE="1", LOCAL_RANK="0"):
+        assert done.code == 2 and "export LOCAL_WORLD_SIZE=WORLD_SIZE, and" in done.err
 
 
 def launch_by_a_function(port):
@@ -187,19 +139,19 @@ def test_accelerates_notebook_launcher_and_mp_spawn_start_the_same_run(start, ex
     check_run(run_ranks(1, start, free_port()), expected)
 
 
-SLURM = {
-    "SLURM_PROCID": "2",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "1",
-}
-SLURM |= {
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_STEP_NODELIST": "n[007-008]",
-    "SLURM_JOB_ID": "1234",
-}
-MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
-MPI |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "12345"}
+def variables(text: str) -> dict[str, str]:
+    """The variables in a text such as "RANK=1 WORLD_SIZE=2"."""
+    return dict(word.split("=") for word in words(text))
+
+
+SLURM = variables(
+    "SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=4 SLURM_LOCALID=0 SLURM_NODEID=1 SLURM_JOB_ID=1234 "
+    "SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_STEP_NODELIST=n[007-008]"
+)
+MPI = variables(
+    "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 "
+    "OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=12345"
+)
 
 
 def test_slurms_variables_tell_rank_machine_and_meeting_point():
@@ -209,31 +161,25 @@ def test_slurms_variables_tell_rank_machine_and_meeting_point():
     )
     # another task of an array
     assert topology_of(SLURM | {"SLURM_JOB_ID": "1235"}).port != found.port
-    assert (
-        topology_of(SLURM | {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4000"}).address
-        == "10.0.0.9"
-    )
-    one = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0", "SLURM_LOCALID": "2"}
+    own = variables("MASTER_ADDR=10.0.0.9 MASTER_PORT=4000")
+    assert topology_of(SLURM | own).address == "10.0.0.9"
+    one = SLURM | variables("SLURM_STEP_TASKS_PER_NODE=4 SLURM_NODEID=0 SLURM_LOCALID=2")
     assert (topology_of(one).address, topology_of(one).local_world_size) == ("127.0.0.1", 4)
     # The script of a job, and a launcher that srun has started once on each machine.
-    assert (
-        topology_of({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}) == Topology()
-    )
-    inside = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    inside |= {"MASTER_ADDR": "a", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
-    assert topology_of(SLURM | inside).rank == 1
+    script = variables("SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_JOB_ID=1")
+    assert topology_of(script) == Topology()
+    inside = "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1"
+    assert topology_of(SLURM | variables(inside)).rank == 1
 
 
 def test_mpis_variables_tell_rank_and_meeting_point():
     found = topology_of(MPI)
     assert found == Topology(1, 2, 1, 2, "127.0.0.1", found.port, "Open MPI")
     assert topology_of(MPI | {"PMIX_NAMESPACE": "12346"}).port != found.port
-    hydra = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
-    assert topology_of(hydra | {"MASTER_PORT": "4000"}) == Topology(
-        0, 2, 0, 2, "127.0.0.1", 4000, "MPICH"
-    )
-    assert topology_of({"PMI_RANK": "0", "PMI_SIZE": "2"}) == Topology()
-    assert topology_of(hydra).port == 29500  # MPICH does not name jobs
+    hydra = variables("PMI_RANK=0 PMI_SIZE=2 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2")
+    # MPICH does not name jobs
+    assert topology_of(hydra) == Topology(0, 2, 0, 2, "127.0.0.1", 29500, "MPICH")
+    assert topology_of(variables("PMI_RANK=0 PMI_SIZE=2")) == Topology()
 
 
 @pytest.mark.parametrize(
@@ -244,49 +190,31 @@ def test_the_first_of_slurms_nodes_is_found(nodes, first):
     assert first_node(nodes) == first
 
 
+ONE = "RANK=1 WORLD_SIZE=2 LOCAL_RANK=0"
+
+
 @pytest.mark.parametrize(
     ("env", "text"),
     [
         (SLURM | {"SLURM_NODEID": "2"}, "SLURM_STEP_TASKS_PER_NODE=2(x2) has no node 2"),
         (
-            MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+            MPI | variables("OMPI_COMM_WORLD_LOCAL_SIZE=1 OMPI_COMM_WORLD_LOCAL_RANK=0"),
             "mpirun -x MASTER_ADDR=HOST",
         ),
-        (
-            SHELL | {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"},
-            "MASTER_PORT is not set",
-        ),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK not set although RANK=1 and WORLD_SIZE=2"),
-        (
-            {
-                "RANK": "1",
-                "WORLD_SIZE": "2",
-                "LOCAL_RANK": "0",
-                "MASTER_ADDR": "node1",
-                "MASTER_PORT": "29500",
-            },
-            "LOCAL_WORLD_SIZE is not set; export the number",
-        ),
-        (
-            {n: v for n, v in SLURM.items() if n != "SLURM_NODEID"},
-            "SLURM_NODEID not set although SLURM_PROCID=2",
-        ),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "accelerate_configs/; fsdp.yaml is for models that"),
+        (variables(f"{ONE} MASTER_ADDR=localhost"), "MASTER_PORT is not set"),
+        (variables(f"{ONE} MASTER_ADDR=a MASTER_PORT=1"), "LOCAL_WORLD_SIZE is not set"),
+        (variables("RANK=1 WORLD_SIZE=2"), "LOCAL_RANK not set although RANK=1 and WORLD_SIZE=2"),
+        (variables("RANK=2 WORLD_SIZE=2 LOCAL_RANK=0"), "contradictory environment: RANK=2"),
+        (variables("RANK=zero WORLD_SIZE=2 LOCAL_RANK=0"), "RANK='zero' is not an integer"),
+        ({n: v for n, v in SLURM.items() if n != "SLURM_NODEID"}, "SLURM_NODEID not set although"),
+        (variables("ACCELERATE_MIXED_PRECISION=no MASTER_ADDR=a"), "accelerate started one"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed is not supported"),
     ],
 )
 def test_what_contradicts_itself_is_refused_by_name(env, text):
     with pytest.raises(ValueError) as refusal:
         topology_of(env)
     assert text in str(refusal.value)
-
-
-def test_a_port_is_called_taken_only_if_it_is(monkeypatch):
-    def no_store(*arguments, **more):
-        raise RuntimeError("EACCES")
-
-    monkeypatch.setattr(rendezvous.dist, "TCPStore", no_store)
-    with pytest.raises(ValueError, match=r"port 4000 .*cannot be used \(EACCES\)"):
-        rendezvous._tcp_store(Topology(0, 2, 0, 2), "127.0.0.1", 4000, time.monotonic() + 5)
 
 
 def test_an_address_that_is_translated_leads_here_as_far_as_can_be_seen(monkeypatch):

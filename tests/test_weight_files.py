@@ -172,8 +172,6 @@ FILE = words(f"--model {MODEL} --weights W.pth --data data")
 @pytest.mark.parametrize(
     ("script", "flags", "text"),
     [
-        (train, "--pretrained x.pth", "--pretrained takes no file: .*; use --init_from x.pth"),
-        (eval, "--model resnet18 --pretrained x.pth", "--pretrained takes no file"),
         (train, "--weights x.pth", "unknown flag --weights; use --init_from"),
         (eval, "--weights x.pth", "--weights x.pth needs --model"),
         (eval, "--ckpt run --mean 0.5", "--ckpt and --mean cannot be used together"),

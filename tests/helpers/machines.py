@@ -87,8 +87,8 @@ class Machine:
         return f"{self.name}-{os.getpid()}"
 
     @property
-    def _inside(self) -> list[str]:
-        return ["nsenter", f"--net=/run/netns/{self.namespace}"]
+    def _inside(self) -> str:
+        return f"nsenter --net=/run/netns/{self.namespace}"
 
     @property
     def hosts(self) -> Path:
@@ -105,7 +105,7 @@ class Machine:
             if not k.startswith(("OMP_", "ACCELERATE_", "GLOO_", "NCCL_"))
         }
         output = self.folder / f"{self.name}-{len(self.jobs)}.txt"
-        inside = [*self._inside, "unshare", "--uts", "--mount", "sh", "-c", _ENTER, "sh"]
+        inside = [*self._inside.split(), "unshare", "--uts", "--mount", "sh", "-c", _ENTER, "sh"]
         with output.open("w") as file:
             process = subprocess.Popen(
                 [*inside, self.name, str(self.hosts), str(BIN / command[0]), *map(str, command[1:])],
@@ -118,7 +118,7 @@ class Machine:
     def processes(self, script: str = "train.py") -> list[psutil.Process]:
         """What runs the script on it now: the ranks, not their launchers."""
         found = []
-        for pid in map(int, run_command("ip", "netns", "pids", self.namespace).split()):
+        for pid in map(int, run_command(f"ip netns pids {self.namespace}").split()):
             with suppress(psutil.Error):
                 words = [Path(word).name for word in psutil.Process(pid).cmdline()]
                 # python -u train.py
@@ -128,10 +128,10 @@ class Machine:
 
     def cut(self) -> None:
         """Pull the plug out at the switch."""
-        run_command("ip", "-n", _SWITCH, "link", "set", self.name, "down")
+        run_command(f"ip -n {_SWITCH} link set {self.name} down")
 
     def heal(self) -> None:
-        run_command("ip", "-n", _SWITCH, "link", "set", self.name, "up")
+        run_command(f"ip -n {_SWITCH} link set {self.name} up")
 
     def firewall(self, rule: str) -> None:
         """Let nft judge what comes in, such as `drop` or `numgen random mod 100 < 20 drop`; what it
@@ -139,19 +139,19 @@ class Machine:
         """
         chain = "chain inet tests in { type filter hook input priority 0 ; }"
         for what in ("table inet tests", chain, f"rule inet tests in iifname eth0 {rule}"):
-            run_command(*self._inside, "nft", f"add {what}")
+            run_command(f"{self._inside} nft add {what}")
 
     def dropped(self) -> int:
         """The packets that matched rules with a counter, such as `numgen random mod 100 < 20
         counter drop`.
         """
-        rules = run_command(*self._inside, "nft", "list", "chain", "inet", "tests", "in")
+        rules = run_command(f"{self._inside} nft list chain inet tests in")
         return sum(map(int, re.findall(r"counter packets (\d+)", rules)))
 
     def end(self) -> None:
         """Kill all that runs on it, which is only what was started here, and take it away."""
         for _ in range(50):
-            pids = run_command("ip", "netns", "pids", self.namespace, check=False).split()
+            pids = run_command(f"ip netns pids {self.namespace}", check=False).split()
             if not pids:
                 break
             for pid in pids:
@@ -162,7 +162,7 @@ class Machine:
             time.sleep(0.1)
         for job in self.jobs:
             job.process.wait()
-        run_command("ip", "netns", "del", self.namespace, check=False)
+        run_command(f"ip netns del {self.namespace}", check=False)
 
 
 @contextmanager
@@ -173,9 +173,9 @@ def network(folder: Path, count: int = 2):
         f"{machine.address} {machine.name}\n" for machine in machines
     )
     try:
-        run_command("ip", "netns", "add", _SWITCH)
-        run_command("ip", "-n", _SWITCH, "link", "add", "switch", "type", "bridge")
-        run_command("ip", "-n", _SWITCH, "link", "set", "switch", "up")
+        run_command(f"ip netns add {_SWITCH}")
+        run_command(f"ip -n {_SWITCH} link add switch type bridge")
+        run_command(f"ip -n {_SWITCH} link set switch up")
         for machine in machines:
             machine.hosts.write_text(hosts)
             _plug_in(machine)
@@ -183,41 +183,27 @@ def network(folder: Path, count: int = 2):
     finally:
         for machine in machines:
             machine.end()
-        run_command("ip", "netns", "del", _SWITCH, check=False)
+        run_command(f"ip netns del {_SWITCH}", check=False)
 
 
 def _plug_in(machine: Machine) -> None:
     name, plug = machine.namespace, machine.name
-    run_command("ip", "netns", "add", name)
-    run_command(
-        "ip",
-        "link",
-        "add",
-        "eth0",
-        "netns",
-        name,
-        "type",
-        "veth",
-        "peer",
-        "name",
-        plug,
-        "netns",
-        _SWITCH,
-    )
-    run_command("ip", "-n", _SWITCH, "link", "set", plug, "master", "switch", "up")
-    run_command("ip", "-n", name, "link", "add", "docker0", "type", "bridge")
+    run_command(f"ip netns add {name}")
+    run_command(f"ip link add eth0 netns {name} type veth peer name {plug} netns {_SWITCH}")
+    run_command(f"ip -n {_SWITCH} link set {plug} master switch up")
+    run_command(f"ip -n {name} link add docker0 type bridge")
     for interface, address in (
         ("lo", ""),
         ("eth0", f"{machine.address}/24"),
         ("docker0", "172.17.0.1/16"),
     ):
         if address:
-            run_command("ip", "-n", name, "addr", "add", address, "dev", interface)
-        run_command("ip", "-n", name, "link", "set", interface, "up")
-    run_command("ip", "-n", name, "route", "add", "default", "dev", "eth0")
+            run_command(f"ip -n {name} addr add {address} dev {interface}")
+        run_command(f"ip -n {name} link set {interface} up")
+    run_command(f"ip -n {name} route add default dev eth0")
 
 
-def run_command(*command: str, check: bool = True) -> str:
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert not check or result.returncode == 0, f"{' '.join(command)}: {result.stderr}"
+def run_command(command: str, check: bool = True) -> str:
+    result = subprocess.run(command.split(), capture_output=True, text=True)
+    assert not check or result.returncode == 0, f"{command}: {result.stderr}"
     return result.stdout

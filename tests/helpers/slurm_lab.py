@@ -66,11 +66,8 @@ _NODE = "hostname {name} && mount --bind {folder}/hosts /etc/hosts && {daemon} -
 
 def why_not() -> str:
     """Why no cluster can be started here; empty when it can."""
-    missing = [
-        tool
-        for tool in ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter")
-        if not shutil.which(tool)
-    ]
+    tools = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter")
+    missing = [tool for tool in tools if not shutil.which(tool)]
     if missing:
         return f"needs {', '.join(missing)}: apt-get install slurm-wlm munge iproute2"
     return "needs root, to make network namespaces" if os.geteuid() else ""
@@ -97,21 +94,16 @@ class Slurm:
     @property
     def env(self) -> dict[str, str]:
         """The variables for commands to the cluster, and for its jobs."""
-        clean = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("ACCELERATE_", "OMP_"))
-        }
-        return clean | {
-            "SLURM_CONF": str(self.conf),
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        }
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        own = {"SLURM_CONF": str(self.conf), "PATH": path}
+        unset = ("ACCELERATE_", "OMP_")
+        return {k: v for k, v in os.environ.items() if not k.startswith(unset)} | own
 
     def start(self) -> None:
         """Start the network and the daemons, and wait until both nodes are there."""
-        run_command("ip", "link", "add", _BRIDGE, "type", "bridge")
-        run_command("ip", "address", "add", _OWN_ADDRESS, "dev", _BRIDGE)
-        run_command("ip", "link", "set", _BRIDGE, "up")
+        run_command(f"ip link add {_BRIDGE} type bridge")
+        run_command(f"ip address add {_OWN_ADDRESS} dev {_BRIDGE}")
+        run_command(f"ip link set {_BRIDGE} up")
         self._start_munge()
         for node in _ADDRESSES:
             self._make_network(node)
@@ -149,33 +141,27 @@ class Slurm:
         """What runs on the nodes with the pattern in its command."""
         found = []
         for node in NODES:
-            pids = subprocess.run(
-                ["ip", "netns", "pids", node], capture_output=True, text=True
-            ).stdout.split()
+            pids = run_command(f"ip netns pids {node}", check=False).split()
             for pid in pids:
                 with suppress(OSError):  # it may have ended
-                    if re.search(
-                        pattern, Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-                    ):
-                        found.append(int(pid))
+                    command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+                    found += [int(pid)] if re.search(pattern, command) else []
         return found
 
     def cut(self, node: str) -> None:
         """Pull the network cable of a node."""
-        run_command("ip", "link", "set", f"{node}-port", "down")
+        run_command(f"ip link set {node}-port down")
 
     def heal(self, node: str) -> None:
-        run_command("ip", "link", "set", f"{node}-port", "up")
+        run_command(f"ip link set {node}-port up")
 
     def slow_down(self, node: str) -> None:
         """Let 20 Mbit/s through to a node."""
-        run_command(
-            "tc",
-            *f"qdisc add dev {node}-port root tbf rate 20mbit burst 32kb latency 400ms".split(),
-        )
+        limit = "rate 20mbit burst 32kb latency 400ms"
+        run_command(f"tc qdisc add dev {node}-port root tbf {limit}")
 
     def speed_up(self, node: str) -> None:
-        run_command("tc", "qdisc", "delete", "dev", f"{node}-port", "root")
+        run_command(f"tc qdisc delete dev {node}-port root")
 
     def power_off(self, node: str) -> None:
         """End everything that runs on a node at once."""
@@ -198,9 +184,8 @@ class Slurm:
             "--mount-proc",
             "sh",
             "-c",
-            shell,
         ]
-        self._spawn(node, "nsenter", f"--net=/run/netns/{node}", *inside)
+        self._spawn(node, "nsenter", f"--net=/run/netns/{node}", *inside, shell)
 
     def _start_munge(self) -> None:
         folder = self.folder / "munge"
@@ -217,27 +202,12 @@ class Slurm:
         until((folder / "socket").exists, 10)
 
     def _make_network(self, node: str) -> None:
-        run_command("ip", "netns", "add", node)
-        run_command(
-            "ip",
-            "link",
-            "add",
-            f"{node}-port",
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "eth0",
-            "netns",
-            node,
-        )
-        run_command("ip", "link", "set", f"{node}-port", "master", _BRIDGE, "up")
-        for words in (
-            f"address add {_ADDRESSES[node]}/24 dev eth0",
-            "link set eth0 up",
-            "link set lo up",
-        ):
-            run_command("ip", "-n", node, *words.split())
+        run_command(f"ip netns add {node}")
+        run_command(f"ip link add {node}-port type veth peer name eth0 netns {node}")
+        run_command(f"ip link set {node}-port master {_BRIDGE} up")
+        run_command(f"ip -n {node} address add {_ADDRESSES[node]}/24 dev eth0")
+        run_command(f"ip -n {node} link set eth0 up")
+        run_command(f"ip -n {node} link set lo up")
 
     def _spawn(self, name: str, *command: str) -> None:
         # In a session of its own, as a daemon: Ctrl-C is not for it. It ends with the tests,
@@ -270,8 +240,8 @@ def slurm_cluster(kill_wait: int = 30) -> Iterator[Slurm]:
 
 def _remove_network() -> None:
     for node in _ADDRESSES:
-        subprocess.run(["ip", "netns", "delete", node], capture_output=True)
-    subprocess.run(["ip", "link", "delete", _BRIDGE], capture_output=True)
+        run_command(f"ip netns delete {node}", check=False)
+    run_command(f"ip link delete {_BRIDGE}", check=False)
 
 
 if __name__ == "__main__":

@@ -249,7 +249,7 @@ class LogSettings:
     nothing."""
     profile: OneStart[bool] = False
     """Profile ten early updates, and evaluations and saves between them: write a trace to the run
-    folder and print the slowest operations."""
+    folder."""
 
 
 @dataclass

@@ -36,36 +36,30 @@ def trial(config: TrainConfig) -> TrainConfig:
     return replace(config, run_name=None, resume=resume, report_to=None)
 
 
-def dry_run(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> dict:
+def dry_run(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> None:
     """Compute one update and one evaluation batch, and print what they need; collective.
 
-    Both begin with their largest batch. The run folder is deleted. Returns their seconds and the
-    largest memory of a process in bytes.
+    Both begin with their largest batch. The run folder is deleted.
     """
     size = run.plan.update_size(run.state.position)
     block = evaluation_blocks(len(run.data.evaluation), run.config.eval_batch_size).largest
-    where = "GPU memory" if run.accelerator.device.type == "cuda" else "memory of a process"
     try:
-        seconds, memory = _measured(run, lambda: _first_update(run, update))
-        eval_seconds, eval_memory = _measured(run, lambda: _first_block(run.evaluator))
-        say(
-            f"dry run: an update of {size} images took {seconds:.1f} s (largest {where}: "
-            f"{bytes_text(memory)}), an evaluation batch of {block} images {eval_seconds:.1f} s "
-            f"({bytes_text(eval_memory)}); nothing was saved"
-        )
-        found = {"seconds": seconds, "memory": memory}
-        return found | {"eval_seconds": eval_seconds, "eval_memory": eval_memory}
+        training = _measured(run, lambda: _first_update(run, update))
+        evaluation = _measured(run, lambda: _first_block(run.evaluator))
+        batches = f"an evaluation batch of {block} images {evaluation}"
+        say(f"dry run: an update of {size} images took {training}, {batches}; nothing was saved")
     finally:
         run.log.close()
         if run.ranks.is_main:
             shutil.rmtree(run.folder, ignore_errors=True)
 
 
-def _measured(run: Run, action: Callable[[], None]) -> tuple[float, int]:
-    """The seconds of an action, and the largest memory of a process in bytes; collective."""
+def _measured(run: Run, action: Callable[[], None]) -> str:
+    """The seconds of an action, and the largest memory of a process; collective."""
     start = time.perf_counter()
     action()
-    return time.perf_counter() - start, max(run.ranks.gather(_peak(run.accelerator.device)))
+    memory = bytes_text(max(run.ranks.gather(_peak(run.accelerator.device))))
+    return f"{time.perf_counter() - start:.1f} s (largest memory of a process: {memory})"
 
 
 def _first_update(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> None:

@@ -38,11 +38,6 @@ def check_elastic_sizes(config: TrainConfig, global_batch_size: int) -> None:
     if nodes is None:
         return
     sizes = [machines * local_rank_and_size()[1] for machines in range(nodes[0], nodes[1] + 1)]
-    require(
-        not config.shares,
-        "--shares needs a fixed number of processes",
-        "remove --shares, or use --nnodes N",
-    )
     if config.microbatches:
         problem = f"--microbatches {config.microbatches} is less than the {sizes[-1]} processes of --nnodes"
         fix = "lower --nnodes, or start a new run with more microbatches"

@@ -137,7 +137,6 @@ def times_of_ranks(run: Run, seconds: float) -> dict[str, list[float]]:
 
 # updates that are not recorded, recorded and discarded, recorded and kept
 WAIT, WARM_UP, ACTIVE = 8, 2, 10
-_ROWS = 12  # operations in the table
 
 
 def make_profiler(run: Run) -> AbstractContextManager[torch.profiler.profile | None]:
@@ -156,7 +155,7 @@ def make_profiler(run: Run) -> AbstractContextManager[torch.profiler.profile | N
 
 
 def write_trace(run: Run, profiler: torch.profiler.profile) -> None:
-    """Write the trace of this rank to the run folder, and print the slowest operations."""
+    """Write the trace of this rank to the run folder."""
     path = run.folder / f"trace-rank{run.ranks.topology.rank}.json.gz"
     unfinished = path.with_name(f".partial-{path.name}")  # the suffix selects the compression
     try:
@@ -165,6 +164,4 @@ def write_trace(run: Run, profiler: torch.profiler.profile) -> None:
     except (OSError, RuntimeError) as error:  # the run continues without a trace
         say(f"--profile: {path} cannot be written ({one_line(error)[:120]})")
         return
-    by_time = f"self_{run.ranks.device.type}_time_total"
-    slowest = profiler.key_averages().table(by_time, _ROWS, max_name_column_width=40)
-    say(f"{slowest}trace: {path} (open it at https://ui.perfetto.dev)")
+    say(f"trace: {path} (open it at https://ui.perfetto.dev)")

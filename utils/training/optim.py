@@ -110,6 +110,10 @@ def of_torch(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.
     fused = {"fused": True} if kind in (torch.optim.Adam, torch.optim.AdamW) else {}
 
     def build(groups: Groups, config: TrainConfig, **arguments) -> torch.optim.Optimizer:
+        for name, value in arguments.items():  # torch ignores surplus values
+            default = parameters[name].default
+            if isinstance(default, tuple) and len(value) != len(default):
+                raise ValueError(f"{name} must have {len(default)} values, got {value}")
         momentum = {"momentum": config.momentum} if "momentum" in parameters else {}
         return kind(groups, lr=config.lr, **momentum, **fused, **arguments)
 
@@ -169,8 +173,8 @@ def init_optimizer(
     if accelerator.is_fsdp2:
         optimizer.state.clear()  # that of Adagrad belongs to parameters that FSDP2 has replaced
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
-        # fused SGD does not support DTensor
-        group["fused"] = not accelerator.is_fsdp2
+        if accelerator.is_fsdp2:
+            group["fused"] = False  # fused SGD does not support DTensor
         for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return prepared if accelerator.scaler else optimizer
