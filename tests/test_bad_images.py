@@ -22,6 +22,7 @@ from helpers.training_runs import (
     same_tensors,
     train_run,
     weights,
+    words,
 )
 from PIL import Image
 
@@ -35,10 +36,10 @@ from utils.data.selection import load_data
 from utils.data.splits import Files, whole_split
 
 SIDE = 100  # photographs begin above 96 pixels
-FLAGS = ["--data", "data", *RUN, "--lr", "0.001", "--save_every", "2", "--max_steps", "6"]
-FLAGS += ["--image_size", str(SIDE), "--num_workers", "1", "--flip", "false"]
+FLAGS = ["--data", "data", *RUN, "--image_size", str(SIDE)]
+FLAGS += words("--lr 0.001 --save_every 2 --max_steps 6 --num_workers 1 --flip false")
 SKIP = [*FLAGS, "--bad_images", "skip"]
-RESUME = ["--run_name", "run", "--resume", "auto"]
+RESUME = words("--run_name run --resume auto")
 
 
 def photographs(kind="png"):
@@ -60,6 +61,10 @@ def losses(name: str) -> list[float]:
     return [record["loss"] for record in records(name, "train")]
 
 
+def bad_images(name: str) -> dict[str, str]:
+    return json.loads(Path(f"runs/{name}/bad_images.json").read_text())
+
+
 def checked(paths, full=False):
     split = whole_split("train", Files([str(path) for path in paths]), [0] * len(paths), "test")
     return check_images(split, full, "cache")
@@ -72,14 +77,10 @@ def checked(paths, full=False):
 @pytest.mark.parametrize("kind", ["jpeg", "png", "gif", "webp", "bmp", "tiff", "ppm"])
 def test_a_whole_image_passes_and_one_without_its_end_does_not(kind):
     data = encoded(smooth(64, 48), kind)
-    for name, content in (
-        ("whole", data),
-        ("cut", data[: len(data) // 2]),
-        ("empty", b""),
-        ("text", b"no image"),
-    ):
-        Path(name).write_bytes(content)
-    assert sorted(checked(["whole", "cut", "empty", "text"]).errors) == [1, 2, 3]
+    contents = data, data[: len(data) // 2], b"", b"no image"
+    for name, content in enumerate(contents):
+        Path(str(name)).write_bytes(content)
+    assert sorted(checked(range(4)).errors) == [1, 2, 3]
 
 
 def test_a_file_with_bytes_after_its_end_passes():
@@ -201,19 +202,16 @@ def skipped(own_folders, skipping, monkeypatch):
 
 
 def test_the_numbers_are_the_same_on_any_number_of_processes_with_bad_images_left_out(skipped):
-    assert [r["count"] for r in records("on1", "eval")] == [6]
-    names = json.loads(Path("runs/on1/bad_images.json").read_text())
-    assert len(names) == 5
+    (one,) = records("on1", "eval")
+    assert one["count"] == 6 and len(bad_images("on1")) == 5
     for name in ("on2", "on3"):
-        assert json.loads(Path(f"runs/{name}/bad_images.json").read_text()) == names
+        assert bad_images(name) == bad_images("on1")
         assert losses(name) == pytest.approx(losses("on1"), rel=1e-5)
-        assert [r["accuracy"] for r in records(name, "eval")] == [
-            r["accuracy"] for r in records("on1", "eval")
-        ]
+        assert records(name, "eval")[0]["accuracy"] == one["accuracy"]
 
 
 def test_losses_are_those_of_a_run_without_the_files_that_cannot_be_read(skipped):
-    for name in json.loads(Path("runs/on1/bad_images.json").read_text()):
+    for name in bad_images("on1"):
         Path(name).unlink()
     train_run(1, "run", *FLAGS)
     assert losses("run") == losses("on1")
@@ -276,15 +274,12 @@ def test_an_evaluation_leaves_out_and_names_what_can_no_longer_be_read(skipped):
     spoil(Path(name))
     line = refused(eval.main, "--ckpt", "runs/on1", "--bad_images", "error")
     assert "not a readable image" in line and "--bad_images skip" in line
-    one, two = (
-        run_ranks(n, eval.main, ["--ckpt", "runs/on1", "--eval_batch_size", "2"])[0] for n in (1, 2)
-    )
+    flags = words("--ckpt runs/on1 --eval_batch_size 2")
+    one, two = (run_ranks(processes, eval.main, flags)[0] for processes in (1, 2))
     assert one.value["count"] == 5
     assert two.value | {"seconds": 0} == one.value | {"seconds": 0}
-    assert (
-        "1 of 6 images of split 'hold-out of train' cannot be used and will be left out" in one.out
-    )
-    assert f"{name} (" in one.out
+    line = "1 of 6 images of split 'hold-out of train' cannot be used and will be left out"
+    assert f"{line}: {name} (" in one.out
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])
@@ -321,5 +316,4 @@ def test_a_small_data_set_with_bad_images_is_decoded_without_them():
     cut(paths[4])
     spoil(paths[50])
     train_run(1, "run", "--data", "data", *RUN, "--max_steps", "3", "--bad_images", "skip")
-    bad = json.loads(Path("runs/run/bad_images.json").read_text())
-    assert set(bad) == {str(paths[4]), str(paths[50])}
+    assert set(bad_images("run")) == {str(paths[4]), str(paths[50])}

@@ -16,15 +16,16 @@ from helpers.training_runs import (
     same_tensors,
     train_run,
     weights,
+    words,
 )
 
 import train
 from utils.config.settings import TrainConfig
-from utils.data.sources import absolute_data, check_source, open_source
+from utils.data.sources import absolute_data, open_source
 
 FLAGS = [*RUN, "--max_steps"]
 LISTED = ["--data", "photos/labels.csv", *FLAGS]
-MORE = ["9", "--run_name", "run", "--resume", "auto"]
+MORE = words("9 --run_name run --resume auto")
 
 
 def write(text: str | bytes, name: str = "labels.csv") -> str:
@@ -219,24 +220,14 @@ def test_paths_with_backslashes_or_without_endings_are_refused_with_the_file_tha
         assert f"row 3: there is no file {os.getcwd()}/{written}, but {meant};" in line
 
 
-def test_a_path_that_does_not_exist_is_looked_for_only_in_the_folders_that_it_names(monkeypatch):
-    Path("other/deep").mkdir(parents=True)
+@pytest.mark.parametrize("folder", ["Übung/é", "./Übung/é", "dog/../Übung/é"])
+def test_a_file_under_another_unicode_form_of_its_path_is_found_and_named(folder):
     Path("dog").mkdir()
-    image_folder(unicodedata.normalize("NFD", "Übung"), {"é": 2})
-    listed, scandir = [], os.scandir
-    monkeypatch.setattr(os, "scandir", lambda path: [listed.append(str(path)), scandir(path)][1])
-    for path in ("Übung/é/000.png", "./Übung/é/000.png", "dog/../Übung/é/000.png"):
-        text = unicodedata.normalize("NFC", f"path,label\n{path},cat\nÜbung/é/001.png,dog\n")
-        (note,) = opened(write(text)).split("train").notes
-        assert "found under another Unicode form of the name: " in note
-    opened(write("path,label\nnone/0.png,cat\nnone/1.png,dog\n"))
-    assert listed and not any("other" in os.path.relpath(folder) for folder in listed)
-
-
-def test_a_column_of_a_flag_and_a_file_must_exist():
-    assert "one column 'img'" in error("path,label\na.png,cat\n", image_column="img")
-    with pytest.raises(ValueError, match=r"^--data nope\.csv: no such file"):
-        check_source(TrainConfig(data="nope.csv"))
+    paths = image_folder(unicodedata.normalize("NFD", "Übung"), {"é": 2})
+    text = f"path,label\n{folder}/000.png,cat\nÜbung/é/001.png,dog\n"
+    found = opened(write(unicodedata.normalize("NFC", text))).split("train")
+    assert "found under another Unicode form of the name: " in found.notes[0]
+    assert all(map(os.path.samefile, found.images.paths, paths))
 
 
 # -- runs

@@ -323,23 +323,3 @@ def test_two_machines_are_green_over_their_network_and_red_over_folders_of_their
         assert codes == [0, 0] or not findings()["leftovers"]["ok"]
         by_hand(places, ["--output_dir", "runs-a"], ["--output_dir", "runs-b"])
         assert red_lines() == {"folder"}
-
-
-@pytest.mark.machines
-@needs_machines
-def test_where_machines_cannot_meet_each_prints_its_own_table(tmp_path):
-    with network(tmp_path) as places:
-        brief = ["--timeout", "12"]
-        codes, texts = by_hand(places, brief, [*brief, "--interface", "eth7"])
-        assert codes == [1, 1] and red_lines() == {"connection"}
-        assert (
-            "found each other but could not connect" in texts[0]
-            and "✗ --interface eth7: " in texts[1]
-        ), texts
-        places[0].firewall("drop")
-        codes, texts = by_hand(places, brief, brief)
-        assert (
-            codes == [1, 1]
-            and "rank 1 did not connect" in texts[0]
-            and "✗ no answer from " in texts[1]
-        ), texts

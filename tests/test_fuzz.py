@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from helpers.ranks import run_ranks
-from helpers.training_runs import records, same_tensors, weights
+from helpers.training_runs import records, same_tensors, weights, words
 from helpers.waiting import SOON
 from torch import nn
 
@@ -24,27 +24,10 @@ from utils.models.zoo import OWN_MODELS
 from utils.runs.manifest import OPTIMIZER
 
 UPDATES, SAVE_EVERY = 14, 3  # at most
-FLAGS = [
-    "--data",
-    "digits",
-    "--model",
-    "branching",
-    "--global_batch_size",
-    "24",
-    "--max_steps",
-    str(UPDATES),
-]
-FLAGS += [
-    "--max_train_samples",
-    "100",
-    "--max_eval_samples",
-    "20",
-    "--eval_every",
-    "5",
-    "--log_every",
-    "1",
-]
-FLAGS += ["--threads", "1", "--keep", "3", "--report", "false"]
+FLAGS = ["--max_steps", str(UPDATES)]
+FLAGS += words("--data digits --model branching --global_batch_size 24 --max_train_samples 100")
+FLAGS += words("--max_eval_samples 20 --eval_every 5 --log_every 1 --threads 1 --keep 3")
+FLAGS += words("--report false")
 
 
 class Branching(nn.Module):
@@ -129,22 +112,11 @@ def ends_equal(name: str, other: str) -> bool:
     """Whether two runs ended with the same weights, averages, optimizer states and losses, bit for
     bit.
     """
-    losses, other_losses = (
-        [line["loss"] for line in records(run, "train")] for run in (name, other)
-    )
-    files = [
-        path.name
-        for path in Path(f"runs/{name}/checkpoints/step-{UPDATES:08d}").glob("*.safetensors")
-    ]
-    return (
-        len(losses) == UPDATES
-        and losses == other_losses
-        and "model.safetensors" in files
-        and all(
-            same_tensors(weights(name, file=file), weights(other, file=file))
-            for file in [*files, OPTIMIZER]
-        )
-    )
+    losses, others = ([line["loss"] for line in records(run, "train")] for run in (name, other))
+    folder = Path(f"runs/{name}/checkpoints/step-{UPDATES:08d}")
+    files = ["model.safetensors", OPTIMIZER, *(path.name for path in folder.glob("ema.*"))]
+    same = (same_tensors(weights(name, file=f), weights(other, file=f)) for f in files)
+    return len(losses) == UPDATES and losses == others and all(same)
 
 
 def drawn(processes: int, chance: random.Random, microbatches: bool) -> tuple[list[str], float]:

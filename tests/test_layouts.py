@@ -10,7 +10,7 @@ from datasets import ClassLabel, Value
 from helpers.loading import error_of, load, sizes
 from helpers.make_data import image_folder, parquet, pictures, table
 from helpers.ranks import run_ranks
-from helpers.training_runs import records, train_run
+from helpers.training_runs import train_run, words
 
 import eval
 import train
@@ -20,7 +20,7 @@ from utils.data.selection import load_split
 from utils.data.splits import Data, whole_split
 from utils.training.summary import classes_row, warn_about_data
 
-SHORT = ["--model", "mlp", "--max_steps", "2", "--eval_every", "2", "--global_batch_size", "16"]
+SHORT = words("--model mlp --max_steps 2 --eval_every 2 --global_batch_size 16")
 
 
 def pets(*folders: str, count: int = 10) -> dict[str, int]:
@@ -198,8 +198,6 @@ def test_the_start_names_the_classes_and_what_was_left_out_and_the_evaluation_it
         "folder/train: files of unsupported types are left out: .heic (1)",
     ):
         assert out[0].splitlines().count(line) == 1 and line not in out[1]
-    assert not any("top5" in record for record in records("run"))
-    checkpoint = Path("runs/run/checkpoints/step-00000002")
     for given, data, split, classes in (
         ([], "folder", "test", "2 of 3 with samples"),
         (["--data", "other"], "other", "all images", "3"),
@@ -207,15 +205,10 @@ def test_the_start_names_the_classes_and_what_was_left_out_and_the_evaluation_it
     ):
         (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run", *given])
         lines, found = outcome.out.splitlines(), outcome.value
-        assert f"Evaluation of {checkpoint}" in lines and "top5" not in found
-        assert (
-            f"data             {Path(data).resolve()}, {split}" in lines
-            and f"classes          {classes}" in lines
-        )
-        assert found["checkpoint"] == str(checkpoint.resolve()) and found["data"] == str(
-            Path(data).resolve()
-        )
+        assert f"data             {Path(data).resolve()}, {split}" in lines
+        assert f"classes          {classes}" in lines
         assert (found["split"], found["classes"]) == (split, 3)
+        assert found["data"] == str(Path(data).resolve())
 
 
 def test_the_start_names_the_sizes_of_the_classes_and_those_without_images():

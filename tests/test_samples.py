@@ -24,6 +24,7 @@ from helpers.training_runs import (
     same_tensors,
     train_run,
     weights,
+    words,
 )
 
 import eval
@@ -34,8 +35,8 @@ from utils.data.samples import FILE, list_samples, match_files, read_samples
 from utils.data.splits import Files, whole_split
 from utils.runs.manifest import write_manifest
 
-FLAGS = ("--data", "data", *RUN, "--max_steps")
-MORE = (*FLAGS, "9", "--run_name", "run", "--resume", "auto")
+FLAGS = ["--data", "data", *RUN, "--max_steps"]
+MORE = [*FLAGS, *words("9 --run_name run --resume auto")]
 
 
 @pytest.fixture(scope="module")

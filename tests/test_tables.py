@@ -38,7 +38,7 @@ def refusal(capsys, *flags):
 @pytest.mark.parametrize(
     ("setting", "name", "error"),
     [
-        ("optimizer", "adamm", "no such optimizer; did you mean adam, radam or nadam?"),
+        ("optimizer", "adamm", "no such optimizer; did you mean adam?"),
         ("optimizer", "lbfgs", "no such optimizer; use sgd, muon"),
         ("lr_schedule", "cosin", "no such lr schedule; did you mean cosine?"),
         ("loss", "hinge", "no such loss; use cross_entropy, binary_cross_entropy"),
@@ -68,24 +68,11 @@ def test_help_lists_every_name_with_the_first_line_of_its_function():
         ("--optimizer sgd", "{lr: 1}", "lr is set by --lr; leave it out here"),
         ("--optimizer adamw", "{beta: [0.9, 0.99]}", "unknown argument beta; did you mean betas?"),
         ("--optimizer adamw", "{fused: false}", "unknown argument fused; use betas, eps, amsgrad"),
-        (
-            "--optimizer muon",
-            "{adjust_lr_fn: rms}",
-            "Adjust learning rate function rms is not supported",
-        ),
-        (
-            "--optimizer adamw",
-            "{betas: 0.9}",
-            "betas must be a value such as (0.9, 0.999), got 0.9",
-        ),
-        ("--optimizer adamw", "{betas: [0.9, 0.95, 0.99]}", "betas must have 2 values"),
+        ("--optimizer adamw", "{betas: 0.9}", "betas must be a value such as (0.9, 0.999), got"),
         ("--optimizer adamw", "{eps: .nan}", "eps must be a value such as 1e-08, got nan"),
         ("--optimizer sgd", "{nesterov: 1}", "nesterov must be a value such as True, got 1"),
-        (
-            "--lr_schedule constant",
-            "{end: 1}",
-            "unknown argument end; remove it, this function takes no arguments",
-        ),
+        ("--lr_schedule constant", "{end: 1}", "unknown argument end; remove it"),
+        ("--lr_schedule cosine", "{end: -1}", "the learning rate would be -"),
         ("--lr_schedule multistep", "{milestones: [a]}", "change or remove these arguments"),
         ("--lr_schedule onecycle", "{div_factor: 0}", "division by zero"),
     ],
@@ -131,43 +118,23 @@ def _train_with_own_entries(flags):
 
 
 def test_custom_entries_are_used_with_their_arguments_and_evaluation_needs_no_table():
-    flags = [
-        *FLAGS,
-        "--run_name",
-        "run",
-        "--optimizer",
-        "sign",
-        "--optimizer_args",
-        "{scale: 0.5}",
-        "--save_every",
-    ]
-    flags += [
-        "1",
-        "--lr_schedule",
-        "restarts",
-        "--lr_schedule_args",
-        "{cycles: 2}",
-        "--warmup_steps",
-        "2",
-    ]
+    flags = [*FLAGS, "--run_name", "run", "--optimizer", "sign", "--save_every", "1"]
+    flags += ["--optimizer_args", "{scale: 0.5}", "--warmup_steps", "2"]
+    flags += ["--lr_schedule", "restarts", "--lr_schedule_args", "{cycles: 2}"]
     returned(2, _train_with_own_entries, [*flags, "--max_steps", "6"])
-    assert [record["lr"] for record in records("run", "train")] == pytest.approx(
-        [0.005, 0.01, *[0.01, 0.005] * 2]
-    )
+    rates = [record["lr"] for record in records("run", "train")]
+    assert rates == pytest.approx([0.005, 0.01, *[0.01, 0.005] * 2])
     one, two = (
         load_file(f"runs/run/checkpoints/step-0000000{step}/model.safetensors") for step in (5, 6)
     )
     steps = torch.cat([(two[name] - one[name]).flatten() for name in one]).abs()
-    assert (
-        torch.allclose(steps[steps > 0], torch.tensor(0.005 * 0.5), rtol=1e-3)
-        and (steps > 0).float().mean() > 0.2
-    )
+    moved = steps[steps > 0]
+    assert torch.allclose(moved, torch.tensor(0.005 * 0.5), rtol=1e-3)
+    assert len(moved) > 0.2 * len(steps)
     (result,) = returned(1, eval.main, ["--ckpt", "runs/run"])
     assert result["accuracy"] == records("run", "eval")[-1]["accuracy"]
-    refusal = refused(
-        train.main, *FLAGS, "--run_name", "run", "--resume", "auto", "--max_steps", "7"
-    )
-    assert "--optimizer sign: no such optimizer" in refusal
+    line = refused(train.main, *FLAGS, "--run_name", "run", "--resume", "auto", "--max_steps", "7")
+    assert "--optimizer sign: no such optimizer" in line
 
 
 def test_a_name_with_a_slash_is_a_path_unless_a_prefix_of_the_table_matches():

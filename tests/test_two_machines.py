@@ -120,17 +120,6 @@ def test_accelerate_launch_with_the_config_and_the_number_of_the_machine(
 
 
 @pytest.mark.machines
-def test_torchrun_says_the_same(machines, one_machine):
-    jobs = [
-        machine.start("torchrun", "--nnodes", 2, "--nproc_per_node", 1, "--node_rank", rank,
-                      "--master_addr", machines[0].name, "--master_port", "29500", ROOT / "train.py", *SHORT)
-        for rank, machine in enumerate(machines)
-    ]  # fmt: skip
-    ended(jobs)
-    assert losses() == one_machine
-
-
-@pytest.mark.machines
 def test_an_init_method_is_another_way_to_meet(machines):
     ended(start(machines, *SHORT, "--init_method", f"tcp://{machines[0].address}:29777"))
     assert len(losses()) == 30

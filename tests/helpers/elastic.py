@@ -16,7 +16,7 @@ import psutil
 from helpers.launched_runs import end_commands, ranks_of
 from helpers.machines import Machine
 from helpers.ranks import free_port
-from helpers.training_runs import BIN, ROOT
+from helpers.training_runs import BIN, ROOT, words
 from helpers.waiting import records_so_far, until
 
 _SERVE = (
@@ -65,13 +65,10 @@ class Launchers:
             process, output = job.process, job.output
         else:
             output = Path(f"launcher-{len(self.outputs)}.txt").absolute()
-            clean = {
-                k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "ACCELERATE_"))
-            }
+            unset = ("OMP_", "ACCELERATE_")
+            env = {k: v for k, v in os.environ.items() if not k.startswith(unset)} | SHARED
             with output.open("w") as file:
-                process = subprocess.Popen(
-                    command, stdout=file, stderr=subprocess.STDOUT, env=clean | SHARED
-                )
+                process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
         self.outputs.append(output)
         self.started.append(process)
         return process, output
@@ -82,16 +79,9 @@ class Launchers:
         if machine in self.cut:  # the machine is started anew
             end_commands([self.cut.pop(machine)])
             self.machines[machine].heal()
-        command = [str(BIN / "torchrun"), "--nnodes", f"1:{self.most}", "--nproc_per_node", "1"]
-        command += [
-            "--max_restarts",
-            "1000",
-            "--rdzv_backend",
-            "c10d",
-            "--rdzv_id",
-            "run",
-            *self.rendezvous,
-        ]
+        command = words(f"{BIN}/torchrun --nnodes 1:{self.most} --nproc_per_node 1")
+        command += words("--max_restarts 1000 --rdzv_backend c10d --rdzv_id run")
+        command += self.rendezvous
         command += [f"{ROOT}/train.py", *self.flags]
         self.alive[machine], _ = self._run(machine, *command)
 

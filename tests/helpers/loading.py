@@ -9,6 +9,7 @@ from PIL import Image
 
 import eval
 from helpers.ranks import run_ranks
+from helpers.training_runs import words
 from utils.config.settings import TrainConfig
 from utils.data.selection import load_data
 from utils.data.splits import Data
@@ -33,9 +34,9 @@ def sizes(data: Data) -> tuple[int, str, int]:
 
 
 # Flags of a short run on few images: each update is logged, every third is saved.
-RUN = ["--model", "mlp", "--model_args", "{hidden: 8}", "--threads", "1", "--lr", "0.01"]
-RUN += ["--global_batch_size", "12", "--lr_schedule", "constant", "--log_every", "1"]
-RUN += ["--eval_every", "9", "--save_every", "3"]
+RUN = ["--model_args", "{hidden: 8}"]
+RUN += words("--model mlp --threads 1 --lr 0.01 --global_batch_size 12 --lr_schedule constant")
+RUN += words("--log_every 1 --eval_every 9 --save_every 3")
 
 
 def evaluated(*flags: str) -> tuple[dict, str]:

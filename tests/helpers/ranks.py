@@ -77,9 +77,10 @@ class Launch:
     launcher: int | None = None
 
     def __post_init__(self):
-        self.processes = _processes(
-            [*self.pids, *([] if self.launcher is None else [self.launcher])]
-        )
+        self.processes = []
+        for pid in [*self.pids, *filter(None, [self.launcher])]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.processes.append(psutil.Process(pid))
         _RUNNING.append(self)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
@@ -94,11 +95,8 @@ class Launch:
         for pid in self.pids:
             with os.fdopen(self.pipes.pop(0), "rb") as pipe:
                 data = pipe.read()
-            value, code, out, err = (
-                pickle.loads(data)
-                if data
-                else (None, None, "", "no answer: it hung, or was killed")
-            )
+            silent = None, None, "", "no answer: it hung, or was killed"
+            value, code, out, err = pickle.loads(data) if data else silent
             if self.launcher is None:
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             outcomes.append(Outcome(value, -signal.SIGKILL if code is None else code, out, err))
@@ -129,14 +127,6 @@ def end_leftovers() -> None:
     for child in multiprocessing.active_children():
         child.kill()
         child.join()
-
-
-def _processes(pids: list[int]) -> list[psutil.Process]:
-    found = []
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found.append(psutil.Process(pid))
-    return found
 
 
 def run_ranks(
@@ -178,9 +168,8 @@ def start_ranks(
         if not parent:
             try:
                 # torchrun's sign, or that of accelerate's launcher for one process
-                os.environ[
-                    "TORCHELASTIC_RUN_ID" if processes > 1 else "ACCELERATE_DYNAMO_BACKEND"
-                ] = "no"
+                sign = "TORCHELASTIC_RUN_ID" if processes > 1 else "ACCELERATE_DYNAMO_BACKEND"
+                os.environ[sign] = "no"
                 pids = fork_all()
                 os.write(tell, pickle.dumps(pids))
                 for _, writing in pipes:
@@ -251,22 +240,11 @@ def _fork(
         for number in (signal.SIGALRM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         signal.alarm(int(seconds))
-        for name in (
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_RANK",
-            "LOCAL_WORLD_SIZE",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-        ):
+        names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
+        values = rank, rank, processes, processes, "127.0.0.1", port
+        for name, value in zip(names.split(" "), values, strict=True):
             os.environ.pop(name, None)
-        if processes > 1:
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
-            os.environ |= {
-                "WORLD_SIZE": str(processes),
-                "LOCAL_WORLD_SIZE": str(processes),
-                "MASTER_PORT": str(port),
-            }
+            os.environ |= {name: str(value)} if processes > 1 else {}
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
                 value, code = function(*arguments), 0

@@ -26,21 +26,16 @@ from utils.runs.writing import complete_files, new_partial, partial_of, publish
 template("page.html")  # compiled once, before ranks are forked
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-MLP = [
-    "--model",
-    "mlp",
-    "--global_batch_size",
-    "120",
-    "--threads",
-    "1",
-    "--lr",
-    "0.01",
-    "--log_every",
-    "5",
-]
-# 4 updates an epoch
-MLP += ["--max_train_samples", "480", "--eval_every", "40", "--save_every", "30"]
-MLP += ["--report", "false"]  # the page takes longer than a few updates
+
+
+def words(text: str) -> list[str]:
+    """The words of a command line."""
+    return text.split()
+
+
+# 4 updates an epoch, without the page, which takes longer than a few updates
+MLP = words("--model mlp --global_batch_size 120 --max_train_samples 480 --threads 1 --lr 0.01")
+MLP += words("--log_every 5 --eval_every 40 --save_every 30 --report false")
 
 
 @contextmanager
@@ -72,11 +67,6 @@ def restore(folder: Path) -> Path:
     """
     shutil.rmtree(folder, ignore_errors=True)
     return Path(shutil.copytree(folder.with_name("kept"), folder))
-
-
-def words(text: str) -> list[str]:
-    """The words of a command line."""
-    return text.split()
 
 
 def train_run(processes: int, name: str, *flags: str, seconds: float = PATIENCE) -> list[dict]:

@@ -21,18 +21,17 @@ TOLERANCE = 1e-5  # in probability
 
 def config_of(loaded: Loaded) -> dict[str, Any]:
     """The contents of config.json: architecture, classes and preprocessing."""
-    settings, task = loaded.saved.config, loaded.task
+    config, task = loaded.saved.config, loaded.task
     shape = asdict(loaded.spec)
     del shape["evaluation"]  # it is this one
     return {
-        "architecture": loaded.name,
-        "library": loaded.library,
-        "model_args": settings.model_args,
+        "architecture": config.model,
+        "model_args": config.model_args,
         "num_classes": task.outputs,
         "labels": task.class_names,
-        "task": settings.task,
+        "task": config.task,
         "activation": task.activation,
-        "threshold": None if task.cut is None else settings.threshold,
+        "threshold": None if task.cut is None else config.threshold,
         "input": shape,
         "weights": "ema" if loaded.is_average else "raw",
         "lockstep": VERSION,
@@ -65,7 +64,7 @@ def card(loaded: Loaded, code: Code, difference: float) -> str:
 
     `difference` is the result of `compare`.
     """
-    saved, title = loaded.saved, f"{loaded.name} trained on {data_name(loaded)}"
+    saved, title = loaded.saved, f"{loaded.saved.config.model} trained on {data_name(loaded)}"
     weights = "the moving average of its weights" if loaded.is_average else "the model"
     return f"""---
 pipeline_tag: image-classification
@@ -182,7 +181,7 @@ def _facts(loaded: Loaded) -> list[tuple[str, Any]]:
         output += f"; predicted above {loaded.saved.config.threshold}"
     stem = f", with a {change}" if change else ""
     return [
-        ("Architecture", f"{loaded.name} of {loaded.library}{stem}"),
+        ("Architecture", f"{loaded.saved.config.model}{stem}"),
         ("Input", f"{loaded.spec.describe()}, {loaded.spec.describe_pixels()}"),
         ("Output", output),
         ("Classes", f"{len(names)}: {join_names(names)}"),

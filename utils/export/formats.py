@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from utils.data.spec import InputSpec
-from utils.models.zoo import OWN_MODELS
 from utils.ranks.ranks import Ranks
 from utils.runs.inference import Inference, load_model
 from utils.tasks.table import make_task
@@ -36,18 +35,6 @@ class Loaded:
     def is_average(self) -> bool:
         """Whether the weights are the moving average of --ema_decay."""
         return self.saved.origin.get("weights") == "ema"
-
-    @property
-    def name(self) -> str:
-        """The model's name in its library."""
-        return self.saved.config.model.removeprefix("timm/")
-
-    @property
-    def library(self) -> str:
-        """Where the architecture is defined: torchvision, timm or lockstep."""
-        if self.saved.config.model.startswith("timm/"):
-            return "timm"
-        return "lockstep" if self.name in OWN_MODELS else "torchvision"
 
 
 def load(saved: Inference, ranks: Ranks) -> Loaded:
@@ -101,9 +88,10 @@ def write_timm(loaded: Loaded, folder: Path) -> Code:
     import timm
 
     model, spec, arguments = loaded.model, loaded.spec, loaded.saved.config.model_args
-    if loaded.library != "timm":
+    name = loaded.saved.config.model
+    if not name.startswith("timm/"):
         shape: dict[str, Any] = {"num_classes": loaded.task.outputs, "in_chans": spec.channels}
-        model = timm.create_model(loaded.name, **shape, **arguments)
+        model = timm.create_model(name, **shape, **arguments)
         model.load_state_dict(loaded.model.state_dict())
     # The crop_pct with which timm resizes the shorter side to as many pixels as the evaluation.
     exact = spec.resize in (None, math.floor(min(spec.size) / spec.crop))

@@ -136,8 +136,12 @@ def line_chart(
     if low == high:
         low, high = 0, 2 * high or 1
     scale = np.log10 if logarithmic else np.asarray
-    rows = MaxNLocator(6, steps=(1, 2, 5, 10), integer=logarithmic).tick_values(*scale([low, high]))
-    columns = MaxNLocator(6, steps=(1, 2, 5, 10), integer=True).tick_values(0, end)
+
+    def ticks(low: float, high: float, whole: bool) -> np.ndarray:
+        locator = MaxNLocator(6, steps=(1, 2, 5, 10), integer=whole)
+        return np.asarray(locator.tick_values(low, high))
+
+    rows, columns = ticks(*scale([low, high]), logarithmic), ticks(0, end, True)
     columns = columns[columns <= end]
 
     def across(steps: Sequence[float]) -> list[float]:

@@ -31,9 +31,9 @@ def report_bad_loss(run: Run, bad: tuple[int, int], rank: int) -> None:
     command = script_command("replay.py", run.config.plugin)
     command += ["--run", str(run.folder), "--update", str(step + 1)]
     command += ["--microbatch", str(microbatch), *(["--cpu"] if run.config.cpu else [])]
-    where = f"at update {step + 1} on rank {rank}, samples {join_names(samples, _SHOWN)}"
+    where = f"{step + 1} on rank {rank}, samples {join_names(samples, _SHOWN)}"
     fix = f"lower --lr, {_FIX}; to see it: {shlex.join(command)}"
-    raise UserError(f"the training loss is NaN or infinite {where}", fix)
+    raise UserError(f"the training loss is NaN or infinite at update {where}", fix)
 
 
 def find_samples(run: Run, step: int) -> list[int]:

@@ -173,8 +173,8 @@ def init_optimizer(
     if accelerator.is_fsdp2:
         optimizer.state.clear()  # that of Adagrad belongs to parameters that FSDP2 has replaced
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
-        # fused SGD does not support DTensor
-        group["fused"] = not accelerator.is_fsdp2
+        if accelerator.is_fsdp2:
+            group["fused"] = False  # fused SGD does not support DTensor
         for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return prepared if accelerator.scaler else optimizer

@@ -35,7 +35,6 @@ def get_ready_to_shard(model: nn.Module, setup: Setup) -> None:
         plugin.transformer_cls_names_to_wrap = plugin.transformer_cls_names_to_wrap or list(blocks)
     if os.environ.get("FSDP_AUTO_WRAP_POLICY", "").upper() == "NO_WRAP" and setup.ranks.is_main:
         print("fsdp_auto_wrap_policy: NO_WRAP is ignored: each block is a unit")
-    plugin.set_auto_wrap_policy(model)
     if accelerator.native_amp:  # Accelerate does not do this for FSDP2
         model.forward = convert_outputs_to_fp32(accelerator.autocast()(model.forward))
 
