@@ -141,10 +141,11 @@ def line_chart(
         locator = MaxNLocator(6, steps=(1, 2, 5, 10), integer=whole)
         return np.asarray(locator.tick_values(low, high))
 
-    rows, columns = ticks(*scale([low, high]), logarithmic), ticks(0, end, True)
+    low, high = scale([low, high]).tolist()
+    rows, columns = ticks(low, high, logarithmic), ticks(0, end, True)
     columns = columns[columns <= end]
 
-    def across(steps: Sequence[float]) -> list[float]:
+    def across(steps: Any) -> list[float]:
         return np.interp(steps, (0, end), (LEFT, RIGHT)).round(1).tolist()
 
     def down(scaled: np.ndarray) -> list[float]:
