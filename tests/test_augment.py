@@ -102,9 +102,9 @@ def both_ends(augmentation, images, microbatch):
     for place, pixels in enumerate(changed):
         own = [numbers[place : place + 1] for numbers in random]
         single[place : place + 1] = augmentation.apply(pixels[None].clone(), own)
-    if augmentation.batched:
-        return single, augmentation.apply(changed, random)
     dataset = CachedDataset(images.numpy(), np.arange(len(images)), augmentation)
+    if not dataset.in_loader:
+        return single, augmentation.apply(changed, random)
     return single, dataset.__getitems__(microbatch).images
 
 
@@ -117,7 +117,7 @@ def test_a_batch_is_changed_like_its_single_images_bit_for_bit(name, channels):
     spec = InputSpec(20, 24, channels, [0.3] * channels, [1] * channels)
     for settings in CASES[name]:
         made = make_augmentation(TrainConfig(seed=4, **settings), spec, True)
-        assert len(made.transforms) == len(names) and made.batched == set(names).issubset(BATCHED)
+        assert len(made.transforms) == len(names)
         single, batch = both_ends(made, images, Microbatch(0, 1, 0, numbers))
         assert torch.equal(single, batch) and single.dtype == torch.uint8
         assert (single != images[numbers]).any((1, 2, 3)).sum() > 0.1 * count

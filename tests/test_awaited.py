@@ -136,7 +136,7 @@ def test_a_run_that_is_to_stop_exits_though_no_batch_arrives(
 
 
 def test_a_run_whose_data_does_not_arrive_ends_after_the_timeout(photos, capfd):
-    launch = begin(2, "--num_workers", "1", "--timeout", "4")
+    launch = begin(2, "--num_workers", "1", "--timeout", "8")
     assert [outcome.code for outcome in launch.finish()] == [2, 2]
     said = capfd.readouterr().err
     assert said.count(f"train.py: error: a training batch {NO_LINE}") == 1 and "--timeout" in said

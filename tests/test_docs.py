@@ -202,7 +202,9 @@ def test_the_commands_of_the_documentation_run(name, block, trained, monkeypatch
 UNUSED = "Expected to have finished reduction in the prior iteration"
 TROUBLES = (ROOT / "docs/troubleshooting.md").read_text()
 MESSAGES = re.findall(r"^train\.py: error: (.*)", TROUBLES, re.M)
-INSERTED = r"[;,()] ?|\b(?:[A-Z]+|gloo|\d+\w*)\b|/dev/shm"  # between texts of the code
+INSERTED = (
+    r"[;,()] ?|\b(?:[A-Z]+|gloo|\d+\w*)\b|/dev/shm| (?=at update)"  # between texts of the code
+)
 CODE = " ".join(re.sub(r'"\s*f?"', "", path.read_text()) for path in (ROOT / "utils").rglob("*.py"))
 CODE = " ".join(CODE.split())
 

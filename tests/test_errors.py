@@ -50,7 +50,7 @@ BAD_INPUT = [
     ("--data table --train_split test", "--train_split test: no such split", 1),
     ("--data empty", "empty: no images in it", 1),
     ("--data broken", "000.png (cannot identify image file)", 2),
-    ("--model_args {depth:3}", "change or remove --model_args", 2),
+    ("--model_args {depth:3}", "--model_args for mlp", 2),
     ("--data unlabelled", "has the label -1", 1),
     ("--data single", "has one class, class0", 1),
     ("--model alexnet --image_size 8", "alexnet does not accept 8x8", 2),

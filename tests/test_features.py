@@ -359,3 +359,22 @@ def test_the_first_batch_shows_the_images_of_the_features(data):
         train_run(1, views, *data, "--max_steps", "1", "--feature_views", views)
     found, expected = (np.asarray(Image.open(f"runs/{run}/first_batch.png")) for run in "20")
     assert np.array_equal(found, expected) and found.size > 12 * 100 * 100 * 3
+
+
+class Scaled(nn.Module):
+    """A model that changes the output of its head; with a head of zeros, no value shows it."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.fc = nn.Conv2d(3, 4, 8), nn.Linear(4, 2)
+        nn.init.zeros_(self.fc.weight), nn.init.zeros_(self.fc.bias)
+
+    def forward(self, images):
+        return 5 * self.fc(self.body(images).flatten(1))
+
+
+def test_a_part_whose_output_the_model_changes_is_not_trained_on_features():
+    model = Scaled()
+    model.body.requires_grad_(False)
+    part, reason = find_last_part(model, InputSpec(8, 8, 3, [0.5] * 3, [0.5] * 3))
+    assert part is None and reason == "the output of the model is not that of fc"

@@ -267,7 +267,6 @@ def test_each_operation_has_streams_of_its_own():
             "magnitude must be between",
         ),
         (["--flip", "often"], "--flip must be true, false or alternate"),
-        (["--random_erasing", "1.5"], "--random_erasing must be at most 1"),
     ],
 )
 def test_invalid_settings_of_augmentation_are_named_in_one_line(flags, message, capsys):

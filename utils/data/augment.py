@@ -157,11 +157,6 @@ class Augmentation:
     seed: int = 0
     transforms: Sequence[Transform] = ()
 
-    @property
-    def batched(self) -> bool:
-        """Whether all transforms can run on the device; else all of them run in loader processes."""
-        return all(transform.batched for transform in self.transforms)
-
     def draw(self, microbatch: Microbatch) -> list[Tensor]:
         """The random numbers of its samples, float32 [n, len(streams)] for each transform."""
         draws = Draws(self.seed, microbatch.epoch, microbatch.indices, microbatch.occurrences)

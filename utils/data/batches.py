@@ -192,7 +192,8 @@ class DeviceLoader:
     def _drawn(self, loaded: Iterator[Batch]) -> Iterator[Batch]:
         """Batches drawn from images on the device, augmented, from batches without pixels."""
         for joined, parts in _upload(self.dataset.groups(loaded), self.device):
-            images, labels = self.dataset.draw(joined.indices)
+            images = self.dataset.images.index_select(0, joined.indices)
+            labels = self.dataset.targets.index_select(0, joined.indices)
             augmentation = self.dataset.augmentation
             images = augmentation.apply(images, augmentation.draw(joined))
             sizes = [len(part.indices) for part in parts]

@@ -48,20 +48,17 @@ def cached(
     """
     try:
         if open_cached(path, shape, dtype) is None:
-            _write(path, shape, dtype, chunks)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            header = {"descr": dtype, "fortran_order": False, "shape": shape}
+            with whole_file(path) as file:
+                np.lib.format.write_array_header_1_0(file, header)
+                for chunk in chunks:
+                    # not to a memory map, because a full disk would raise SIGBUS
+                    file.write(chunk.data)
         return np.lib.format.open_memmap(path, mode="r")
     except OSError as error:
         problem = f"{path.parent}: cannot be used as a cache ({error.strerror})"
         raise UserError(problem, "choose another folder with --cache_dir DIR") from error
-
-
-def _write(path: Path, shape: tuple[int, ...], dtype: str, chunks: Iterable[np.ndarray]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as file:
-        header = {"descr": dtype, "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(file, header)
-        for chunk in chunks:
-            file.write(chunk.data)  # not to a memory map, because a full disk would raise SIGBUS
 
 
 # Images and bytes of a chunk; /dev/shm, sometimes only 64 MB, holds several.

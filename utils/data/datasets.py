@@ -75,7 +75,7 @@ class CachedDataset(Dataset):
 
     @property
     def in_loader(self) -> bool:
-        return not self.augmentation.batched
+        return not all(transform.batched for transform in self.augmentation.transforms)
 
     @property
     def image_bytes(self) -> int:
@@ -171,10 +171,6 @@ class DeviceDataset(CachedDataset):
             group.append(microbatch)
         if group:
             yield _joined(group), group
-
-    def draw(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """The images [n, H, W, C] and labels [n] of samples; all on the device."""
-        return self.images.index_select(0, indices), self.targets.index_select(0, indices)
 
 
 ImageDataset = CachedDataset | PhotoDataset

@@ -2,7 +2,7 @@
 after them.
 """
 
-from contextlib import suppress
+from copy import deepcopy
 from itertools import takewhile
 
 import torch
@@ -30,18 +30,18 @@ def find_last_part(model: nn.Module, spec: InputSpec) -> tuple[nn.Module | None,
     if not name:
         return None, "the trained layers are in several modules"
     part, was_training = model.get_submodule(name), model.training
-    frozen, same = FrozenPart(model, part), False
+    inputs, outputs = list[tuple](), list[Tensor]()
     images = torch.rand(2, spec.channels, *spec.size, generator=torch.Generator().manual_seed(0))
-    # errors of several inputs, or of an input that is not a tensor
-    wrong_input = suppress(ValueError, TypeError, AttributeError)
-    with wrong_input, torch.no_grad(), torch.random.fork_rng([]), restored_buffers(model):
-        in_training, features = frozen.train()(images), frozen.eval()(images)
-        found, logits = part(features), model(images)
-        same = found.shape == logits.shape and torch.allclose(found, logits, equal_nan=True)
+    # layers may change it
+    before = part.register_forward_pre_hook(lambda _, given: inputs.append(deepcopy(given)))
+    after = part.register_forward_hook(lambda _, given, output: outputs.append(output))
+    with before, after, torch.no_grad(), torch.random.fork_rng([]), restored_buffers(model):
+        returned = [model.train(training)(images) for training in (False, True)]
     model.train(was_training)
-    if not same:
+    takes_one = all(len(given) == 1 and isinstance(given[0], Tensor) for given in inputs)
+    if not takes_one or [*map(id, outputs)] != [*map(id, returned)]:
         return None, f"the output of the model is not that of {name}"
-    if not torch.equal(in_training.nan_to_num(), features.nan_to_num()):
+    if not torch.equal(*(features.nan_to_num() for (features,) in inputs)):
         return None, f"the input of {name} is random in training, as after dropout"
     return part, ""
 
@@ -56,9 +56,6 @@ class FrozenPart(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         found: list[Tensor] = []
         # a copy, because layers may change it
-        with self.part.register_forward_pre_hook(
-            lambda _, given: found.extend(map(torch.clone, given))
-        ):
+        with self.part.register_forward_pre_hook(lambda _, given: found.append(given[0].clone())):
             self.model(images)
-        (features,) = found
-        return features
+        return found[0]

@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 _PATIENCE = timedelta(days=1)  # for slow work on one rank, such as a download
 # more for NCCL, which prints a dump and aborts: the watch reports a timeout first
 _NCCL_LATER = timedelta(seconds=30)
-_CONNECT = 24.0  # seconds to connect 32 ranks
+_CONNECT = 36.0  # seconds to connect 32 ranks
 
 
 class Ranks:

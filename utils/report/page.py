@@ -136,11 +136,16 @@ def line_chart(
     if low == high:
         low, high = 0, 2 * high or 1
     scale = np.log10 if logarithmic else np.asarray
-    rows = MaxNLocator(6, steps=(1, 2, 5, 10), integer=logarithmic).tick_values(*scale([low, high]))
-    columns = MaxNLocator(6, steps=(1, 2, 5, 10), integer=True).tick_values(0, end)
+
+    def ticks(low: float, high: float, whole: bool) -> np.ndarray:
+        locator = MaxNLocator(6, steps=(1, 2, 5, 10), integer=whole)
+        return np.asarray(locator.tick_values(low, high))
+
+    low, high = scale([low, high]).tolist()
+    rows, columns = ticks(low, high, logarithmic), ticks(0, end, True)
     columns = columns[columns <= end]
 
-    def across(steps: Sequence[float]) -> list[float]:
+    def across(steps: Any) -> list[float]:
         return np.interp(steps, (0, end), (LEFT, RIGHT)).round(1).tolist()
 
     def down(scaled: np.ndarray) -> list[float]:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from utils.config.bounds import require
-from utils.console import join_names
+from utils.console import join_names, say
 from utils.errors import UserError, one_line
 from utils.models.checking import bad_tensors
 from utils.models.matching import shape_of
@@ -191,10 +191,12 @@ def _copy_state(
     if unknown := sorted((here.keys() ^ names) | (states.keys() - here.keys())):
         raise ValueError(f"only one of both has {unknown[0]}")
     _step_with_zeros(optimizer, list(here.values()))
+    missing: list[str] = []
     for name, parameter in here.items():
         own, values = optimizer.state.pop(parameter, {}), states.get(name, {})
         if name not in states and not (states and parameter in early):
-            continue  # it has had no gradient
+            missing += [name] * bool(own)
+            continue
         if difference := _difference(values, own):
             raise ValueError(f"{difference} in this optimizer")
         for key, value in values.items():
@@ -202,6 +204,9 @@ def _copy_state(
                 copy_into(own[key], value)
                 values[key] = own[key]
         optimizer.state[parameter] = values
+    if missing:
+        which = f"before the first gradient: {join_names(missing)}"
+        say(f"without a state of the optimizer in the checkpoint, as {which}")
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

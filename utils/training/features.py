@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.data_loader import prepare_data_loader
-from torch import nn
+from torch import Tensor, nn
 
 from utils.config.bounds import require
 from utils.config.plugin import PLUGIN
@@ -57,8 +57,15 @@ def features_of(
         cache.load(train_set, data.train, spec, config.feature_views or 1, augmented),
         cache.load(eval_set, data.evaluation, spec.for_evaluation(), 1, []),
     )
-    model.forward = partial(last_part)
+    model.forward = partial(_call, last_part)
     return sets
+
+
+def _call(part: nn.Module, features: Tensor) -> Tensor:
+    """A function: PyTorch does not compile a partial of a module, and a lambda would still call the
+    part of the original in a copy of the model.
+    """
+    return part(features)
 
 
 @dataclass

@@ -172,6 +172,14 @@ def learning_rate(config: TrainConfig, update: int, updates: int) -> float:
     return lr * left / cooldown if left < cooldown else lr
 
 
+def _check_arguments(config: TrainConfig) -> None:
+    """Raise ValueError if the arguments give a learning rate that is negative, NaN or infinite."""
+    for update in range(100):
+        lr = learning_rate(replace(config, lr=1.0), update, 100)
+        if not 0 <= lr < math.inf:
+            raise ValueError(f"the learning rate would be {lr:g} times --lr")
+
+
 SCHEDULES = Table(
     "lr_schedule",
     {
@@ -182,5 +190,5 @@ SCHEDULES = Table(
         "step": step,
         "multistep": multistep,
     },
-    trial=lambda config: learning_rate(replace(config, lr=1.0), 99, 100),
+    trial=_check_arguments,
 )
