@@ -93,14 +93,15 @@ def test_the_commit_is_that_of_the_code_and_a_changed_file_makes_it_dirty(tmp_pa
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     monkeypatch.setattr(version, "_ROOT", tmp_path.resolve())
-    assert version.code_commit() == ""
+    commit = version.code_commit.__wrapped__  # without its cache
+    assert commit() == ""
     git("init", "-q")
     (tmp_path / "code.py").write_text("one")
     git("add", "code.py")
     git("commit", "-qm", "one")
-    assert version.code_commit() == git("rev-parse", "HEAD")
+    assert commit() == git("rev-parse", "HEAD")
     (tmp_path / "code.py").write_text("another")
-    assert version.code_commit() == git("rev-parse", "HEAD") + "-dirty"
+    assert commit() == git("rev-parse", "HEAD") + "-dirty"
 
 
 def test_only_the_newest_checkpoints_and_the_best_are_kept():
@@ -382,5 +383,11 @@ def _save_and_load_a_loss_scale():
     optimizer = torch.optim.SGD(layer.named_parameters(), lr=0.1)
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = used
-    load_scale(make_saver(layer, optimizer, accelerator=accelerator)(folder, 3), fresh)
+    saved = make_saver(layer, optimizer, accelerator=accelerator)(folder, 3)
+    load_scale(saved, fresh)
     assert fresh.state_dict() == used.state_dict() and fresh.get_scale() == 512.0
+    for scale in ("abc", torch.nan, torch.inf, 0.0, 512):
+        torch.save(used.state_dict() | {"scale": scale}, saved / "scaler.pt")
+        with pytest.raises(ValueError, match=r"scaler.pt: is not a loss scale \("):
+            load_scale(saved, fresh)
+    assert fresh.get_scale() == 512.0

@@ -139,9 +139,11 @@ def test_a_run_whose_number_of_machines_is_fixed_is_not_concerned(monkeypatch):
     for nodes in ("", "2"):
         monkeypatch.setenv("PET_NNODES", nodes)
         assert elastic_nodes() is None
-    given = ["torchrun", *words("--nnodes=2:5 train.py --lr 1")]
-    monkeypatch.setattr(command, "launcher_command", lambda: given)
-    assert elastic_nodes() == (2, 5)
+    monkeypatch.setenv("PET_NNODES", "1:4")
+    for flag, found in (("--nnodes=2:5", (2, 5)), ("--nnodes 2", None)):
+        given = ["torchrun", *words(f"{flag} train.py --lr 1")]
+        monkeypatch.setattr(command, "launcher_command", lambda given=given: given)
+        assert elastic_nodes() == found
 
 
 def test_the_only_process_of_a_launcher_ends_with_the_bits_of_plain_python():

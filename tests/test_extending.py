@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from hashlib import sha256
 from multiprocessing import get_context
@@ -15,6 +16,7 @@ import pytest
 from helpers.make_data import image_folder, pictures
 from helpers.ranks import returned, run_ranks, start_ranks
 from helpers.training_runs import (
+    MLP,
     ROOT,
     kept_in,
     launch,
@@ -34,7 +36,8 @@ import export
 import predict
 import replay
 import train
-from utils.config.plugin import load_plugin
+from utils.config.plugin import check_plugin, load_plugin
+from utils.report.__main__ import main as report
 
 PAGE = (ROOT / "docs/extending.md").read_text()
 LAB = "\n\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S))
@@ -51,7 +54,8 @@ SCRIPTS = [
     (export.main, [*CKPT, "--to", "torch", "--out", "exported"]),
     (replay.main, ["--run", "runs/two", "--update", "2"]),  # before the first checkpoint
     (replay.main, ["--run", "runs/two", "--update", "5"]),
-    (train.main, [*ALONE, "--run_name", "two", "--resume", "auto"]),
+    (report, ["runs/two"]),
+    *((train.main, [*ALONE, "--run_name", run, "--resume", "auto"]) for run in ("two", "killed")),
 ]
 
 
@@ -67,6 +71,7 @@ def made(tmp_path_factory):
         np.savez("arrays/pictures.npz", y_test=labels[54:], **split)
         for count, name in ((2, "two"), (1, "one")):
             returned(count, train.main, [*FLAGS, "--run_name", name])
+        shutil.copytree("runs/two", "runs/killed", ignore=lambda *_: ["checkpoints"])
     return folder
 
 
@@ -187,6 +192,9 @@ def test_help_and_recipes_know_the_plug_in(runs):
         ("absent.py", None, ": no such file"),
         ("mine.py", "a = 1\na / 0", ", line 2: ZeroDivisionError: division by zero"),
         ("mine.py", "a = (", ": SyntaxError: '(' was never closed (mine.py, line 1)"),
+        ("", None, ": no such file"),
+        ("lab", "", ": not the name of a Python module; rename the file"),
+        ("lab.v2.py", "", ": not the name of a Python module; rename the file"),
         ("json.py", "", ": ImportError: Python has another module of this name"),
     ],
 )
@@ -208,6 +216,21 @@ def test_ranks_with_different_plug_ins_are_refused():
     assert "rank 1 has another --plugin file than rank 0" in refused(with_own_file, processes=2)
 
 
+def notebook(flags: list[str]) -> None:
+    for name, more in (("plain", []), ("mine", ["--plugin", "mine.py"])):
+        train.main([*MLP, "--max_steps", "1", "--run_name", name, *more])
+    Path("mine.py").write_text("changed = 1")
+    train.main([*MLP, "--plugin", "mine.py"])
+
+
+def test_one_process_saves_the_plug_in_of_a_second_run_and_refuses_a_changed_one():
+    Path("mine.py").write_text("")
+    line = refused(notebook)
+    assert line.endswith("--plugin mine.py: has changed since it was imported; restart Python")
+    versions = [records(name, "start")[0]["versions"] for name in ("plain", "mine")]
+    assert versions[1] == versions[0] | {"mine.py": sha256(b"").hexdigest()}
+
+
 def test_nothing_in_a_checkpoint_names_a_file_that_is_run(runs):
     Path("evil.py").write_text("open('ran', 'w')")
     for config in Path("runs/two").rglob("config.yaml"):
@@ -217,6 +240,8 @@ def test_nothing_in_a_checkpoint_names_a_file_that_is_run(runs):
     for main, flags in (SCRIPTS[0], SCRIPTS[3]):
         returned(1, main, [*flags, *MINE])
     assert not Path("ran").exists() and "evil.py" in config.read_text()
+    with pytest.raises(ValueError, match=r"^runs: was made with the plug-in evil.py; add "):
+        check_plugin(Path("runs"), {"/tmp/evil.py": ""})
 
 
 def test_the_diff_of_the_page_applies():

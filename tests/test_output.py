@@ -140,7 +140,7 @@ def test_escape_codes_in_a_checkpoint_do_not_reach_the_terminal(tmp_path):
 
 
 def test_streams_of_notebooks_and_tests_stay_as_they_are(monkeypatch):
-    for stream in (io.StringIO(), SimpleNamespace(write=len)):
+    for stream in (io.StringIO(), io.TextIOWrapper(io.BytesIO()), SimpleNamespace(write=len)):
         monkeypatch.setattr(sys, "stdout", stream)
         guard_output()
         assert sys.stdout is stream

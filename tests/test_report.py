@@ -346,7 +346,7 @@ def test_the_best_evaluation_is_that_of_the_checkpoint_which_eval_py_takes():
 def test_the_page_shows_settings_starts_versions_and_marks_the_resume(inside):
     page, run = (inside / "report.html").read_text(), read_run(inside)
     assert run["settings"]["flip"] == "true"
-    assert not run["settings"].keys() & {"seed", "output_dir", "cache_dir"}
+    assert not run["settings"].keys() & {"seed", "output_dir", "cache_dir", "task"}
     assert [start["step"] for start in run["start"]] == [0, 8]
     assert page.count("<title>resumed from update 8</title>") == page.count('<svg viewBox="0 0 480')
     assert f"torch {torch.__version__}" in page
@@ -526,11 +526,12 @@ def test_a_thousand_classes_make_a_small_page(tmp_path):
         ("nowhere", "nowhere: has no log.jsonl"),
         ("cut", "cut/log.jsonl: line 3 is damaged"),
         ("list", "list/report.json: is damaged"),
+        ("odd", "a file of the run has unknown contents: KeyError('mine'); use the version"),
         ("a a", "--out is missing"),
     ],
 )
 def test_mistakes_in_the_command_are_one_line(words, error, capsys):
-    made_up(Path("a"))
+    made_up(Path("a")), made_up(Path("odd"), task="mine")
     lines = (made_up(Path("cut")) / "log.jsonl").read_text().splitlines(True)
     Path("cut/log.jsonl").write_text("".join([*lines[:2], "5\n", *lines[2:]]))
     (made_up(Path("list")) / "report.json").write_text("[]")

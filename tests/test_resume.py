@@ -137,9 +137,9 @@ def _samples_read(flags):
 
 def test_the_run_folder_and_its_checkpoints_can_be_named_to_go_on_in_place():
     train_run(1, "run", *FLAGS, "--max_steps", "2", "--save_every", "1")
-    for number, path in enumerate(("runs/run", "runs/run/checkpoints/step-00000003"), 3):
-        train_run(1, "run", *FLAGS, "--max_steps", str(number), "--resume", path)
-    assert steps("run", "start") == [0, 2, 3]
+    for number, path in enumerate(("", "/checkpoints/step-00000003", "/checkpoints"), 3):
+        train_run(1, "run", *FLAGS, "--max_steps", str(number), "--resume", f"runs/run{path}")
+    assert steps("run", "start") == [0, 2, 3, 4]
 
 
 def test_a_resumed_run_has_the_data_and_settings_of_its_checkpoint_unless_others_are_given(
@@ -225,6 +225,7 @@ def test_given_settings_are_checked_with_those_of_the_checkpoint():
     train_run(1, "run", *FLAGS, "--eval_fraction", "0.2", "--max_steps", "2")
     for flags, text in (
         (("--lr_schedule_args", "{end: 1}"), "for constant: unknown argument end"),
+        (("--data_dir", "/tmp"), "--data_dir is for --data torchvision/NAME only"),
         (("--eval_split", "test"), "--eval_split and --eval_fraction cannot be used together"),
     ):
         assert text in refused(train.main, "--resume", "runs/run", *flags)

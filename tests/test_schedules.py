@@ -1,5 +1,7 @@
 """Learning rate schedules are those of torch, or their closed form, with any warm-up and cool-down."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers.training_runs import words
@@ -76,6 +78,13 @@ def test_every_schedule_falls_linearly_to_0_over_the_cool_down(cooldown):
         assert found[80:] == pytest.approx(falling, abs=1e-12), schedule
         assert arguments == "{}" or end == pytest.approx(0.1), schedule
         assert all(type(lr) is float for lr in found)  # others would make a checkpoint unreadable
+
+
+def test_arguments_are_tried_over_a_run_of_any_length():
+    config = TrainConfig(lr_schedule="linear", lr_schedule_args={"end": 0.1}, cooldown_steps=500)
+    SCHEDULES.check(config)
+    with pytest.raises(ValueError, match="would be -3 times --lr"):
+        SCHEDULES.check(replace(config, lr_schedule_args={"end": -3}, warmup_steps=200))
 
 
 @pytest.mark.parametrize(

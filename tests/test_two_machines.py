@@ -142,7 +142,7 @@ FAULTS = {
         {"flags": ["--interface", "docker0"]}, 1, "could not connect over gloo, from 172.17.0.1 on interface docker0",
     ),
     "an interface that is not there": (
-        {"flags": ["--interface", "eth9"]}, 0, "--interface eth9: has no IP address on ls-a; choose one of",
+        {"flags": ["--interface", "eth9"]}, 0, "--interface (or GLOO_SOCKET_IFNAME) eth9: has no IP address on ls-a",
     ),
     "the loopback interface": (
         {"GLOO_SOCKET_IFNAME": "lo"}, 1, "interface lo is only for ls-b itself, but the run has several machines",

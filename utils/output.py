@@ -34,11 +34,12 @@ def guard_output() -> None:
         if type(stream) is io.TextIOWrapper and not isinstance(stream.buffer, _Guarded):
             with suppress(OSError, ValueError):
                 stream.flush()
-            guarded = _Guarded(stream.fileno(), "w", closefd=False)
-            guarded.is_plain, guarded.stream = name == "stdout", stream
-            encoding, errors = stream.encoding, "backslashreplace"
-            text = io.TextIOWrapper(guarded, encoding, errors, line_buffering=True)
-            setattr(sys, name, text)
+            with suppress(ValueError):  # a stream that is not a file
+                guarded = _Guarded(stream.fileno(), "w", closefd=False)
+                guarded.is_plain, guarded.stream = name == "stdout", stream
+                encoding, errors = stream.encoding, "backslashreplace"
+                text = io.TextIOWrapper(guarded, encoding, errors, line_buffering=True)
+                setattr(sys, name, text)
 
 
 def exit_with(code: int) -> NoReturn:

@@ -2,12 +2,14 @@
 
 import os
 import subprocess
+from functools import cache
 from pathlib import Path
 
 VERSION = "0.2.0"
 _ROOT = Path(__file__).resolve().parent.parent
 
 
+@cache
 def code_commit() -> str:
     """The Git commit of this code, with "-dirty" if files have changed since; empty without Git."""
     command = [

@@ -57,7 +57,10 @@ def check_launch(config: DoctorConfig) -> tuple[Finding, Topology | None]:
 
 
 def check_leftovers() -> Finding:
-    """Find processes of Lockstep of this user whose launcher has exited. Stops none of them."""
+    """Find processes of Lockstep whose launcher has exited, of this user, or of all for root.
+
+    Stops none of them.
+    """
     found: dict[int, str] = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it has ended, or is another user's

@@ -80,7 +80,7 @@ def _read_words(cls: type, prog: str, argv: list[str], tables: Sequence[Table]) 
     values: dict[str, Any] = {}
     for path in vars(found).pop("config", []):
         values |= _read_file(Path(path), cls)
-    if plugin := (values | vars(found)).get("plugin"):
+    if (plugin := (values | vars(found)).get("plugin")) is not None:
         load_plugin(str(plugin))
     if len(given) < end:
         _parser(cls, prog, tables).parse_args(["--help"])  # with the names that the plug-in adds

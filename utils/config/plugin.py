@@ -4,6 +4,7 @@ Only a flag or a --config file names a file to import. Checkpoints and logs have
 SHA-256, which are only compared.
 """
 
+import os
 import sys
 from collections.abc import Mapping
 from hashlib import sha256
@@ -24,8 +25,11 @@ def load_plugin(file: str) -> None:
     """Import the file. Raises UserError, with the line of the file, if this fails."""
     path = expand(file).resolve()
     require(path.is_file(), f"--plugin {file}: no such file", "give the path of a Python file")
-    # of what is imported, which a later call in this process does not change
-    PLUGIN.setdefault(path.name, sha256(path.read_bytes()).hexdigest())
+    is_module = path.suffix == ".py" and path.stem.isidentifier()
+    require(is_module, f"--plugin {file}: not the name of a Python module", "rename the file")
+    content = sha256(path.read_bytes()).hexdigest()
+    problem = f"--plugin {file}: has changed since it was imported"
+    require(PLUGIN.get(path.name, content) == content, problem, "restart Python")
     sys.path.append(str(path.parent))  # also for loader processes that import it by its name
     try:
         module = import_module(path.stem)
@@ -36,6 +40,7 @@ def load_plugin(file: str) -> None:
         lines = [f", line {call.lineno}" for call in calls if call.filename == str(path)]
         problem = f"--plugin {file}{''.join(lines[-1:])}: {type(error).__name__}: {one_line(error)}"
         raise UserError(problem, "correct it") from error
+    PLUGIN[path.name] = content
 
 
 def check_plugin(path: Path, versions: Mapping[str, str]) -> None:
@@ -44,7 +49,7 @@ def check_plugin(path: Path, versions: Mapping[str, str]) -> None:
 
     The main process prints a line if the file has changed.
     """
-    for name in versions:
+    for name in map(os.path.basename, versions):  # a checkpoint may suggest no folder
         fits = not name.endswith(".py") or name in PLUGIN
         require(fits, f"{path}: was made with the plug-in {name}", f"add --plugin {name}")
     for name, content in PLUGIN.items():

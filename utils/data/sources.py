@@ -139,8 +139,10 @@ def has_columns(data: str) -> bool:
 
 
 def check_source(config: TrainConfig) -> None:
-    """Raise ValueError if what --data names does not exist. Does not open it."""
+    """Raise ValueError if what --data names does not exist, or has no --data_dir. Does not open it."""
     (key, rest), path = _find(config.data), expand(config.data)
+    needed, problem = key == "torchvision/", "--data_dir is for --data torchvision/NAME only"
+    require(not config.data_dir or needed, problem, "name a folder of your own with --data")
     problem = f"--data {config.data}: no such"
     if key == "torchvision/" and rest not in TORCHVISION:
         fix = f"use {', '.join(TORCHVISION)} (others are on the Hugging Face Hub)"

@@ -46,8 +46,9 @@ def elastic_nodes() -> tuple[int, int] | None:
     fixed.
     """
     words = ["--nnodes", os.environ.get("PET_NNODES", ""), *launcher_command()]
-    found = re.findall(r"--nnodes[= ](\d+):(\d+)", " ".join(words))
-    return (int(found[-1][0]), int(found[-1][1])) if found and can_be_restarted() else None
+    found = re.findall(r"--nnodes[= ](\d+):?(\d*)", " ".join(words))
+    fewest, most = found[-1] if found else ("", "")
+    return (int(fewest), int(most)) if most and can_be_restarted() else None
 
 
 def script_command(script: str, plugin: str | None) -> list[str]:

@@ -17,7 +17,7 @@ def set_interface(seen: list[str], wanted: str | None, several_machines: bool) -
     itself it may be a loopback address, as Debian sets in /etc/hosts, so the address found by
     another machine is used.
     """
-    names, host = sorted(psutil.net_if_addrs()), socket.gethostname()
+    names, host = ", ".join(sorted(psutil.net_if_addrs())), socket.gethostname()
     name = wanted or os.environ.get("GLOO_SOCKET_IFNAME")
     if name is None:
         outside = next((address for address in seen if address and not _is_loopback(address)), None)
@@ -32,12 +32,12 @@ def set_interface(seen: list[str], wanted: str | None, several_machines: bool) -
         if name is None:
             raise UserError(
                 f"{host} has no network interface that reaches {outside}",
-                f"set --interface to the one between the machines, one of {', '.join(names)}",
+                f"set --interface to the one between the machines, one of {names}",
             )
     # gloo accepts several names
     elif any(_is_loopback(address_of(each)) for each in name.split(",")) and several_machines:
         problem = f"interface {name} is only for {host} itself, but the run has several machines"
-        raise UserError(problem, f"choose another one of {', '.join(names)}")
+        raise UserError(problem, f"choose another one of {names}")
     os.environ["GLOO_SOCKET_IFNAME"] = name
     if wanted:
         # without "=", it would also match longer names
@@ -63,7 +63,7 @@ def address_of(interface: str) -> str:
         for found in addresses:
             if found.family == family:
                 return found.address
-    problem = f"--interface {interface}: has no IP address on {socket.gethostname()}"
+    problem = f"--interface (or GLOO_SOCKET_IFNAME) {interface}: has no IP address on {socket.gethostname()}"
     raise UserError(problem, f"choose one of {', '.join(sorted(known))}")
 
 

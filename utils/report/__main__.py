@@ -1,5 +1,5 @@
 """Write the page of one or several runs: python -m utils.report RUN [RUN ...] [--out FILE]
-[--no_images]
+[--no_images] [--plugin FILE]
 """
 
 from utils.output import guard_output  # the first import: see its docstring
@@ -9,9 +9,12 @@ import argparse
 from collections.abc import Sequence
 
 from utils.config.bounds import require
+from utils.config.plugin import load_plugin
+from utils.errors import USER_ERRORS, UserError
 from utils.files import check_output_file, expand
 from utils.launch.exits import exit_with_error
 from utils.report.page import PAGE, write_page
+from utils.runs.log import check_log
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -27,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--out", help=f"file to write (default: {PAGE} in the run folder; needed for several runs)"
     )
     parser.add_argument("--no_images", action="store_true", help="leave out all pictures")
+    parser.add_argument("--plugin", metavar="FILE", help="plug-in that the runs were made with")
     flags = parser.parse_args(argv)
     folders = [expand(run) for run in flags.runs]
     out = expand(flags.out) if flags.out else folders[0] / PAGE
@@ -34,8 +38,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         require(flags.out or len(folders) == 1, "--out is missing", "name the file of the page")
         if flags.out:
             check_output_file("--out", out)
+        if flags.plugin is not None:
+            load_plugin(flags.plugin)
+        for folder in folders:
+            check_log(folder)
         write_page(folders, out, images=not flags.no_images)
     except Exception as error:
+        if not isinstance(error, USER_ERRORS):
+            problem = f"a file of the run has unknown contents: {error!r}"
+            error = UserError(problem, "use the version of Lockstep that wrote it")
         exit_with_error(error, parser.prog)
     print(out)
 

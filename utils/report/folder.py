@@ -84,7 +84,7 @@ def read_analysis(folder: Path) -> dict[str, Any]:
 
 def changed_settings(values: Mapping[str, Any]) -> dict[str, str]:
     """The settings that differ from their defaults, as text, without those of the machine."""
-    usual = asdict(TrainConfig())
+    usual = asdict(TrainConfig(task="classification"))
     return {
         name: value if isinstance(value, str) else json.dumps(value)
         for name, value in without_places(values).items()

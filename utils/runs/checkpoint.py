@@ -46,6 +46,7 @@ from utils.runs.loading import (
     load_optimizer,
     load_scale,
 )
+from utils.runs.log import check_log
 from utils.runs.manifest import find_checkpoint, newest_good, verify
 from utils.runs.metadata import Checkpoint, check_identity, read_checkpoint, read_settings
 from utils.runs.state import TrainState
@@ -203,11 +204,8 @@ class CheckpointManager:
 
         Not collective.
         """
-        return (
-            self._saving is not None
-            and self._saving.done()
-            and self._saving.exception() is not None
-        )
+        saving = self._saving
+        return bool(saving and saving.done() and saving.exception())
 
     def _complete(
         self, step: int, best_step: int | None, files: Mapping[str, bytes], tied: Iterable[str]
@@ -274,6 +272,8 @@ def _beginning(folder: Path) -> tuple[Path | None, TrainConfig | None]:
     as far as it has got.
     """
     origin, settings = folder / _ORIGIN, folder / "config.yaml"
+    if (folder / "log.jsonl").exists():
+        check_log(folder)
     try:
         checkpoint = Path(read_text(origin, 8192)) if origin.exists() else None
         if checkpoint:

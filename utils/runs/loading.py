@@ -2,6 +2,7 @@
 read.
 """
 
+import math
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -150,7 +151,10 @@ def load_scale(checkpoint: Path, scaler: torch.amp.GradScaler | None) -> None:
     path = checkpoint / SCALER
     if scaler is not None and SCALER in files_of(checkpoint):
         try:
-            scaler.load_state_dict(load_pickled(path))
+            state = load_pickled(path)
+            if _difference(state, scaler.state_dict()) or not 0 < state["scale"] < math.inf:
+                raise ValueError(state)
+            scaler.load_state_dict(state)
         except Exception as error:  # of any class
             problem = f"{path}: is not a loss scale ({one_line(error)[:160]})"
             raise UserError(problem, "use another checkpoint") from error

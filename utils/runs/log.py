@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from utils.config.bounds import require
+from utils.config.plugin import check_plugin
 from utils.console import say
 from utils.files import naming_file, write_file
 from utils.runs.state import TrainState
@@ -84,6 +85,14 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
             records.append({**json.loads(line)})
         require(len(records) == number, f"{path}: line {number} is damaged", "delete it")
     return records
+
+
+def check_log(folder: Path) -> None:
+    """Raise UserError if the run in `folder` needs another plug-in, see `check_plugin`."""
+    last: dict[str, Any] = {"versions": {}}  # the last value of each name
+    for record in read_log(folder):
+        last |= record
+    check_plugin(folder, last["versions"])
 
 
 def _reopen(path: Path, state: TrainState) -> int:

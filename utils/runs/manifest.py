@@ -36,10 +36,10 @@ def newest_good(run: Path) -> Path | None:
     """The newest undamaged checkpoint of a run, or None if it has none; prints what is wrong with
     newer ones.
 
-    Raises UserError if all are damaged.
+    `run` may also be the folder of its checkpoints. Raises UserError if all are damaged.
     """
     damages: list[str] = []
-    for checkpoint in reversed(checkpoints_of(run / "checkpoints")):
+    for checkpoint in reversed(checkpoints_of(run / "checkpoints") or checkpoints_of(run)):
         damage = damage_of(checkpoint)
         if damage is None:
             for damage in damages:
@@ -52,14 +52,15 @@ def newest_good(run: Path) -> Path | None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint at `path`, or in the run folder at `path`: its best one, else the newest.
+    """The checkpoint at `path`, or in the run folder, or that of its checkpoints: the best one, else
+    the newest.
 
     Raises ValueError if there is none.
     """
     require(path.exists(), f"{path}: no such checkpoint or run folder", "correct the path")
     if (path / MANIFEST).is_file() or is_checkpoint_name(path.name):
         return path
-    folder = path / "checkpoints"
+    folder = path if checkpoints_of(path) else path / "checkpoints"
     # a training run may move it and delete its checkpoint
     for name in ("best", "best", "latest", "latest"):
         found = read_pointer(folder, name)

@@ -6,7 +6,6 @@ import json
 import platform
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -152,7 +151,6 @@ def _defaults(names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(TrainConfig, name) for name in names}
 
 
-@cache
 def versions() -> dict[str, str]:
     """The versions of Lockstep, its commit, Python, the main packages and the plug-in."""
     packages = {

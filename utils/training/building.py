@@ -63,9 +63,6 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
     if config.resume is None:  # otherwise later: the checkpoint may need a plug-in
         check_model(config)
         check_source(config)
-        needed = not config.data_dir or config.data.startswith("torchvision/")
-        problem = "--data_dir is for --data torchvision/NAME only"
-        require(needed, problem, "name a folder of your own with --data")
         resolve_batch(config, ranks.topology.world_size)
 
 

@@ -174,8 +174,9 @@ def learning_rate(config: TrainConfig, update: int, updates: int) -> float:
 
 def _check_arguments(config: TrainConfig) -> None:
     """Raise ValueError if the arguments give a learning rate that is negative, NaN or infinite."""
-    for update in range(100):
-        lr = learning_rate(replace(config, lr=1.0), update, 100)
+    config, last = replace(config, lr=1.0, cooldown_steps=0), 2**32  # beyond any warm-up
+    for update in range(last, -1, -last // 16):
+        lr = learning_rate(config, update, last)
         if not 0 <= lr < math.inf:
             raise ValueError(f"the learning rate would be {lr:g} times --lr")
 

@@ -12,6 +12,7 @@ from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
+from utils.console import say
 from utils.memory import bytes_text
 from utils.models.layers import find_blocks
 from utils.models.sharded import count_units, is_sharded, local
@@ -22,8 +23,7 @@ from utils.training.building import Setup
 def get_ready_to_shard(model: nn.Module, setup: Setup) -> None:
     """Prepare the model for FSDP2, before `Accelerator.prepare`.
 
-    If the accelerate config chooses no units, blocks are used. Raises ValueError for a
-    class of units that the model does not have.
+    If the accelerate config chooses no units, blocks are used.
     """
     accelerator = setup.accelerator
     # FSDP2 needs this; --channels_last still applies to images
@@ -33,8 +33,8 @@ def get_ready_to_shard(model: nn.Module, setup: Setup) -> None:
         blocks = {type(block).__name__ for block in find_blocks(model)}
         plugin.auto_wrap_policy = transformer_auto_wrap_policy
         plugin.transformer_cls_names_to_wrap = plugin.transformer_cls_names_to_wrap or list(blocks)
-    if os.environ.get("FSDP_AUTO_WRAP_POLICY", "").upper() == "NO_WRAP" and setup.ranks.is_main:
-        print("fsdp_auto_wrap_policy: NO_WRAP is ignored: each block is a unit")
+    if os.environ.get("FSDP_AUTO_WRAP_POLICY", "").upper() == "NO_WRAP":
+        say("fsdp_auto_wrap_policy: NO_WRAP is ignored: each block is a unit")
     if accelerator.native_amp:  # Accelerate does not do this for FSDP2
         model.forward = convert_outputs_to_fp32(accelerator.autocast()(model.forward))
 
