@@ -170,7 +170,7 @@ def _words(setting: Field, alone: bool) -> dict[str, Any]:
     """
     types = kinds(setting.type)
     text = str in types or list[str] in types
-    options: dict[str, Any] = {"type": _text if text else _yaml}
+    options = {"type": _text if text else _yaml}
     if any(get_origin(kind) is list for kind in types):
         # names may be given one by one
         return options | {"nargs": "+"} | ({"action": "extend"} if text else {})

@@ -105,8 +105,8 @@ def _choose_intervals(config: TrainConfig, per_epoch: int) -> tuple[dict[str, An
 
 def _choose_rates(config: TrainConfig, batch: int) -> tuple[dict[str, Any], list[str]]:
     """The learning rate and weight decay that are not given, and their reasons."""
-    chosen: dict[str, Any] = {}
-    lines: list[str] = []
+    chosen = {}
+    lines = []
     own = RATES.get(config.optimizer, RATES["adamw"])
     if config.lr is None:
         base, start = (own.pretrained, "pretrained") if config.fine_tunes else (own.new, "new")

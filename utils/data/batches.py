@@ -136,7 +136,7 @@ class DeviceLoader:
         training: bool,
         outputs: int = 0,
     ):
-        self.loader: Any = loader  # as Accelerate wraps it
+        self.loader = loader  # as Accelerate wraps it
         self.device = device
         self.error: Exception | None = None
         self.what = "a training batch" if training else "an evaluation batch"
@@ -150,7 +150,7 @@ class DeviceLoader:
         # One value for each channel of a whole row of pixels, so that inner loops are long.
         self.scale, self.shift = scale.repeat(spec.width), shift.repeat(spec.width)
         self.channels = spec.channels
-        shape: tuple[int, ...] = (spec.channels, spec.height, spec.width)
+        shape = (spec.channels, spec.height, spec.width)
         if isinstance(self.dataset, Features):
             shape = self.dataset.views.shape[2:]
         self.no_images = torch.empty(0, *shape, device=device)  # an empty input of the model

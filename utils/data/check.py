@@ -66,7 +66,7 @@ def _stamps(split: Split) -> tuple[list, dict[int, str]]:
     """
     if not isinstance(split.images, Files):
         return [split.cache_key], {}
-    stamps, errors = [], dict[int, str]()
+    stamps, errors = [], {}
     for row, file in enumerate(split.images.paths):
         try:
             stamps.append((file, *stamp_of(file)))

@@ -152,7 +152,7 @@ def peek(split: Split, count: int = 64) -> tuple[int, tuple[int, int] | None, in
     The size is (height, width), or None if they differ; the shape is the median of height / width.
     Raises UserError for an image that cannot be read.
     """
-    sizes: list[tuple[int, int]] = []
+    sizes = []
     grey, largest = True, 0
     for position in np.unique(np.linspace(0, len(split) - 1, count).astype(int)).tolist():
         pixels = decode(split, position, 3)

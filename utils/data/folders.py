@@ -105,7 +105,7 @@ def name_splits(where: str | Path, written: Iterable[str]) -> dict[str, str]:
 
     Usual names stay; others become train, validation or test, or stay if they are none of these.
     """
-    names: dict[str, str] = {}
+    names = {}
     words: dict[str, str] = {}
     for text in written:
         word, lower = split_word(text), text.lower()

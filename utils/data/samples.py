@@ -70,7 +70,7 @@ class ListedSplit:
         """Raise ValueError if a field is invalid."""
         texts = [self.name, self.source, self.labels, self.content]
         names, ends, labels = self.names or [], self.ends or [], self.classes or []
-        flat: list = list(chain(*labels)) if _is_list(labels, list) else labels
+        flat = list(chain(*labels)) if _is_list(labels, list) else labels
         is_text, is_int = _is_list([*texts, *names], str), _is_list([self.count, *ends, *flat], int)
         sizes = {len(names), len(ends), len(labels), self.count if names else 0}
         fits = is_text and is_int and len(sizes) == 1

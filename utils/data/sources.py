@@ -9,7 +9,6 @@ import os
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torchvision
@@ -75,7 +74,7 @@ def open_torchvision(name: str, config: TrainConfig) -> Source:
     """MNIST, FashionMNIST, KMNIST, CIFAR10 or CIFAR100 of torchvision, downloaded to --data_dir if
     it is missing.
     """
-    cls: Any = getattr(torchvision.datasets, name)
+    cls = getattr(torchvision.datasets, name)
     root = str(expand(config.data_dir or str(Path(config.cache_dir) / "torchvision")))
     try:
         # does nothing if the files are there

@@ -159,7 +159,7 @@ def _tasks_on_node(counts: str, node: int) -> int:
     """The number of tasks on a node; SLURM's `2(x3),1` is two on each of the first three nodes, one
     on the fourth.
     """
-    tasks: list[int] = []
+    tasks = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
         tasks += [int(count)] * int(times or 1)
     if node < len(tasks):

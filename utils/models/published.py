@@ -182,7 +182,7 @@ def copy_published(
     of the head are copied by class name.
     """
     zero_heads(model)
-    tensors, there = published_model(config, **arguments).state_dict(), list[str]()
+    tensors, there = published_model(config, **arguments).state_dict(), []
     if names and published_outputs(config.model) == len(CLASSES):
         with suppress(UserError):
             there = names_as_in(names)

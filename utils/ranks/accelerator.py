@@ -87,7 +87,7 @@ def has_native_bf16(device: torch.device) -> bool:
 
 def make_accelerator(ranks: Ranks, config: TrainConfig) -> Accelerator:
     """An Accelerator on top of the process group of `ranks`; collective."""
-    precision: str | None = config.mixed_precision
+    precision = config.mixed_precision
     if precision is None and ranks.device.type == "cuda" and not precision_is_chosen():
         precision = "auto"
     precision = ranks.gather(precision)[0]  # each machine may have its own accelerate config

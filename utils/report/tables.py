@@ -29,7 +29,7 @@ def find_images(given: Sequence[str]) -> Split:
     The labels of the split have no meaning. Raises UserError if a path does not exist, or if no
     image is found.
     """
-    found: list[str] = []
+    found = []
     lines: list[str] = []
     for pattern in given:
         expanded = os.path.expanduser(pattern)
@@ -70,7 +70,7 @@ class Row(NamedTuple):
 
     def cells(self, count: int) -> dict[str, Any]:
         """The columns predicted, class_1, probability_1, class_2, ... of `count` classes."""
-        cells: dict[str, Any] = {"predicted": self.predicted}
+        cells = {"predicted": self.predicted}
         likely: Sequence[tuple] = self.likely or [(None, None)] * count
         for place, (name, probability) in enumerate(likely[:count], 1):
             cells |= {f"class_{place}": name, f"probability_{place}": probability}
@@ -107,7 +107,7 @@ def rows_of_split(task: Task, split: Split, found: Predictions) -> list[dict[str
 
 def result_rows(rows: Sequence[Row], split: Split) -> list[tuple[str, Any]]:
     """The rows of a table on the terminal: the first images, and the number of unreadable ones."""
-    lines: list[tuple[str, Any]] = []
+    lines = []
     for position, row in enumerate(rows[:SHOWN]):
         found = row.error or ", ".join(f"{name} {value}" for name, value in row.likely)
         lines.append((printable(split.describe(position)), printable(found)))

@@ -74,7 +74,7 @@ def finite(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """The records in log.jsonl. Raises UserError if it is missing or a line is damaged."""
-    path, records = folder / "log.jsonl", list[dict[str, Any]]()
+    path, records = folder / "log.jsonl", []
     require(path.is_file(), f"{folder}: has no log.jsonl", "name a run folder, such as runs/NAME")
     # A run may be writing the last line, or was killed meanwhile.
     for number, line in enumerate(

@@ -4,7 +4,7 @@ To add a metric, add a value to `evaluation` and `evaluate`, or, if it needs all
 `gathered` and `metrics`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,7 @@ class Classification(Task):
         self, config: TrainConfig, class_names: list[str], labels: np.ndarray | None = None
     ):
         self.class_names, self.outputs = class_names, len(class_names)
-        self.losses: Callable[..., Tensor] = partial(LOSSES.call, config)
+        self.losses = partial(LOSSES.call, config)
         self.smoothing = config.label_smoothing
         self.weight = None
         if config.class_weights and labels is not None:

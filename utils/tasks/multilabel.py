@@ -4,7 +4,7 @@ Binary: it has one of two.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,7 +45,7 @@ class MultiLabel(Task):
     ):
         self.class_names = class_names
         self.outputs = self._rows(torch.zeros(0, len(class_names))).shape[1]
-        self.losses: Callable[..., Tensor] = partial(SIGMOID_LOSSES.call, config)
+        self.losses = partial(SIGMOID_LOSSES.call, config)
         self.smoothing = config.label_smoothing
         self.pos_weight = None
         if config.pos_weight is not None and labels is not None:

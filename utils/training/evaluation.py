@@ -97,7 +97,7 @@ class Evaluator:
         """
         indices, *kept = self.in_order(gathered)
         task, labels = self.task, self.batches.labels
-        result: dict[str, Any] = self.summary | {"count": len(indices)}
+        result = self.summary | {"count": len(indices)}
         if self.needs_predictions:
             found, *kept = kept
             # As JSON, so that numbers of NumPy become those of Python, as in the log.

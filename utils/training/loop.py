@@ -109,7 +109,7 @@ def prepare_save(run: Run) -> dict[str, bytes]:
     """Check and compare the weights; returns the small files of a checkpoint on the main process;
     collective.
     """
-    files, ranks = dict[str, bytes](), run.ranks
+    files, ranks = {}, run.ranks
     with ranks.agree(f"after update {run.state.step}, saving"):
         check_weights(run)
         run.log.sync()
