@@ -263,10 +263,9 @@ def list_changes(config: TrainConfig, group: type) -> list[str]:
     """The names and values of those settings of a group that do not have their defaults, for the
     start table.
     """
-    usual = TrainConfig()
-    values = [
-        (setting.name, getattr(config, setting.name))
-        for setting in fields(group)
-        if setting.name not in CHOSEN
-    ]
-    return [f"{name} {value}" for name, value in values if value != getattr(usual, name)]
+    names, now, usual = (
+        [setting.name for setting in fields(group)],
+        vars(config),
+        vars(TrainConfig()),
+    )
+    return [f"{n} {now[n]}" for n in names if n not in CHOSEN and now[n] != usual[n]]

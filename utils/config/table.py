@@ -65,10 +65,8 @@ class Table(dict[str, Any]):
             return
         function, arguments = self.choose(getattr(config, self.what)), self._arguments(config)
         parameters = inspect.signature(function).parameters
-        defaults, takes_any = (
-            _defaults(parameters),
-            any(p.kind is p.VAR_KEYWORD for p in parameters.values()),
-        )
+        defaults = _defaults(parameters)
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         for name, value in arguments.items():
             if name in defaults:
                 problem = f"{name} must be a value such as {defaults[name]}, got {value}"

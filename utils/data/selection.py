@@ -7,7 +7,7 @@ import numpy as np
 
 from utils.config.bounds import require
 from utils.config.settings import TrainConfig
-from utils.console import join_names, nfc, progress, say
+from utils.console import join_names, nfc, say
 from utils.data.check import check_images
 from utils.data.samples import (
     ListedSplit,
@@ -122,10 +122,7 @@ def _open_checked(config: TrainConfig, samples: SampleList | None) -> Source:
         source.class_names = wanted = samples.class_names
         source.notes += note_forms(wanted, found)
     source.check = lambda split: check_images(
-        replace(renumber(split, found, wanted), bits=config.image_bits),
-        full,
-        config.cache_dir,
-        progress("checking images"),
+        replace(renumber(split, found, wanted), bits=config.image_bits), full, config.cache_dir
     )
     return source
 
@@ -160,7 +157,7 @@ def _drop_unreadable(split: Split, config: TrainConfig, keep_order: bool = False
     problem = f"{count} cannot be read: {join_names(bad, 8)}"
     require(config.bad_images == "skip", problem, fix)
     problem = f"no image of split {split.name!r} can be used ({len(split)} checked)"
-    require(bool(split.readable.any()), problem, "give another --data")
+    require(split.readable.any(), problem, "give another --data")
     action = "other images of their classes replace them" if keep_order else "will be left out"
     say(f"{count} cannot be used and {action}: {join_names(bad, 8)}")
     if keep_order:
@@ -275,4 +272,4 @@ def check_kind(split: Split, config: TrainConfig) -> None:
     fix = "use other data, or train with --task multilabel"
     require(not several or task in ("auto", "multilabel"), problem, fix)
     problem = f"no image of split {split.name!r} has a label"
-    require(not several or bool(split.labels.any()), problem, "fix the labels")
+    require(not several or split.labels.any(), problem, "fix the labels")

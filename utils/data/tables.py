@@ -119,7 +119,8 @@ def _image_column(features, wanted: str | None) -> str:
 def _label_column(features, wanted: str | None) -> str:
     from datasets import ClassLabel
 
-    kinds = {name: _element(features[name]) for name in features}
+    # of the elements of lists
+    kinds = {name: getattr(each, "feature", each) for name, each in features.items()}
     found = [name for name in features if isinstance(kinds[name], ClassLabel)]
     known = [name for name in LABEL_NAMES if name in features][:1]
     valid = re.compile(r"u?int\d+|bool|(large_)?string")
@@ -142,11 +143,6 @@ def _choose(
     require(name in features, f"{flag} {name}: no such column", fix)
     require(name in fitting, f"{flag} {name}: holds {features[name]}, not {kind}s", fix)
     return name
-
-
-def _element(feature):
-    """The feature of the elements of lists; others unchanged."""
-    return getattr(feature, "feature", feature)
 
 
 def _values(dataset, column: str):

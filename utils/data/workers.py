@@ -11,7 +11,6 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 from multiprocessing.process import BaseProcess
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -123,14 +122,12 @@ def _leave_signals_to_parent(parent: int, worker: int) -> None:
         threading.Thread(target=_await_parents_sigterm, args=(parent,), daemon=True).start()
 
 
-def _print_unless_disconnected(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
+def _print_unless_disconnected(kind: type[BaseException], *details: Any) -> None:
     """Print an error of a thread, except a lost connection: the rank was stopped while it was
     receiving a batch.
     """
     if not issubclass(kind, ConnectionError | EOFError):
-        sys.__excepthook__(kind, error, trace)
+        sys.__excepthook__(kind, *details)
 
 
 def _await_parents_sigterm(parent: int) -> None:

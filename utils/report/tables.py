@@ -35,7 +35,7 @@ def find_images(given: Sequence[str]) -> Split:
         expanded = os.path.expanduser(pattern)
         paths = [pattern] if os.path.lexists(pattern) else glob.glob(expanded, recursive=True)
         problem = f"{join_names([pattern])}: no such file or folder"
-        require(bool(paths), problem, "correct the path or the pattern")
+        require(paths, problem, "correct the path or the pattern")
         for path in sorted(paths):
             if os.path.isdir(path):
                 scan = Scan()
@@ -44,7 +44,7 @@ def find_images(given: Sequence[str]) -> Split:
             else:
                 found.append(path)
     problem = "; ".join([f"{join_names(given)}: no images", *lines])
-    require(bool(found), problem, "name JPEG or PNG files, or folders with some in them")
+    require(found, problem, "name JPEG or PNG files, or folders with some in them")
     names = list(dict.fromkeys(found))
     fingerprint = fingerprint_of(*map(os.fsencode, names))
     split = whole_split("images", Files(names), np.zeros(len(names)), fingerprint)

@@ -29,7 +29,7 @@ class LabelMetrics(evaluate.Metric):
 
     def _info(self) -> evaluate.MetricInfo:
         features = datasets.Features(
-            {"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}
+            dict.fromkeys(("predictions", "references"), datasets.Value("int64"))
         )
         return evaluate.MetricInfo(
             description=self.__doc__, citation="", inputs_description="", features=features
