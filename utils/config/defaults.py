@@ -3,7 +3,7 @@ data.
 """
 
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from utils.config.recipe import BACKBONE
 from utils.config.settings import CHOSEN, TrainConfig
@@ -63,7 +63,7 @@ def choose_sizes(
     batch = resolve_batch(config, processes, batch)[2]
     is_default = not (config.global_batch_size or config.batch_size)
     rest, drop_last = samples % batch, config.drop_last
-    chosen: dict[str, Any] = {}
+    chosen: dict = {}
     if drop_last is None:  # a small last batch gives poor batch statistics
         is_small = is_default and batch < min(LARGEST_BATCH, samples)
         chosen["drop_last"] = drop_last = is_small and 0 < rest < batch // 2
@@ -84,9 +84,9 @@ def choose_sizes(
     return replace(config, **chosen, **intervals, **rates), texts
 
 
-def _choose_intervals(config: TrainConfig, per_epoch: int) -> tuple[dict[str, Any], list[str]]:
+def _choose_intervals(config: TrainConfig, per_epoch: int) -> tuple[dict, list[str]]:
     """The intervals of logs, evaluations and saves that are not given, and lines about them."""
-    chosen: dict[str, Any] = {}
+    chosen: dict = {}
     lines = []
     if config.log_every is None:
         updates = config.max_steps or config.epochs * per_epoch
@@ -103,7 +103,7 @@ def _choose_intervals(config: TrainConfig, per_epoch: int) -> tuple[dict[str, An
     return chosen, lines
 
 
-def _choose_rates(config: TrainConfig, batch: int) -> tuple[dict[str, Any], list[str]]:
+def _choose_rates(config: TrainConfig, batch: int) -> tuple[dict, list[str]]:
     """The learning rate and weight decay that are not given, and their reasons."""
     chosen = {}
     lines = []
@@ -138,7 +138,7 @@ def choose_images(
 
     Returns the settings, and lines with the chosen values and their reason.
     """
-    chosen: dict[str, Any] = {}
+    chosen: dict = {}
     if config.model is None:
         chosen["model"] = (
             "mnist_cnn" if small and small_input and not config.pretrained else "resnet18"

@@ -11,7 +11,7 @@ from utils.config.bounds import require
 from utils.errors import UserError, one_line
 
 
-class Table(dict[str, Any]):
+class Table(dict):
     """The functions that the setting `what` selects by name; the first line of a function's
     docstring is its help.
 
@@ -23,7 +23,7 @@ class Table(dict[str, Any]):
     def __init__(
         self,
         what: str,
-        functions: dict[str, Any],
+        functions: dict,
         others: str = "",
         trial: Callable[[Any], object] | None = None,
     ):
@@ -115,7 +115,7 @@ class Table(dict[str, Any]):
                 f"{self._flag(config)}: {one_line(error)}", "change or remove these arguments"
             ) from error
 
-    def _arguments(self, config: Any) -> dict[str, Any]:
+    def _arguments(self, config: Any) -> dict:
         return getattr(config, f"{self.what}_args", {})
 
     def _flag(self, config: Any) -> str:
@@ -144,7 +144,7 @@ def _first_line(function: Any) -> str:
     return " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split()).rstrip(".")
 
 
-def _defaults(parameters: Any) -> dict[str, Any]:
+def _defaults(parameters: Any) -> dict:
     return {name: p.default for name, p in parameters.items() if p.default is not p.empty}
 
 

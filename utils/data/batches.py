@@ -140,7 +140,7 @@ class DeviceLoader:
         self.device = device
         self.error: Exception | None = None
         self.what = "a training batch" if training else "an evaluation batch"
-        self.dataset: Any = self.loader.dataset
+        self.dataset: Any = self.loader.dataset  # its `labels` are those of the whole split
         # Accelerate would copy on the compute stream; `_upload` copies instead
         self.loader.device = None
         self.mixing = Mixing(config, spec, outputs) if training and config.mixes else None
@@ -159,11 +159,6 @@ class DeviceLoader:
         """Raise the error of a sample that could not be read, whose batch was left empty."""
         if self.error is not None:
             raise self.error
-
-    @property
-    def labels(self) -> np.ndarray:
-        """The labels of the whole split, as in Split."""
-        return self.dataset.labels
 
     def __len__(self) -> int:
         return len(self.loader)

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -258,7 +258,7 @@ def describe_place(sets: Sequence[AnyDataset]) -> str:
 
 def _joined(group: list[Microbatch]) -> Microbatch:
     """The microbatches as one, with its samples as tensors."""
-    joined: dict[str, Any] = {
+    joined: dict = {
         name: torch.from_numpy(np.concatenate([getattr(part, name) for part in group]))
         for name in ("indices", "occurrences")
         if getattr(group[0], name) is not None  # the occurrences of all microbatches, or of none

@@ -4,7 +4,6 @@ import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torchvision
@@ -158,9 +157,7 @@ def build_model(
     return model.to(memory_format=torch.channels_last) if config.channels_last else model
 
 
-def _create(
-    config: TrainConfig, spec: InputSpec, classes: int, arguments: dict[str, Any]
-) -> nn.Module:
+def _create(config: TrainConfig, spec: InputSpec, classes: int, arguments: dict) -> nn.Module:
     name = config.model
     if name in OWN_MODELS:
         return OWN_MODELS[name](spec, classes, **arguments)

@@ -6,7 +6,6 @@ To add a metric, add a value to `evaluation` and `evaluate`, or, if it needs all
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -64,7 +63,7 @@ class Classification(Task):
             means.pop("top5", None)  # it would always be 1
         return means
 
-    def metrics(self, predictions: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
+    def metrics(self, predictions: np.ndarray, labels: np.ndarray) -> dict:
         from utils.tasks.metrics import label_metrics  # its imports take a second
 
         return label_metrics(predictions, labels, classes=self.outputs)

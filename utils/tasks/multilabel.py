@@ -114,7 +114,7 @@ class MultiLabel(Task):
         pairs = sums["predicted"] + sums["labelled"]
         return means | {self.f1: 2 * sums["hits"] / pairs if pairs else 0.0}
 
-    def metrics(self, predictions: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
+    def metrics(self, predictions: np.ndarray, labels: np.ndarray) -> dict:
         from utils.tasks.metrics import class_metrics  # its import takes a second
 
         return class_metrics(predictions, labels, self.cut)
@@ -153,7 +153,7 @@ class Binary(MultiLabel):
         _, top, probabilities = super().name_classes(top, both, count)
         return [self.class_names[own] for own in own_classes], top, probabilities
 
-    def metrics(self, predictions: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
+    def metrics(self, predictions: np.ndarray, labels: np.ndarray) -> dict:
         from utils.tasks.metrics import area_under_curve  # its import takes a second
 
         return area_under_curve(predictions[:, 0], labels)

@@ -86,7 +86,7 @@ class Evaluator:
             return []
         totals = self.accelerator.reduce(sums, "sum").tolist()
         named = dict(zip(task.evaluation, totals, strict=True))
-        self.summary = task.summary(named, len(self.batches.labels))
+        self.summary = task.summary(named, len(self.batches.dataset.labels))
         return rows
 
     def metrics(self, gathered: list[Tensor]) -> dict:
@@ -96,7 +96,7 @@ class Evaluator:
         them. Raises RuntimeError if a sample is missing or counted twice.
         """
         indices, *kept = self.in_order(gathered)
-        task, labels = self.task, self.batches.labels
+        task, labels = self.task, self.batches.dataset.labels
         result = self.summary | {"count": len(indices)}
         if self.needs_predictions:
             found, *kept = kept
@@ -128,7 +128,7 @@ class Evaluator:
         which raises ValueError, or, with `stopping`, if it was asked to stop, which returns no rows.
         """
         device, was_training, stopped = self.accelerator.device, self.model.training, False
-        processes, labels = self.accelerator.num_processes, self.batches.labels
+        processes, labels = self.accelerator.num_processes, self.batches.dataset.labels
         blocks = evaluation_blocks(len(labels), self.config.eval_batch_size)
         # Ranks take blocks in turn, so none has more blocks or rows than rank 0.
         sizes = [len(block.indices) for block in [*blocks][::processes]][:most]
@@ -165,7 +165,7 @@ class Evaluator:
         Raises RuntimeError if a sample is missing or counted twice.
         """
         seen, *rows = (part.cpu().numpy() for part in gathered)
-        order, samples = np.argsort(seen)[(seen < 0).sum() :], len(self.batches.labels)
+        order, samples = np.argsort(seen)[(seen < 0).sum() :], len(self.batches.dataset.labels)
         if not np.array_equal(seen[order], np.arange(samples)):
             raise RuntimeError(
                 f"the evaluation did not count each of the {samples} samples once "

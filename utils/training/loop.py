@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from accelerate.utils import ProfileKwargs
@@ -67,7 +66,7 @@ def synchronise(run: Run, interval: SyncInterval) -> None:
     run.stopping.agreed = reduced.stop
 
 
-def training_record(run: Run) -> dict[str, Any]:
+def training_record(run: Run) -> dict:
     """The train record of all samples since the last record; the next one then starts anew;
     collective.
     """
@@ -98,7 +97,7 @@ def training_record(run: Run) -> dict[str, Any]:
     return record
 
 
-def evaluation_record(run: Run, result: Mapping[str, Any]) -> dict[str, Any]:
+def evaluation_record(run: Run, result: Mapping) -> dict:
     """The record of an evaluation, whose metrics are in `result`."""
     watch_loss(run, "evaluation", result["loss"])
     state, split = run.state, run.data.evaluation
