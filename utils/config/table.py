@@ -66,25 +66,18 @@ class Table(dict):
         function, arguments = self.choose(getattr(config, self.what)), self._arguments(config)
         parameters = inspect.signature(function).parameters
         defaults = _defaults(parameters)
+        flag = self._flag(config)
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         for name, value in arguments.items():
             if name in defaults:
                 problem = f"{name} must be a value such as {defaults[name]}, got {value}"
-                require(_fits(value, defaults[name]), f"{self._flag(config)}: {problem}")
-            elif hasattr(config, name):
-                raise UserError(
-                    f"{self._flag(config)}: {name} is set by --{name}", "leave it out here"
-                )
-            elif not takes_any:
-                valid = (
-                    f"use {', '.join(defaults)}"
-                    if defaults
-                    else "remove it, this function takes no arguments"
-                )
-                raise UserError(
-                    f"{self._flag(config)}: unknown argument {name}",
-                    suggestion(name, defaults, valid),
-                )
+                require(_fits(value, defaults[name]), f"{flag}: {problem}")
+                continue
+            problem = f"{flag}: {name} is set by --{name}"
+            require(not hasattr(config, name), problem, "leave it out here")
+            none = "remove it, this function takes no arguments"
+            fix = suggestion(name, defaults, f"use {', '.join(defaults)}" if defaults else none)
+            require(takes_any, f"{flag}: unknown argument {name}", fix)
         if arguments and (trial := self.trial):
             self._attempt(config, lambda: trial(config))
 

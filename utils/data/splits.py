@@ -299,9 +299,9 @@ def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
     is_held = np.zeros(len(split), bool)
     is_held[order] = np.diff(steps) > 0
     is_held &= (counts[labels] > 1) | is_multi
-    if not is_held.any() or is_held.all():
-        problem = f"split {split.name!r} has too few samples ({len(split)}) to hold out {fraction:g} of each class"
-        raise UserError(problem, "add samples, change --eval_fraction or name an --eval_split")
+    problem = f"split {split.name!r} has too few samples ({len(split)}) to hold out {fraction:g} of each class"
+    fix = "add samples, change --eval_fraction or name an --eval_split"
+    require(is_held.any() and not is_held.all(), problem, fix)
     held = replace(split.select(np.flatnonzero(is_held)), name=f"hold-out of {split.name}")
     return split.select(np.flatnonzero(~is_held)), held
 

@@ -93,9 +93,10 @@ def table_source(splits, config: TrainConfig) -> Source:
     def make(name: str) -> Split:
         dataset = splits[name]
         for column in (image_column, label_column):
-            if column not in dataset.features:
-                problem = f"split {name!r} has no column {column!r}, only"
-                raise UserError(f"{problem} {join_names(dataset.features)}", "choose another split")
+            problem = (
+                f"split {name!r} has no column {column!r}, only {join_names(dataset.features)}"
+            )
+            require(column in dataset.features, problem, "choose another split")
         labels, found = _labels(name, dataset, label_column, classes, train_names)
         images = Table(dataset, image_column)
         files = [file for file in images.files() if Path(file).is_file()]

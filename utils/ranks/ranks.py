@@ -221,8 +221,7 @@ class Ranks:
         """
         texts = self.gather(text)
         other = next((rank for rank, theirs in enumerate(texts) if theirs != texts[0]), None)
-        if other is not None:
-            raise UserError(f"rank {other} has {what} than rank 0", fix)
+        require(other is None, f"rank {other} has {what} than rank 0", fix)
 
     def any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""

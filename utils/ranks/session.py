@@ -72,20 +72,14 @@ def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
             # ends.
             ranks.watch.end()
         if dist.is_initialized():
-            _leave_group(sys.exception(), connected=ranks is not None and ranks.store is not None)
-
-
-def _leave_group(error: BaseException | None, connected: bool) -> None:
-    """Destroy the process group.
-
-    After an error over NCCL, or while it connects, this would wait for other ranks, so the process
-    just ends.
-    """
-    if error is None or (connected and "nccl" not in dist.get_backend()):
-        dist.destroy_process_group()
-    else:
-        code = error.code if isinstance(error, SystemExit) else 1
-        hard_exit(code if isinstance(code, int) else 1)
+            error, connected = sys.exception(), ranks is not None and ranks.store is not None
+            if error is None or (connected and "nccl" not in dist.get_backend()):
+                dist.destroy_process_group()
+            else:
+                # After an error over NCCL, or while it connects, that would wait for other ranks,
+                # so the process just ends.
+                code = error.code if isinstance(error, SystemExit) else 1
+                hard_exit(code if isinstance(code, int) else 1)
 
 
 def _end(

@@ -49,21 +49,23 @@ def synchronise(run: Run, interval: SyncInterval) -> None:
     state, batches, meter = run.state, run.train_batches, run.meter
     run.ranks.enter_collective(f"after update {state.step}, adding up losses")
     failed = batches.error is not None or run.log.error is not None or run.checkpoints.has_failed
-    reduced = meter.reduce(run.accelerator, failed, bool(run.stopping.request))
-    if reduced.failed:
+    totals, seconds, any_failed, stop = meter.reduce(
+        run.accelerator, failed, bool(run.stopping.request)
+    )
+    if any_failed:
         with run.ranks.agree():
             batches.check()
             run.log.check()
         run.checkpoints.wait()
-    if not math.isfinite(reduced.totals["loss"]):
+    if not math.isfinite(totals["loss"]):
         found = enumerate(run.ranks.gather(meter.first_bad()))
         with run.ranks.agree():
             report_bad_loss(run, *min((bad, rank) for rank, bad in found if bad))
     run.gradients.exchange.add_up()
-    interval.synced(state.step, reduced.seconds)
-    state.seconds += reduced.seconds
-    state.since_log = reduced.totals
-    run.stopping.agreed = reduced.stop
+    interval.synced(state.step, seconds)
+    state.seconds += seconds
+    state.since_log = totals
+    run.stopping.agreed = stop
 
 
 def training_record(run: Run) -> dict:
