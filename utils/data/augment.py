@@ -6,7 +6,7 @@ batches.py.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,7 +136,7 @@ def _crop(config: TrainConfig, spec: InputSpec) -> Transform | None:
 
 # In the order in which they are applied. Each function returns the transform, or something false if
 # the settings do not use it.
-AUGMENTATIONS: dict[str, Callable[[TrainConfig, InputSpec], Any]] = {
+AUGMENTATIONS = {
     "crop": _crop,
     "shift and flip": lambda config, spec: (
         (config.crop_padding or config.flip) and ShiftAndFlip(config.crop_padding, config.flip)

@@ -5,7 +5,6 @@ loads them, and add it to `FORMATS` and to ExportConfig.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -145,7 +144,7 @@ def write_onnx(loaded: Loaded, folder: Path) -> Code:
     )
 
 
-FORMATS: dict[str, Callable[[Loaded, Path], Code]] = {
+FORMATS = {
     "torch": write_torch,
     "onnx": write_onnx,
     "timm": write_timm,

@@ -91,7 +91,7 @@ def _fix_of_weights(config: TrainConfig) -> str:
     return f"{arguments}without a network, or if the file is damaged, save {url} as {path}"
 
 
-CLASSES: list[str] = torchvision_weights("resnet18").meta["categories"]
+CLASSES = torchvision_weights("resnet18").meta["categories"]
 """Names of the 1,000 classes of ImageNet-1k, in the order of the outputs of all torchvision
 models."""
 _ENDS = ["n01440764", "n15075141"]  # the first and the last synset

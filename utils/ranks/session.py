@@ -72,13 +72,13 @@ def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
             # ends.
             ranks.watch.end()
         if dist.is_initialized():
-            error, connected = sys.exception(), ranks is not None and ranks.store is not None
-            if error is None or (connected and "nccl" not in dist.get_backend()):
+            raised, connected = sys.exception(), ranks is not None and ranks.store is not None
+            if raised is None or (connected and "nccl" not in dist.get_backend()):
                 dist.destroy_process_group()
             else:
                 # After an error over NCCL, or while it connects, that would wait for other ranks,
                 # so the process just ends.
-                code = error.code if isinstance(error, SystemExit) else 1
+                code = raised.code if isinstance(raised, SystemExit) else 1
                 hard_exit(code if isinstance(code, int) else 1)
 
 
