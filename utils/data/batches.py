@@ -81,8 +81,7 @@ class Mixing:
         first = first[indices[first] != indices[first + 1]]
         turns = None if occurrences is None else occurrences[first]
         streams = ("mix", "mix_which", "mix_share", "mix_row", "mix_column")
-        draws = Draws(config.seed, epoch, indices[first], turns)
-        random = draws.uniform(*streams).double().numpy()
+        random = Draws(config.seed, epoch, indices[first], turns).uniform(*streams).double().numpy()
         is_mixed = random[:, 0] < config.mix_prob
         first, (_, which, quantile, row, column) = first[is_mixed], random[is_mixed].T
         is_cut = (which < 0.5) | (config.mixup == 0) if config.cutmix else which < 0
@@ -157,7 +156,7 @@ class DeviceLoader:
 
     def check(self) -> None:
         """Raise the error of a sample that could not be read, whose batch was left empty."""
-        if self.error is not None:
+        if self.error:
             raise self.error
 
     def __len__(self) -> int:

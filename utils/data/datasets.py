@@ -223,8 +223,8 @@ class Features(_Labelled):
     def _choose(self, microbatch: Microbatch) -> np.ndarray:
         """The view of each sample, int64 [n]."""
         occurrences = 0 if microbatch.occurrences is None else microbatch.occurrences
-        turns = microbatch.epoch + occurrences + np.zeros_like(microbatch.indices)
-        return turns % len(self.views)
+        zeros = np.zeros_like(microbatch.indices)
+        return (microbatch.epoch + occurrences + zeros) % len(self.views)
 
 
 AnyDataset = ImageDataset | Features

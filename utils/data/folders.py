@@ -83,8 +83,7 @@ def image_folder(path: Path, config: TrainConfig) -> Source:
     """The splits of an image folder. Raises ValueError if it holds no images."""
     folders, aliases, lines = _find_splits(path, config)
     wanted = config.train_split and aliases.get(config.train_split, config.train_split)
-    train = folders[split_that_defines_classes(folders, wanted)]
-    class_names = distinct(with_images(train))
+    class_names = distinct(with_images(folders[split_that_defines_classes(folders, wanted)]))
     openers = {
         name: partial(_folder_split, name, folder, class_names) for name, folder in folders.items()
     }

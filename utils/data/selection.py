@@ -38,7 +38,7 @@ def load_data(config: TrainConfig, samples: SampleList | None = None) -> Data:
     are checked, with a progress bar and messages.
     """
     source = _open_checked(config, samples)
-    if samples is None:
+    if not samples:
         pairs = _choose_splits(source, config)
         samples = list_samples(config, source.class_names, *pairs)
         splits = [split for split, _ in pairs]
@@ -98,7 +98,7 @@ def load_split(
         asked = name or _eval_name(source, "", None)
         default = "train" if len(source.openers) > 1 else next(iter(source.openers))
         split = source.split(_existing(source, asked or default, "--split"))
-        if samples is not None:
+        if samples:
             _report_trained_on(samples, split)
         shown = split.name if asked or len(source.openers) > 1 else "all images"
     split = random_subset(_drop_unreadable(split, config), config.max_eval_samples, config.seed)
@@ -118,7 +118,7 @@ def _open_checked(config: TrainConfig, samples: SampleList | None) -> Source:
     # all must be known before samples are counted
     full = config.check_images == "full" or config.bad_images == "skip"
     found = wanted = source.class_names
-    if samples is not None and sorted(map(nfc, found)) == sorted(map(nfc, samples.class_names)):
+    if samples and sorted(map(nfc, found)) == sorted(map(nfc, samples.class_names)):
         source.class_names = wanted = samples.class_names
         source.notes += note_forms(wanted, found)
     source.check = lambda split: check_images(

@@ -63,7 +63,7 @@ def move_to_shared_memory(batch: Any) -> Batch:
     thread that only prints the error, and the rank would wait for this batch forever.
     """
     try:
-        for tensor in (batch.images, batch.labels) if get_worker_info() is not None else ():
+        for tensor in (batch.images, batch.labels) if get_worker_info() else ():
             if tensor.numel():  # an empty tensor takes no shared memory
                 tensor.share_memory_()
     except RuntimeError as error:
@@ -133,7 +133,7 @@ def _print_unless_disconnected(kind: type[BaseException], *details: Any) -> None
 def _await_parents_sigterm(parent: int) -> None:
     while os.getppid() == parent:  # a parent that is killed sends no signal
         received = signal.sigtimedwait({signal.SIGTERM}, 2)
-        if received is not None and received.si_pid == parent:
+        if received and received.si_pid == parent:
             break
     os._exit(0)
 

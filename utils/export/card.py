@@ -204,7 +204,7 @@ def _measured(loaded: Loaded) -> str:
     saved, precision = loaded.saved, loaded.saved.config.mixed_precision
     if not saved.evaluation:
         return "The checkpoint has no evaluation of these weights."
-    assert saved.samples is not None
+    assert saved.samples
     found, split = saved.evaluation, printable(saved.samples.evaluation.name)
     where = f"`{data_name(loaded)}`, split `{split}`, {found['count']} images, each counted once"
     if precision in ("bf16", "fp16"):

@@ -129,7 +129,7 @@ def names_as_in(names: Sequence[str]) -> list[str]:
     UserError for other names.
     """
     orders = [CLASSES]
-    if importlib.util.find_spec("timm") is not None:
+    if importlib.util.find_spec("timm"):
         from timm.data import ImageNetInfo
 
         known: Any = ImageNetInfo("imagenet-1k")

@@ -45,7 +45,7 @@ def check_model(config: TrainConfig) -> None:
     known, is_timm = [*OWN_MODELS, *torchvision_models()], name.startswith("timm/")
     has_weights = name not in OWN_MODELS
     if name not in known:  # importing timm takes a second
-        has_timm = importlib.util.find_spec("timm") is not None
+        has_timm = importlib.util.find_spec("timm")
         require(
             has_timm or not is_timm, f"--model {name}: timm is not installed", "pip install timm"
         )

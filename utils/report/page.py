@@ -136,8 +136,8 @@ def line_chart(name: str, title: str, lines: list[dict], marks: Sequence[int], u
     scale = np.log10 if logarithmic else np.asarray
 
     def ticks(low: float, high: float, whole: bool) -> np.ndarray:
-        locator = MaxNLocator(6, steps=(1, 2, 5, 10), integer=whole)
-        return np.asarray(locator.tick_values(low, high))
+        steps = (1, 2, 5, 10)
+        return np.asarray(MaxNLocator(6, steps=steps, integer=whole).tick_values(low, high))
 
     low, high = scale([low, high]).tolist()
     rows, columns = ticks(low, high, logarithmic), ticks(0, end, True)

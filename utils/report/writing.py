@@ -84,7 +84,7 @@ def write_report(
     of the training images. If it is None, the class of the older analysis is used, if there is one.
     If `found` is None, the older analysis is kept.
     """
-    if found is not None:
+    if found:
         analysis, names = analyse(found, task), task.class_names
         for error in analysis["errors"]:
             error |= thumbnail(split, error["index"])

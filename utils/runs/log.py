@@ -36,7 +36,7 @@ class RunLog:
 
     def write(self, kind: str, **values: Any) -> None:
         """Append a record to log.jsonl, then show it. `check` raises its error."""
-        if not self.is_main or self.error is not None:
+        if not self.is_main or self.error:
             return
         line = json.dumps({"kind": kind, **finite(values)}, allow_nan=False).encode() + b"\n"
         try:
@@ -57,7 +57,7 @@ class RunLog:
 
     def check(self) -> None:
         """Raise OSError if a record could not be written; the run then ends."""
-        if self.error is not None:
+        if self.error:
             raise self.error
 
     def close(self) -> None:

@@ -72,7 +72,7 @@ def load_initial_weights(
     A run that resumes from the checkpoint `saved` needs no source. It keeps these settings as they
     were.
     """
-    if saved is not None:
+    if saved:
         kept = saved.config.init_from
         if config.init_from and absolute_source(config.init_from) != kept:
             say("--init_from has no effect: a resumed run has the weights of its checkpoint")

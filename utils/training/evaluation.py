@@ -137,7 +137,7 @@ class Evaluator:
         found = [(torch.zeros(0, dtype=torch.int64, device=device), *no_rows)]
         bar, interval, block = progress("evaluating"), SyncInterval(), 0
         self.model.eval()
-        with same_kernels(), fix_for_memory("lower --eval_batch_size"):
+        with same_kernels(), fix_for_memory():
             for block, batch in enumerate(islice(bar(self.batches), most), 1):
                 with self.accelerator.autocast():
                     outputs = self.model(batch.images)
@@ -179,8 +179,7 @@ class Evaluator:
         self.ranks.enter_collective(f"block {block} of the evaluation")
         wants_to_stop = bool(self.batches.error or (stopping and stopping.request))
         own = torch.tensor([wants_to_stop, time.perf_counter() - interval.time]).double()
-        values = self.accelerator.reduce(own.to(self.accelerator.device), "mean")
-        stops, seconds = values.tolist()
+        stops, seconds = self.accelerator.reduce(own.to(self.accelerator.device), "mean").tolist()
         self.ranks.enter("evaluating")
         interval.synced(block, seconds)
         return stops > 0
@@ -217,7 +216,7 @@ def model_rate(evaluator: Evaluator) -> float:
 
     accelerator, spec = evaluator.accelerator, evaluator.spec
     shape = (evaluator.config.eval_batch_size, spec.channels, *spec.size)
-    fixing, layout = fix_for_memory("lower --eval_batch_size"), evaluator.batches.format
+    fixing, layout = fix_for_memory(), evaluator.batches.format
     with evaluator.ranks.agree(), same_kernels(), accelerator.autocast(), fixing:
         images = torch.randn(shape, device=accelerator.device).contiguous(memory_format=layout)
         names = {"model": evaluator.model.eval(), "images": images}

@@ -48,7 +48,7 @@ def synchronise(run: Run, interval: SyncInterval) -> None:
     """
     state, batches, meter = run.state, run.train_batches, run.meter
     run.ranks.enter_collective(f"after update {state.step}, adding up losses")
-    failed = batches.error is not None or run.log.error is not None or run.checkpoints.has_failed
+    failed = bool(batches.error or run.log.error or run.checkpoints.has_failed)
     totals, seconds, any_failed, stop = meter.reduce(
         run.accelerator, failed, bool(run.stopping.request)
     )
