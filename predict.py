@@ -20,7 +20,7 @@ import numpy as np
 from utils.config.cli import parse_args
 from utils.config.scripts import PredictConfig
 from utils.config.settings import TrainConfig
-from utils.console import printable, progress, say, table
+from utils.console import printable, say, table
 from utils.data.check import check_images
 from utils.data.datasets import PhotoDataset
 from utils.data.splits import Split, fingerprint_of
@@ -101,7 +101,7 @@ def load_images(flags: PredictConfig, config: TrainConfig, ranks: Ranks) -> Spli
     """The images to predict, the same on all ranks; collective."""
     with ranks.local_main_first("checking the images"):
         split = replace(find_images(flags.paths), bits=config.image_bits)
-        split = check_images(split, True, config.cache_dir, progress("checking images"))
+        split = check_images(split, True, config.cache_dir)
     fingerprint = fingerprint_of(split.fingerprint, split.content, *sorted(split.errors))
     ranks.check_same(fingerprint, "different images")
     return split

@@ -369,7 +369,7 @@ def test_sums_are_added_in_float64_in_the_order_of_the_batches():
         loss = task.loss(outputs, labels) / 3
         meter.add(loss, outputs, SimpleNamespace(labels=labels, update=0, number=number))
         total += loss.double()
-    totals = meter.reduce(ALONE, False, False).totals
+    totals = meter.reduce(ALONE, False, False)[0]
     assert (totals["loss"], totals["count"]) == (total.item(), 1050)
 
 
@@ -388,7 +388,7 @@ def _skipped(fused: bool) -> list[float]:
         scaler.scale(weight.sum() * factor).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [meter.reduce(ALONE, False, False).totals["skipped"] for _ in range(2)]
+    return [meter.reduce(ALONE, False, False)[0]["skipped"] for _ in range(2)]
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -172,7 +172,7 @@ def bandwidth(ranks: Ranks, config: DoctorConfig, facts: Sequence[dict]) -> Find
     if len(facts) == 1:
         return []
     interfaces = ", ".join(dict.fromkeys(fact["network"] for fact in facts))
-    numbers: dict[str, float] = {}
+    numbers = {}
     for name, size in _SIZES.items():
         values = torch.zeros(size // 4, device=ranks.device)
         dist.all_reduce(values)  # the first call creates buffers and connections

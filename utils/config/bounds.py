@@ -124,7 +124,7 @@ def exclude(config: Any, one: str, *others: str) -> None:
         require(not both, f"--{one} and --{other} cannot be used together", "use only one")
 
 
-def require(condition: bool, problem: str, fix: str = "") -> None:
+def require(condition: object, problem: str, fix: str = "") -> None:
     """Raise UserError with this problem and fix unless the condition holds."""
     if not condition:
         raise UserError(problem, fix)

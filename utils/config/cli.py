@@ -69,7 +69,7 @@ def read_config(path: Path) -> TrainConfig:
         raise UserError(f"{path}: {error.problem}", error.fix) from None
 
 
-def _read_words(cls: type, prog: str, argv: list[str], tables: Sequence[Table]) -> dict[str, Any]:
+def _read_words(cls: type, prog: str, argv: list[str], tables: Sequence[Table]) -> dict:
     """The settings that are given."""
     names = [setting.name for setting in fields(cls)]
     # the words after it are paths, also if they begin with -
@@ -77,7 +77,7 @@ def _read_words(cls: type, prog: str, argv: list[str], tables: Sequence[Table]) 
     given = [word for word in argv[:end] if word not in ("-h", "--help")]
     found, words = _parser(cls, prog, tables).parse_known_args(given)
     vars(found).pop("local_rank", None)
-    values: dict[str, Any] = {}
+    values: dict = {}
     for path in vars(found).pop("config", []):
         values |= _read_file(Path(path), cls)
     if (plugin := (values | vars(found)).get("plugin")) is not None:
@@ -163,14 +163,14 @@ def _help(text: str, setting: Field) -> str:
     return text.replace("%", "%%")
 
 
-def _words(setting: Field, alone: bool) -> dict[str, Any]:
+def _words(setting: Field, alone: bool) -> dict:
     """How many words the flag takes, and their type: text, or YAML.
 
     With `alone`, boolean flags take none.
     """
     types = kinds(setting.type)
     text = str in types or list[str] in types
-    options: dict[str, Any] = {"type": _text if text else _yaml}
+    options = {"type": _text if text else _yaml}
     if any(get_origin(kind) is list for kind in types):
         # names may be given one by one
         return options | {"nargs": "+"} | ({"action": "extend"} if text else {})
@@ -200,7 +200,7 @@ def _text(word: str) -> Any:
     return _yaml(word) if word == "null" or word.startswith("[") else word
 
 
-def _read_file(path: Path, cls: type) -> dict[str, Any]:
+def _read_file(path: Path, cls: type) -> dict:
     values = read_yaml(path)
     if not isinstance(values, dict):
         raise UserError(

@@ -3,7 +3,7 @@ data.
 """
 
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from utils.config.recipe import BACKBONE
 from utils.config.settings import CHOSEN, TrainConfig
@@ -63,7 +63,7 @@ def choose_sizes(
     batch = resolve_batch(config, processes, batch)[2]
     is_default = not (config.global_batch_size or config.batch_size)
     rest, drop_last = samples % batch, config.drop_last
-    chosen: dict[str, Any] = {}
+    chosen: dict = {}
     if drop_last is None:  # a small last batch gives poor batch statistics
         is_small = is_default and batch < min(LARGEST_BATCH, samples)
         chosen["drop_last"] = drop_last = is_small and 0 < rest < batch // 2
@@ -84,9 +84,9 @@ def choose_sizes(
     return replace(config, **chosen, **intervals, **rates), texts
 
 
-def _choose_intervals(config: TrainConfig, per_epoch: int) -> tuple[dict[str, Any], list[str]]:
+def _choose_intervals(config: TrainConfig, per_epoch: int) -> tuple[dict, list[str]]:
     """The intervals of logs, evaluations and saves that are not given, and lines about them."""
-    chosen: dict[str, Any] = {}
+    chosen: dict = {}
     lines = []
     if config.log_every is None:
         updates = config.max_steps or config.epochs * per_epoch
@@ -103,10 +103,10 @@ def _choose_intervals(config: TrainConfig, per_epoch: int) -> tuple[dict[str, An
     return chosen, lines
 
 
-def _choose_rates(config: TrainConfig, batch: int) -> tuple[dict[str, Any], list[str]]:
+def _choose_rates(config: TrainConfig, batch: int) -> tuple[dict, list[str]]:
     """The learning rate and weight decay that are not given, and their reasons."""
-    chosen: dict[str, Any] = {}
-    lines: list[str] = []
+    chosen = {}
+    lines = []
     own = RATES.get(config.optimizer, RATES["adamw"])
     if config.lr is None:
         base, start = (own.pretrained, "pretrained") if config.fine_tunes else (own.new, "new")
@@ -138,7 +138,7 @@ def choose_images(
 
     Returns the settings, and lines with the chosen values and their reason.
     """
-    chosen: dict[str, Any] = {}
+    chosen: dict = {}
     if config.model is None:
         chosen["model"] = (
             "mnist_cnn" if small and small_input and not config.pretrained else "resnet18"
@@ -263,10 +263,9 @@ def list_changes(config: TrainConfig, group: type) -> list[str]:
     """The names and values of those settings of a group that do not have their defaults, for the
     start table.
     """
-    usual = TrainConfig()
-    values = [
-        (setting.name, getattr(config, setting.name))
-        for setting in fields(group)
-        if setting.name not in CHOSEN
-    ]
-    return [f"{name} {value}" for name, value in values if value != getattr(usual, name)]
+    names, now, usual = (
+        [setting.name for setting in fields(group)],
+        vars(config),
+        vars(TrainConfig()),
+    )
+    return [f"{n} {now[n]}" for n in names if n not in CHOSEN and now[n] != usual[n]]

@@ -170,7 +170,7 @@ class PredictConfig(InferenceConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        require(bool(self.paths), "PATH is missing", "name images, folders or glob patterns")
+        require(self.paths, "PATH is missing", "name images, folders or glob patterns")
         _check_apart(self, "out", "html")
 
 

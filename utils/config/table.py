@@ -11,7 +11,7 @@ from utils.config.bounds import require
 from utils.errors import UserError, one_line
 
 
-class Table(dict[str, Any]):
+class Table(dict):
     """The functions that the setting `what` selects by name; the first line of a function's
     docstring is its help.
 
@@ -23,7 +23,7 @@ class Table(dict[str, Any]):
     def __init__(
         self,
         what: str,
-        functions: dict[str, Any],
+        functions: dict,
         others: str = "",
         trial: Callable[[Any], object] | None = None,
     ):
@@ -65,28 +65,19 @@ class Table(dict[str, Any]):
             return
         function, arguments = self.choose(getattr(config, self.what)), self._arguments(config)
         parameters = inspect.signature(function).parameters
-        defaults, takes_any = (
-            _defaults(parameters),
-            any(p.kind is p.VAR_KEYWORD for p in parameters.values()),
-        )
+        defaults = _defaults(parameters)
+        flag = self._flag(config)
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         for name, value in arguments.items():
             if name in defaults:
                 problem = f"{name} must be a value such as {defaults[name]}, got {value}"
-                require(_fits(value, defaults[name]), f"{self._flag(config)}: {problem}")
-            elif hasattr(config, name):
-                raise UserError(
-                    f"{self._flag(config)}: {name} is set by --{name}", "leave it out here"
-                )
-            elif not takes_any:
-                valid = (
-                    f"use {', '.join(defaults)}"
-                    if defaults
-                    else "remove it, this function takes no arguments"
-                )
-                raise UserError(
-                    f"{self._flag(config)}: unknown argument {name}",
-                    suggestion(name, defaults, valid),
-                )
+                require(_fits(value, defaults[name]), f"{flag}: {problem}")
+                continue
+            problem = f"{flag}: {name} is set by --{name}"
+            require(not hasattr(config, name), problem, "leave it out here")
+            none = "remove it, this function takes no arguments"
+            fix = suggestion(name, defaults, f"use {', '.join(defaults)}" if defaults else none)
+            require(takes_any, f"{flag}: unknown argument {name}", fix)
         if arguments and (trial := self.trial):
             self._attempt(config, lambda: trial(config))
 
@@ -117,7 +108,7 @@ class Table(dict[str, Any]):
                 f"{self._flag(config)}: {one_line(error)}", "change or remove these arguments"
             ) from error
 
-    def _arguments(self, config: Any) -> dict[str, Any]:
+    def _arguments(self, config: Any) -> dict:
         return getattr(config, f"{self.what}_args", {})
 
     def _flag(self, config: Any) -> str:
@@ -146,7 +137,7 @@ def _first_line(function: Any) -> str:
     return " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split()).rstrip(".")
 
 
-def _defaults(parameters: Any) -> dict[str, Any]:
+def _defaults(parameters: Any) -> dict:
     return {name: p.default for name, p in parameters.items() if p.default is not p.empty}
 
 

@@ -6,7 +6,7 @@ batches.py.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,11 @@ from utils.data.spec import InputSpec
 from utils.data.transforms import AUTO_AUGMENTS, ColorJitter, Cutout, RandomErasing
 
 
+@dataclass
 class Center(Transform):
     """The centre of an image of any size, as in evaluation."""
 
-    def __init__(self, spec: InputSpec):
-        self.spec = spec
+    spec: InputSpec
 
     def image(self, pixels: Tensor, random: Tensor) -> Tensor:
         return center(pixels, self.spec)
@@ -34,15 +34,15 @@ class Center(Transform):
         return self.spec.crop * center_factor(height, width, *self.spec.size)
 
 
+@dataclass
 class Crop(Transform):
     """A random part of the image with at least `min_scale` of its area, resized to the model's
     input.
     """
 
+    spec: InputSpec
+    min_scale: float
     streams = ("crop_area", "crop_aspect", "crop_top", "crop_left")
-
-    def __init__(self, spec: InputSpec, min_scale: float):
-        self.spec, self.min_scale = spec, min_scale
 
     def image(self, pixels: Tensor, random: Tensor) -> Tensor:
         height, width, _ = pixels.shape
@@ -136,7 +136,7 @@ def _crop(config: TrainConfig, spec: InputSpec) -> Transform | None:
 
 # In the order in which they are applied. Each function returns the transform, or something false if
 # the settings do not use it.
-AUGMENTATIONS: dict[str, Callable[[TrainConfig, InputSpec], Any]] = {
+AUGMENTATIONS = {
     "crop": _crop,
     "shift and flip": lambda config, spec: (
         (config.crop_padding or config.flip) and ShiftAndFlip(config.crop_padding, config.flip)

@@ -81,8 +81,7 @@ class Mixing:
         first = first[indices[first] != indices[first + 1]]
         turns = None if occurrences is None else occurrences[first]
         streams = ("mix", "mix_which", "mix_share", "mix_row", "mix_column")
-        draws = Draws(config.seed, epoch, indices[first], turns)
-        random = draws.uniform(*streams).double().numpy()
+        random = Draws(config.seed, epoch, indices[first], turns).uniform(*streams).double().numpy()
         is_mixed = random[:, 0] < config.mix_prob
         first, (_, which, quantile, row, column) = first[is_mixed], random[is_mixed].T
         is_cut = (which < 0.5) | (config.mixup == 0) if config.cutmix else which < 0
@@ -136,11 +135,11 @@ class DeviceLoader:
         training: bool,
         outputs: int = 0,
     ):
-        self.loader: Any = loader  # as Accelerate wraps it
+        self.loader = loader  # as Accelerate wraps it
         self.device = device
         self.error: Exception | None = None
         self.what = "a training batch" if training else "an evaluation batch"
-        self.dataset: Any = self.loader.dataset
+        self.dataset: Any = self.loader.dataset  # its `labels` are those of the whole split
         # Accelerate would copy on the compute stream; `_upload` copies instead
         self.loader.device = None
         self.mixing = Mixing(config, spec, outputs) if training and config.mixes else None
@@ -150,20 +149,15 @@ class DeviceLoader:
         # One value for each channel of a whole row of pixels, so that inner loops are long.
         self.scale, self.shift = scale.repeat(spec.width), shift.repeat(spec.width)
         self.channels = spec.channels
-        shape: tuple[int, ...] = (spec.channels, spec.height, spec.width)
+        shape = (spec.channels, spec.height, spec.width)
         if isinstance(self.dataset, Features):
             shape = self.dataset.views.shape[2:]
         self.no_images = torch.empty(0, *shape, device=device)  # an empty input of the model
 
     def check(self) -> None:
         """Raise the error of a sample that could not be read, whose batch was left empty."""
-        if self.error is not None:
+        if self.error:
             raise self.error
-
-    @property
-    def labels(self) -> np.ndarray:
-        """The labels of the whole split, as in Split."""
-        return self.dataset.labels
 
     def __len__(self) -> int:
         return len(self.loader)

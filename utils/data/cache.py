@@ -119,7 +119,7 @@ def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> I
     loader = DataLoader(images, batch_sampler=chunks, collate_fn=move_to_shared_memory, **processes)
     try:
         for batch in wait_for_items(progress(loader), "a decoded image"):
-            if batch.error is not None:
+            if batch.error:
                 raise batch.error
             yield batch.images.numpy()
     except OSError as error:  # for example, no process can be started; the cache is not the reason

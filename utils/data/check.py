@@ -5,14 +5,14 @@ first update.
 import json
 import os
 import zlib
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
+from utils.console import progress
 from utils.data.decode import why_unreadable
 from utils.data.order import BlockSampler, Microbatch
 from utils.data.splits import Files, Split, fingerprint_of, stamp_of
@@ -29,7 +29,7 @@ _ENDS = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG\r\n\x1a\n": b"IEND\xaeB`\x82"}
 _HEAD, _TAIL = 1024, 4096  # bytes that are read at each end
 
 
-def check_images(split: Split, full: bool, cache_dir: str, progress: Callable = iter) -> Split:
+def check_images(split: Split, full: bool, cache_dir: str) -> Split:
     """The split with the errors of its unreadable images (`errors`) and a checksum of both ends of
     each image (`checksums`).
 
@@ -45,7 +45,7 @@ def check_images(split: Split, full: bool, cache_dir: str, progress: Callable = 
     path = expand(cache_dir) / "checked" / f"{name}.json"
     found = _cached_result(path, len(rows))
     if found is None:
-        found = _check_all(split, rows, full, progress)
+        found = _check_all(split, rows, full)
         # without the cached result, the next check takes as long as this one
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def _stamps(split: Split) -> tuple[list, dict[int, str]]:
     """
     if not isinstance(split.images, Files):
         return [split.cache_key], {}
-    stamps, errors = [], dict[int, str]()
+    stamps, errors = [], {}
     for row, file in enumerate(split.images.paths):
         try:
             stamps.append((file, *stamp_of(file)))
@@ -86,7 +86,7 @@ def _cached_result(path: Path, count: int) -> list | None:
     return None
 
 
-def _check_all(split: Split, rows: np.ndarray, full: bool, progress: Callable) -> list:
+def _check_all(split: Split, rows: np.ndarray, full: bool) -> list:
     """Check these images on all cores. Returns the checksum and the error, or "", of each."""
     workers = min(usable_cores(), _MOST, len(rows) * (10 if full else 1) // _LEAST)
     loader = DataLoader(
@@ -95,18 +95,20 @@ def _check_all(split: Split, rows: np.ndarray, full: bool, progress: Callable) -
         collate_fn=list,
         **worker_processes(workers if workers > 1 else 0),
     )
-    chunks = wait_for_items(progress(loader), "the result of an image check")
+    chunks = wait_for_items(progress("checking images")(loader), "the result of an image check")
     return [check for chunk in chunks for check in chunk]
 
 
+@dataclass
 class _Checks(Dataset):
     """The checksum and the error, or "", of the images in these rows.
 
     They are not tensors, because those would need space in /dev/shm.
     """
 
-    def __init__(self, split: Split, rows: np.ndarray, full: bool):
-        self.split, self.rows, self.full = split, rows, full
+    split: Split
+    rows: np.ndarray
+    full: bool
 
     def __getitems__(self, block: Microbatch) -> list[tuple[int, str]]:
         rows = self.rows[block.indices].tolist()

@@ -58,8 +58,7 @@ def open_csv(path: str, config: TrainConfig) -> Source:
             problem = lacks_class(label, class_names, name, distinct(labels))
             raise _error(file, row, problem, "fix the label")
         if several:
-            lengths = own["label"].str.len().to_numpy()
-            numbers = multi_hot(lengths, numbers, len(class_names))
+            numbers = multi_hot(own["label"].str.len().to_numpy(), numbers, len(class_names))
         images = Files(own["path"].tolist(), str(file.parent))
         split = whole_split(name, images, numbers, fingerprint_of(file.resolve()))
         return replace(split, notes=note_forms(class_names, labels))
@@ -117,8 +116,7 @@ def _read(file: Path, config: TrainConfig) -> Any:
     table = table[(table != "").any(axis=1)]  # a spreadsheet may write blank rows as commas
     header = [name.lower() for name in table[:1].to_numpy().ravel()]
     wanted = {"path": config.image_column or "path", "label": config.label_column or "label"}
-    splits = table[header.index("split")] if "split" in header else "train"
-    columns = {"split": splits}
+    columns = {"split": table[header.index("split")] if "split" in header else "train"}
     for field, name in wanted.items():
         if header.count(name.lower()) != 1:
             problem = f"must name one column {name!r}, but has {join_names(header)}"

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -58,8 +58,17 @@ class Batch(NamedTuple):
         return Batch(self.images[:0].clone(), self.labels[:0].clone(), microbatch, error)
 
 
+class _Labelled(Dataset):
+    """A data set whose length is that of its labels."""
+
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
 @dataclass(eq=False)
-class CachedDataset(Dataset):
+class CachedDataset(_Labelled):
     """Images decoded beforehand, uint8 [N, H, W, C]; a batch is one indexed copy.
 
     The batch is augmented on the device, or `in_loader` if the augmentation has transforms of
@@ -69,9 +78,6 @@ class CachedDataset(Dataset):
     pixels: np.ndarray
     labels: np.ndarray
     augmentation: Augmentation = field(default_factory=Augmentation)
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     @property
     def in_loader(self) -> bool:
@@ -93,7 +99,7 @@ class CachedDataset(Dataset):
         return Batch(images, torch.from_numpy(self.labels[microbatch.indices]), microbatch)
 
 
-class PhotoDataset(Dataset):
+class PhotoDataset(_Labelled):
     """Photographs, decoded and augmented for each batch; by default, their centre."""
 
     in_loader = True
@@ -102,9 +108,6 @@ class PhotoDataset(Dataset):
     def __init__(self, split: Split, spec: InputSpec, augmentation: Augmentation | None = None):
         self.split, self.spec, self.labels = split, spec, split.labels
         self.augmentation = augmentation or Augmentation(0, [Center(spec)])
-
-    def __len__(self) -> int:
-        return len(self.split)
 
     @property
     def image_bytes(self) -> int:
@@ -176,7 +179,7 @@ class DeviceDataset(CachedDataset):
 ImageDataset = CachedDataset | PhotoDataset
 
 
-class Features(Dataset):
+class Features(_Labelled):
     """The outputs of frozen layers for K views of the images of a split, float32 [K, N, ...].
 
     A sample has view (epoch + occurrence) modulo K; its occurrence in the epoch counts from 0.
@@ -190,9 +193,6 @@ class Features(Dataset):
 
     def __init__(self, views: np.ndarray, images: ImageDataset, origin: str):
         self.views, self.images, self.labels, self.origin = views, images, images.labels, origin
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     @property
     def place(self) -> str:
@@ -223,8 +223,8 @@ class Features(Dataset):
     def _choose(self, microbatch: Microbatch) -> np.ndarray:
         """The view of each sample, int64 [n]."""
         occurrences = 0 if microbatch.occurrences is None else microbatch.occurrences
-        turns = microbatch.epoch + occurrences + np.zeros_like(microbatch.indices)
-        return turns % len(self.views)
+        zeros = np.zeros_like(microbatch.indices)
+        return (microbatch.epoch + occurrences + zeros) % len(self.views)
 
 
 AnyDataset = ImageDataset | Features
@@ -258,7 +258,7 @@ def describe_place(sets: Sequence[AnyDataset]) -> str:
 
 def _joined(group: list[Microbatch]) -> Microbatch:
     """The microbatches as one, with its samples as tensors."""
-    joined: dict[str, Any] = {
+    joined: dict = {
         name: torch.from_numpy(np.concatenate([getattr(part, name) for part in group]))
         for name in ("indices", "occurrences")
         if getattr(group[0], name) is not None  # the occurrences of all microbatches, or of none

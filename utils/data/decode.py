@@ -145,16 +145,16 @@ def _eight_bit(image: Image.Image, file_format: str | None, bits: int) -> Image.
     return image
 
 
-def peek(split: Split, count: int = 64) -> tuple[int, tuple[int, int] | None, int, float]:
+def peek(split: Split) -> tuple[int, tuple[int, int] | None, int, float]:
     """What some images are like: channels (1 if all are grey, else 3), size, largest value, and
     typical shape.
 
     The size is (height, width), or None if they differ; the shape is the median of height / width.
     Raises UserError for an image that cannot be read.
     """
-    sizes: list[tuple[int, int]] = []
+    sizes = []
     grey, largest = True, 0
-    for position in np.unique(np.linspace(0, len(split) - 1, count).astype(int)).tolist():
+    for position in np.unique(np.linspace(0, len(split) - 1, 64).astype(int)).tolist():
         pixels = decode(split, position, 3)
         sizes.append((pixels.shape[0], pixels.shape[1]))
         grey = grey and bool((pixels[..., :1] == pixels).all())

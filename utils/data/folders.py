@@ -83,8 +83,7 @@ def image_folder(path: Path, config: TrainConfig) -> Source:
     """The splits of an image folder. Raises ValueError if it holds no images."""
     folders, aliases, lines = _find_splits(path, config)
     wanted = config.train_split and aliases.get(config.train_split, config.train_split)
-    train = folders[split_that_defines_classes(folders, wanted)]
-    class_names = distinct(class_names_in(train))
+    class_names = distinct(with_images(folders[split_that_defines_classes(folders, wanted)]))
     openers = {
         name: partial(_folder_split, name, folder, class_names) for name, folder in folders.items()
     }
@@ -105,7 +104,7 @@ def name_splits(where: str | Path, written: Iterable[str]) -> dict[str, str]:
 
     Usual names stay; others become train, validation or test, or stay if they are none of these.
     """
-    names: dict[str, str] = {}
+    names = {}
     words: dict[str, str] = {}
     for text in written:
         word, lower = split_word(text), text.lower()
@@ -128,10 +127,10 @@ def _find_splits(
     if config.train_split == ".":
         return {"train": path}, {".": "train"}, ()
     flags = config.train_split, config.eval_split
-    children = {child.name: Path(child) for child in folders_in(path) if holds_image(child.path)}
+    children = with_images(path)
     splits = [name for name in children if split_word(name) or name in flags]
     others = [name for name in children if name not in splits]
-    is_class = len(splits) == 1 and len(others) > 1 and not class_names_in(children[splits[0]])
+    is_class = len(splits) == 1 and len(others) > 1 and not with_images(children[splits[0]])
     if splits and (splits[0] in flags or not is_class):
         names = name_splits(path, splits)
         known = join_names((word for words in _WORDS.values() for word in words), 99)
@@ -141,7 +140,7 @@ def _find_splits(
     if len(children) == 1:
         ((name, only),) = children.items()
         folders, names, lines = _find_splits(only, config)
-        if len(folders) > 1 or any(len(class_names_in(folder)) > 1 for folder in folders.values()):
+        if len(folders) > 1 or any(len(with_images(folder)) > 1 for folder in folders.values()):
             line = f"{path}: using {name}, the only folder in it with images"
             return folders, names, (line, *lines)
     return {"train": path}, {}, ()
@@ -150,7 +149,7 @@ def _find_splits(
 def _without_repeat(folder: Path) -> Path:
     """The folder, or the one in it that holds its classes, as in training_set/training_set/cat."""
     inner = folder / folder.name
-    return inner if class_names_in(folder) == [folder.name] and class_names_in(inner) else folder
+    return inner if [*with_images(folder)] == [folder.name] and with_images(inner) else folder
 
 
 def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
@@ -163,7 +162,7 @@ def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
         problem = lacks_class(unknown, class_names, name, found)
         raise UserError(f"{folder / unknown}: {problem}", "rename or move the folder")
     empty = [class_name for class_name, paths in images.items() if not paths]
-    loose = len(scan.images(files_in(folder)))
+    loose = len(scan.images(entry for entry in _visible(folder) if not is_folder(entry)))
     if not found:
         raise _no_images(folder, loose, scan)
     paths = [path for paths in images.values() for path in paths]
@@ -208,11 +207,6 @@ def folders_in(folder: str | Path) -> list[os.DirEntry]:
     return [entry for entry in _visible(folder) if is_folder(entry)]
 
 
-def files_in(folder: str | Path) -> list[os.DirEntry]:
-    """The files directly in a folder, by name, without hidden ones."""
-    return [entry for entry in _visible(folder) if not is_folder(entry)]
-
-
 def files_below(folder: str | Path, entered: set[str] | None = None) -> Iterator[os.DirEntry]:
     """The files in and below a folder, by name, without hidden ones.
 
@@ -227,14 +221,10 @@ def files_below(folder: str | Path, entered: set[str] | None = None) -> Iterator
             yield from files_below(entry.path, entered)
 
 
-def holds_image(folder: str | Path) -> bool:
-    """Whether an image is in or below a folder."""
-    return any(map(_is_image, files_below(folder)))
-
-
-def class_names_in(folder: str | Path) -> list[str]:
-    """The names of the folders in a split's folder that hold images."""
-    return [child.name for child in folders_in(folder) if holds_image(child.path)]
+def with_images(folder: Path) -> dict[str, Path]:
+    """The folders in a folder that hold images, directly or below, by name."""
+    children = {child.name: Path(child) for child in folders_in(folder)}
+    return {name: path for name, path in children.items() if any(map(_is_image, files_below(path)))}
 
 
 def is_folder(entry: os.DirEntry) -> bool:

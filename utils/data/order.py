@@ -51,15 +51,6 @@ def weighted_draws(weights: np.ndarray, seed: int, epoch: int) -> np.ndarray:
     return np.searchsorted(ends, below, side="right")
 
 
-def occurrence_index(drawn: np.ndarray) -> np.ndarray:
-    """How often each of these samples, int64 [n], was drawn at an earlier place, int64 [n]."""
-    import pandas  # takes half a second
-
-    return (
-        pandas.Series(drawn).groupby(drawn).cumcount().to_numpy(copy=True)
-    )  # writable, for PyTorch
-
-
 class Microbatch(NamedTuple):
     """The samples of one forward pass on one rank. `update` counts from 0 over the run, `number`
     from 0 in each update. A rank with fewer microbatches than others gets an empty one in their
@@ -159,8 +150,12 @@ class Plan:
             sizes = np.minimum(size, self.samples - update * size)
             distinct = -(-sizes // self.repeats)
             drawn = drawn[update * (size // self.repeats) + place % distinct]
-        once = self.weights is None and self.repeats == 1
-        return drawn, None if once else occurrence_index(drawn)
+        if self.weights is None and self.repeats == 1:
+            return drawn, None
+        import pandas  # takes half a second
+
+        counts = pandas.Series(drawn).groupby(drawn).cumcount()
+        return drawn, counts.to_numpy(copy=True)  # writable, for PyTorch
 
 
 def make_plan(
@@ -182,10 +177,10 @@ def make_plan(
         require(labels.ndim == 1, "--sampler balanced needs one class per image", "leave it out")
         weights = 1 / np.bincount(labels)[labels]
     return Plan(
-        samples=len(labels),
-        global_batch_size=global_batch_size,
-        microbatches=microbatches,
-        seed=config.seed,
+        len(labels),
+        global_batch_size,
+        microbatches,
+        config.seed,
         drop_last=config.drop_last,
         repeats=config.repeats,
         in_pairs=config.mixes,

@@ -70,7 +70,7 @@ class ListedSplit:
         """Raise ValueError if a field is invalid."""
         texts = [self.name, self.source, self.labels, self.content]
         names, ends, labels = self.names or [], self.ends or [], self.classes or []
-        flat: list = list(chain(*labels)) if _is_list(labels, list) else labels
+        flat = list(chain(*labels)) if _is_list(labels, list) else labels
         is_text, is_int = _is_list([*texts, *names], str), _is_list([self.count, *ends, *flat], int)
         sizes = {len(names), len(ends), len(labels), self.count if names else 0}
         fits = is_text and is_int and len(sizes) == 1
@@ -113,16 +113,12 @@ class SampleList:
 
 
 def list_samples(
-    config: TrainConfig,
-    class_names: list[str],
-    train: tuple[Split, Split],
-    evaluation: tuple[Split, Split],
+    config: TrainConfig, class_names: list[str], *pairs: tuple[Split, Split]
 ) -> SampleList:
     """Describe both splits. Each is passed together with the whole split that it was taken from."""
+    train, evaluation = (ListedSplit.of(*pair) for pair in pairs)
     choices = {name: getattr(config, name) for name in _CHOICES}
-    return SampleList(
-        ListedSplit.of(*train), ListedSplit.of(*evaluation), list(class_names), choices
-    )
+    return SampleList(train, evaluation, class_names, choices)
 
 
 def read_samples(path: Path) -> SampleList:
@@ -223,9 +219,7 @@ def table_changes(part: ListedSplit, whole: Split) -> list[str]:
         ("images", part.content, whole.content),
     )
     return [
-        f"the {what} of split {part.source!r} changed"
-        for what, before, now in pairs
-        if before != now
+        f"the {what} of split {part.source!r} changed" for what, old, new in pairs if old != new
     ]
 
 

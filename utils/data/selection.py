@@ -7,7 +7,7 @@ import numpy as np
 
 from utils.config.bounds import require
 from utils.config.settings import TrainConfig
-from utils.console import join_names, nfc, progress, say
+from utils.console import join_names, nfc, say
 from utils.data.check import check_images
 from utils.data.samples import (
     ListedSplit,
@@ -38,7 +38,7 @@ def load_data(config: TrainConfig, samples: SampleList | None = None) -> Data:
     are checked, with a progress bar and messages.
     """
     source = _open_checked(config, samples)
-    if samples is None:
+    if not samples:
         pairs = _choose_splits(source, config)
         samples = list_samples(config, source.class_names, *pairs)
         splits = [split for split, _ in pairs]
@@ -98,7 +98,7 @@ def load_split(
         asked = name or _eval_name(source, "", None)
         default = "train" if len(source.openers) > 1 else next(iter(source.openers))
         split = source.split(_existing(source, asked or default, "--split"))
-        if samples is not None:
+        if samples:
             _report_trained_on(samples, split)
         shown = split.name if asked or len(source.openers) > 1 else "all images"
     split = random_subset(_drop_unreadable(split, config), config.max_eval_samples, config.seed)
@@ -118,14 +118,11 @@ def _open_checked(config: TrainConfig, samples: SampleList | None) -> Source:
     # all must be known before samples are counted
     full = config.check_images == "full" or config.bad_images == "skip"
     found = wanted = source.class_names
-    if samples is not None and sorted(map(nfc, found)) == sorted(map(nfc, samples.class_names)):
+    if samples and sorted(map(nfc, found)) == sorted(map(nfc, samples.class_names)):
         source.class_names = wanted = samples.class_names
         source.notes += note_forms(wanted, found)
     source.check = lambda split: check_images(
-        replace(renumber(split, found, wanted), bits=config.image_bits),
-        full,
-        config.cache_dir,
-        progress("checking images"),
+        replace(renumber(split, found, wanted), bits=config.image_bits), full, config.cache_dir
     )
     return source
 
@@ -160,7 +157,7 @@ def _drop_unreadable(split: Split, config: TrainConfig, keep_order: bool = False
     problem = f"{count} cannot be read: {join_names(bad, 8)}"
     require(config.bad_images == "skip", problem, fix)
     problem = f"no image of split {split.name!r} can be used ({len(split)} checked)"
-    require(bool(split.readable.any()), problem, "give another --data")
+    require(split.readable.any(), problem, "give another --data")
     action = "other images of their classes replace them" if keep_order else "will be left out"
     say(f"{count} cannot be used and {action}: {join_names(bad, 8)}")
     if keep_order:
@@ -275,4 +272,4 @@ def check_kind(split: Split, config: TrainConfig) -> None:
     fix = "use other data, or train with --task multilabel"
     require(not several or task in ("auto", "multilabel"), problem, fix)
     problem = f"no image of split {split.name!r} has a label"
-    require(not several or bool(split.labels.any()), problem, "fix the labels")
+    require(not several or split.labels.any(), problem, "fix the labels")

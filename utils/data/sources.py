@@ -9,7 +9,6 @@ import os
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torchvision
@@ -37,7 +36,7 @@ def open_digits(_rest: str, _config: TrainConfig) -> Source:
     """The 1,797 handwritten digits of scikit-learn, 8x8 pixels."""
     # The file that load_digits reads, without the slow import of scikit-learn.
     package = find_spec("sklearn")
-    assert package is not None and package.origin is not None  # requirements.txt has it
+    assert package and package.origin  # requirements.txt has it
     file = Path(package.origin).with_name("datasets") / "data" / "digits.csv.gz"
     *columns, target = np.loadtxt(file, delimiter=",", unpack=True)
     pixels = np.round(np.stack(columns, 1).reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
@@ -75,7 +74,7 @@ def open_torchvision(name: str, config: TrainConfig) -> Source:
     """MNIST, FashionMNIST, KMNIST, CIFAR10 or CIFAR100 of torchvision, downloaded to --data_dir if
     it is missing.
     """
-    cls: Any = getattr(torchvision.datasets, name)
+    cls = getattr(torchvision.datasets, name)
     root = str(expand(config.data_dir or str(Path(config.cache_dir) / "torchvision")))
     try:
         # does nothing if the files are there
@@ -87,8 +86,7 @@ def open_torchvision(name: str, config: TrainConfig) -> Source:
     def make(split: str) -> Split:
         pixels = np.asarray(sets[split].data)
         planes = pixels if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2)
-        fingerprint = fingerprint_of(name, split, pixels)
-        return whole_split(split, planes, sets[split].targets, fingerprint)
+        return whole_split(split, planes, sets[split].targets, fingerprint_of(name, split, pixels))
 
     class_names = [*map(str, sets["train"].classes)]
     return Source({split: partial(make, split) for split in sets}, class_names)

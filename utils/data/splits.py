@@ -81,7 +81,7 @@ class Split:
             same = np.flatnonzero(is_usable & (kinds == kinds[place]))
             problem = "no other image has the same label and can be used"
             fix = "restore it, or start a new run"
-            require(len(same) > 0, f"{self.describe(order[place])}: {problem}", fix)
+            require(len(same), f"{self.describe(order[place])}: {problem}", fix)
             found = order[same[np.searchsorted(same, place) % len(same)]]
             index[order[place]] = self.image_index[found]
         return replace(self, image_index=index)
@@ -153,13 +153,14 @@ class Data:
         return fingerprint_of(*texts)
 
 
+@dataclass(eq=False)
 class Files:
     """Image files by path, most or all of them below a folder `root`; indexing returns the bytes of
     a file.
     """
 
-    def __init__(self, paths: list[str], root: str = ""):
-        self.paths, self.root = paths, root
+    paths: list[str]
+    root: str = ""
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -211,7 +212,7 @@ class Source:
         if name not in self.opened:
             split, classes = self.openers[name](), len(self.class_names)
             fix = "choose another one with --train_split or --eval_split"
-            require(len(split) > 0, f"split {name!r} is empty", fix)
+            require(len(split), f"split {name!r} is empty", fix)
             wrong = np.flatnonzero((split.labels < 0) | (split.labels >= classes))
             if len(wrong) and split.labels.ndim == 1:
                 label = split.labels[wrong[0]]
@@ -232,7 +233,7 @@ def whole_split(name: str, images: Images, labels, fingerprint: str) -> Split:
     given = np.asarray(labels)
     labels = np.ascontiguousarray(given, np.uint8 if given.ndim == 2 else np.int64)
     problem = f"split {name!r} has labels that are not integers"
-    require(bool((labels == given).all()), problem, "give class numbers")
+    require((labels == given).all(), problem, "give class numbers")
     return Split(name, images, labels, np.arange(len(labels)), fingerprint)
 
 
@@ -298,9 +299,9 @@ def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
     is_held = np.zeros(len(split), bool)
     is_held[order] = np.diff(steps) > 0
     is_held &= (counts[labels] > 1) | is_multi
-    if not is_held.any() or is_held.all():
-        problem = f"split {split.name!r} has too few samples ({len(split)}) to hold out {fraction:g} of each class"
-        raise UserError(problem, "add samples, change --eval_fraction or name an --eval_split")
+    problem = f"split {split.name!r} has too few samples ({len(split)}) to hold out {fraction:g} of each class"
+    fix = "add samples, change --eval_fraction or name an --eval_split"
+    require(is_held.any() and not is_held.all(), problem, fix)
     held = replace(split.select(np.flatnonzero(is_held)), name=f"hold-out of {split.name}")
     return split.select(np.flatnonzero(~is_held)), held
 

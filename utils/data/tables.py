@@ -93,9 +93,10 @@ def table_source(splits, config: TrainConfig) -> Source:
     def make(name: str) -> Split:
         dataset = splits[name]
         for column in (image_column, label_column):
-            if column not in dataset.features:
-                problem = f"split {name!r} has no column {column!r}, only"
-                raise UserError(f"{problem} {join_names(dataset.features)}", "choose another split")
+            problem = (
+                f"split {name!r} has no column {column!r}, only {join_names(dataset.features)}"
+            )
+            require(column in dataset.features, problem, "choose another split")
         labels, found = _labels(name, dataset, label_column, classes, train_names)
         images = Table(dataset, image_column)
         files = [file for file in images.files() if Path(file).is_file()]
@@ -119,7 +120,8 @@ def _image_column(features, wanted: str | None) -> str:
 def _label_column(features, wanted: str | None) -> str:
     from datasets import ClassLabel
 
-    kinds = {name: _element(features[name]) for name in features}
+    # of the elements of lists
+    kinds = {name: getattr(each, "feature", each) for name, each in features.items()}
     found = [name for name in features if isinstance(kinds[name], ClassLabel)]
     known = [name for name in LABEL_NAMES if name in features][:1]
     valid = re.compile(r"u?int\d+|bool|(large_)?string")
@@ -142,11 +144,6 @@ def _choose(
     require(name in features, f"{flag} {name}: no such column", fix)
     require(name in fitting, f"{flag} {name}: holds {features[name]}, not {kind}s", fix)
     return name
-
-
-def _element(feature):
-    """The feature of the elements of lists; others unchanged."""
-    return getattr(feature, "feature", feature)
 
 
 def _values(dataset, column: str):

@@ -204,8 +204,7 @@ class FillBox(Transform):
         raise NotImplementedError
 
     def batch(self, images: Tensor, random: Tensor) -> Tensor:
-        boxes = self.boxes(random.double())
-        top, left, bottom, right = (edge[:, None] for edge in boxes)
+        top, left, bottom, right = (edge[:, None] for edge in self.boxes(random.double()))
         row = torch.arange(self.height, device=images.device)
         column = torch.arange(self.width, device=images.device).repeat_interleave(len(self.fill))
         rows, columns = (row >= top) & (row < bottom), (column >= left) & (column < right)

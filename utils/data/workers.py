@@ -11,7 +11,6 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 from multiprocessing.process import BaseProcess
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -64,7 +63,7 @@ def move_to_shared_memory(batch: Any) -> Batch:
     thread that only prints the error, and the rank would wait for this batch forever.
     """
     try:
-        for tensor in (batch.images, batch.labels) if get_worker_info() is not None else ():
+        for tensor in (batch.images, batch.labels) if get_worker_info() else ():
             if tensor.numel():  # an empty tensor takes no shared memory
                 tensor.share_memory_()
     except RuntimeError as error:
@@ -123,20 +122,18 @@ def _leave_signals_to_parent(parent: int, worker: int) -> None:
         threading.Thread(target=_await_parents_sigterm, args=(parent,), daemon=True).start()
 
 
-def _print_unless_disconnected(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
+def _print_unless_disconnected(kind: type[BaseException], *details: Any) -> None:
     """Print an error of a thread, except a lost connection: the rank was stopped while it was
     receiving a batch.
     """
     if not issubclass(kind, ConnectionError | EOFError):
-        sys.__excepthook__(kind, error, trace)
+        sys.__excepthook__(kind, *details)
 
 
 def _await_parents_sigterm(parent: int) -> None:
     while os.getppid() == parent:  # a parent that is killed sends no signal
         received = signal.sigtimedwait({signal.SIGTERM}, 2)
-        if received is not None and received.si_pid == parent:
+        if received and received.si_pid == parent:
             break
     os._exit(0)
 

@@ -19,7 +19,7 @@ from utils.version import VERSION
 TOLERANCE = 1e-5  # in probability
 
 
-def config_of(loaded: Loaded) -> dict[str, Any]:
+def config_of(loaded: Loaded) -> dict:
     """The contents of config.json: architecture, classes and preprocessing."""
     config, task = loaded.saved.config, loaded.task
     shape = asdict(loaded.spec)
@@ -45,7 +45,7 @@ def compare(loaded: Loaded, code: Code, folder: Path) -> float:
     They are compared on random pixels, in batches of 1, 2 and 7 images. Raises ValueError if they
     differ by over 1e-5.
     """
-    names: dict[str, Any] = {}
+    names: dict = {}
     exec(definitions(loaded, code, str(folder)), names)
     spec, random, worst = loaded.spec, np.random.default_rng(0), 0.0
     for count in (1, 2, 7):
@@ -204,7 +204,7 @@ def _measured(loaded: Loaded) -> str:
     saved, precision = loaded.saved, loaded.saved.config.mixed_precision
     if not saved.evaluation:
         return "The checkpoint has no evaluation of these weights."
-    assert saved.samples is not None
+    assert saved.samples
     found, split = saved.evaluation, printable(saved.samples.evaluation.name)
     where = f"`{data_name(loaded)}`, split `{split}`, {found['count']} images, each counted once"
     if precision in ("bf16", "fp16"):

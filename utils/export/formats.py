@@ -5,10 +5,8 @@ loads them, and add it to `FORMATS` and to ExportConfig.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +88,7 @@ def write_timm(loaded: Loaded, folder: Path) -> Code:
     model, spec, arguments = loaded.model, loaded.spec, loaded.saved.config.model_args
     name = loaded.saved.config.model
     if not name.startswith("timm/"):
-        shape: dict[str, Any] = {"num_classes": loaded.task.outputs, "in_chans": spec.channels}
+        shape: dict = {"num_classes": loaded.task.outputs, "in_chans": spec.channels}
         model = timm.create_model(name, **shape, **arguments)
         model.load_state_dict(loaded.model.state_dict())
     # The crop_pct with which timm resizes the shorter side to as many pixels as the evaluation.
@@ -134,7 +132,7 @@ def write_torch(loaded: Loaded, folder: Path) -> Code:
 
 def write_onnx(loaded: Loaded, folder: Path) -> Code:
     """The program of `write_torch` in the ONNX format, `model.onnx`."""
-    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["probabilities"]}
+    names: dict = {"input_names": ["images"], "output_names": ["probabilities"]}
     program = torch.onnx.export(_program(loaded), dynamo=True, verbose=False, **names)
     assert program is not None
     program.save(folder / "model.onnx", external_data=False)
@@ -146,7 +144,7 @@ def write_onnx(loaded: Loaded, folder: Path) -> Code:
     )
 
 
-FORMATS: dict[str, Callable[[Loaded, Path], Code]] = {
+FORMATS = {
     "torch": write_torch,
     "onnx": write_onnx,
     "timm": write_timm,

@@ -17,8 +17,11 @@ from utils.memory import usable_cores
 # SLURM, because its mpirun may call srun.
 _SOURCES = {
     "the environment": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "Open MPI": tuple(
-        f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "SLURM": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
@@ -159,7 +162,7 @@ def _tasks_on_node(counts: str, node: int) -> int:
     """The number of tasks on a node; SLURM's `2(x3),1` is two on each of the first three nodes, one
     on the fourth.
     """
-    tasks: list[int] = []
+    tasks = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
         tasks += [int(count)] * int(times or 1)
     if node < len(tasks):

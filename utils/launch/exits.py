@@ -83,7 +83,7 @@ def exit_with_error(
     the ranks until none of --max_restarts is left, and then close the rendezvous for all machines
     and for later starts.
     """
-    is_final = not retry and elastic_nodes() is not None
+    is_final = not retry and elastic_nodes()
     if is_final:
         os.environ["TORCHELASTIC_MAX_RESTARTS"] = "0"  # the launcher makes no other attempt
     if not prints:
@@ -172,14 +172,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def fix_for_memory(fix: str) -> Iterator[None]:
-    """Raise UserError with this fix if memory cannot be allocated in the `with` block."""
+def fix_for_memory() -> Iterator[None]:
+    """Raise UserError with a fix if an evaluation in the `with` block cannot allocate memory."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise UserError(f"out of memory ({one_line(error)[:120]})", fix) from error
+        problem = f"out of memory ({one_line(error)[:120]})"
+        raise UserError(problem, "lower --eval_batch_size") from error
 
 
 def with_known_fix(error: Exception) -> Exception:

@@ -58,17 +58,8 @@ def rendezvous(
     host, nonce, master = socket.gethostname(), uuid.uuid4().hex, resolve(address)
     me = Member(topology.rank, topology.world_size, host, os.getpid(), nonce, master)
     store = _tcp_store(topology, address, port, deadline)
-    session, members = _session(store, me, deadline, f"{address}:{port}")
-    return dist.PrefixStore(session, store), members
-
-
-def _session(
-    store: dist.Store, me: Member, deadline: float, where: str
-) -> tuple[str, list[Member]]:
-    """Open a session as rank 0, or join the open one; returns its name and its members in the order
-    of the ranks.
-    """
-    session, answers = (_open if me.rank == 0 else _join)(store, me, deadline, where)
+    begin = _open if me.rank == 0 else _join
+    session, answers = begin(store, me, deadline, f"{address}:{port}")
     members = [Member(**answer) for answer in answers]
     for member in members:
         if member.world_size != len(members):
@@ -79,10 +70,11 @@ def _session(
                 f"rank 0 was started with {len(members)} processes, rank {member.rank} with {member.world_size}",
                 "start all with the same WORLD_SIZE (--num_processes)",
             )
-    return session, members
+    return dist.PrefixStore(session, store), members
 
 
 def _open(store: dist.Store, me: Member, deadline: float, where: str) -> tuple[str, list[dict]]:
+    """Open a session as rank 0; returns its name and its members in the order of the ranks."""
     session = uuid.uuid4().hex
     store.set("session", session)
     others = [f"{session}/{rank}" for rank in range(1, me.world_size)]
@@ -99,6 +91,7 @@ def _open(store: dist.Store, me: Member, deadline: float, where: str) -> tuple[s
 
 
 def _join(store: dist.Store, me: Member, deadline: float, where: str) -> tuple[str, list[dict]]:
+    """The same for the other ranks, which join the session that rank 0 has opened."""
     joined = ""
     while time.monotonic() < deadline:
         session = store.get("session").decode() if store.check(["session"]) else ""

@@ -1,8 +1,8 @@
 """What flags change in a model: --freeze, --grad_checkpointing and --tta."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from fnmatch import filter as fitting
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from utils.config.bounds import require
 from utils.config.recipe import BACKBONE
 from utils.config.table import suggestion
 from utils.models.matching import head_prefixes
+from utils.ranks.batchnorm import restored_buffers
 
 
 def freeze(model: nn.Module, patterns: Sequence[str], new: Mapping[str, str] = {}) -> None:
@@ -31,10 +32,12 @@ def freeze(model: nn.Module, patterns: Sequence[str], new: Mapping[str, str] = {
     """
     parameters, heads = dict(model.named_parameters()), head_prefixes(model)
     for pattern in patterns:
-        matching = [name for name in parameters if _matches(heads, name, pattern)]
+        matching = [*fitting(parameters, pattern), *fitting(parameters, f"{pattern}.*")]
+        if pattern == BACKBONE:
+            matching = [name for name in parameters if not name.startswith(heads)]
         layers = [name for name, _ in model.named_modules() if name]
         fix = suggestion(pattern, [*layers, *parameters], f"use {BACKBONE}, or such as {layers[0]}")
-        require(bool(matching), f"--freeze {pattern}: no parameter has such a name", fix)
+        require(matching, f"--freeze {pattern}: no parameter has such a name", fix)
         for name in matching:
             problem = f"--freeze {pattern}: {name} would stay random ({new.get(name)})"
             fix = "freeze other layers, or set --model and --channels to those of --init_from"
@@ -70,12 +73,6 @@ def _stay_in_evaluation(layer: nn.Module) -> None:
     layer.__dict__["train"] = lambda mode=True: None
 
 
-def _matches(heads: tuple[str, ...], name: str, pattern: str) -> bool:
-    if pattern == BACKBONE:
-        return not name.startswith(heads)
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
-
-
 def checkpoint_blocks(model: nn.Module, name: str) -> None:
     """Let the model's blocks compute their activations twice; the results are the same, bit for
     bit.
@@ -84,7 +81,7 @@ def checkpoint_blocks(model: nn.Module, name: str) -> None:
     """
     blocks = find_blocks(model)
     fix = "use a model with blocks, such as resnet50, convnext_tiny or timm/vit_small_patch16_224"
-    require(bool(blocks), f"--grad_checkpointing: {name} does not support it", fix)
+    require(blocks, f"--grad_checkpointing: {name} does not support it", fix)
     for block in blocks:
         block.forward = partial(_compute_twice, block, block.forward)
 
@@ -118,17 +115,6 @@ def _compute_twice(block: nn.Module, forward: Callable, *inputs: Any, **named: A
         context_fn=lambda: (nullcontext(), restored_buffers(block)),
         **named,
     )
-
-
-@contextmanager
-def restored_buffers(module: nn.Module) -> Iterator[None]:
-    """Restore the buffers of a module, such as batch statistics, at the end."""
-    before = [buffer.clone() for buffer in module.buffers()]
-    try:
-        yield
-    finally:  # PyTorch ends the second pass of a block by an exception
-        for buffer, value in zip(module.buffers(), before, strict=True):
-            buffer.copy_(value)
 
 
 class TestTimeAugmentation(nn.Module):

@@ -153,7 +153,7 @@ def copy_matching(
     the model. If both are known, the rows of the head are copied by class name; names that occur
     twice are left out.
     """
-    state, heads, new, copied = model.state_dict(), head_prefixes(model), dict[str, str](), None
+    state, heads, new, copied = model.state_dict(), head_prefixes(model), {}, None
     counts = Counter(map(nfc, there))
     row_of = {nfc(name): row for row, name in enumerate(there) if counts[nfc(name)] == 1}
     rows = [row for row, name in enumerate(here) if nfc(name) in row_of]

@@ -37,7 +37,7 @@ def torchvision_weights(name: str) -> Any:
     return torchvision.models.get_model_weights(name).DEFAULT
 
 
-def published_input(name: str) -> dict[str, Any]:
+def published_input(name: str) -> dict:
     """The settings of the input of the published weights: channels, size, mean, std, and how
     evaluation crops.
 
@@ -53,14 +53,12 @@ def published_input(name: str) -> dict[str, Any]:
     return input_of({"mean": preset.mean, "std": preset.std, **shape})
 
 
-def input_of(cfg: Mapping[str, Any]) -> dict[str, Any]:
+def input_of(cfg: Mapping) -> dict:
     """The settings of the input in timm's description of weights.
 
     Raises errors of many classes if it is malformed.
     """
-    values: dict[str, Any] = {
-        name: [*map(float, cfg[name])] for name in ("mean", "std") if name in cfg
-    }
+    values: dict = {name: [*map(float, cfg[name])] for name in ("mean", "std") if name in cfg}
     if "input_size" in cfg:
         values |= {"channels": cfg["input_size"][0], "image_size": list(cfg["input_size"][1:])}
     if "crop_pct" in cfg:
@@ -93,7 +91,7 @@ def _fix_of_weights(config: TrainConfig) -> str:
     return f"{arguments}without a network, or if the file is damaged, save {url} as {path}"
 
 
-CLASSES: list[str] = torchvision_weights("resnet18").meta["categories"]
+CLASSES = torchvision_weights("resnet18").meta["categories"]
 """Names of the 1,000 classes of ImageNet-1k, in the order of the outputs of all torchvision
 models."""
 _ENDS = ["n01440764", "n15075141"]  # the first and the last synset
@@ -131,7 +129,7 @@ def names_as_in(names: Sequence[str]) -> list[str]:
     UserError for other names.
     """
     orders = [CLASSES]
-    if importlib.util.find_spec("timm") is not None:
+    if importlib.util.find_spec("timm"):
         from timm.data import ImageNetInfo
 
         known: Any = ImageNetInfo("imagenet-1k")
@@ -173,16 +171,14 @@ def version_of(config: TrainConfig) -> str:
     return cfg.tag or "" if cfg else torchvision_weights(config.model).name
 
 
-def copy_published(
-    model: Any, config: TrainConfig, arguments: dict[str, Any], names: Sequence[str]
-) -> None:
+def copy_published(model: Any, config: TrainConfig, arguments: dict, names: Sequence[str]) -> None:
     """Copy the published weights into the model, whose head starts at zero.
 
     If all of the classes `names` are classes of ImageNet, and so are those of the weights, the rows
     of the head are copied by class name.
     """
     zero_heads(model)
-    tensors, there = published_model(config, **arguments).state_dict(), list[str]()
+    tensors, there = published_model(config, **arguments).state_dict(), []
     if names and published_outputs(config.model) == len(CLASSES):
         with suppress(UserError):
             there = names_as_in(names)

@@ -118,15 +118,13 @@ class FastNet(nn.Module):
             # [n, H - 1, W - 1, C, 2, 2]
             windows = np.lib.stride_tricks.sliding_window_view(part, (2, 2), axis=(1, 2))
             patches = windows.reshape(-1, len(std)).astype(np.float64)
-            count, total, products = (
-                count + len(patches),
-                total + patches.sum(0),
-                products + patches.T @ patches,
-            )
-        center = (total / count / 255 - mean) / std
-        covariance = (products / count - np.outer(total / count, total / count)) / np.outer(
-            255 * std, 255 * std
-        )
+            count += len(patches)
+            total += patches.sum(0)
+            products += patches.T @ patches
+        average = total / count
+        center = (average / 255 - mean) / std
+        covariance = products / count - np.outer(average, average)
+        covariance /= np.outer(255 * std, 255 * std)
         variances, components = np.linalg.eigh(covariance)
         # LAPACK chooses the signs
         components *= np.sign(components[np.abs(components).argmax(0), np.arange(len(std))])

@@ -77,7 +77,7 @@ def _read_pickled(path: Path) -> tuple[dict[str, Tensor], str]:
             content = load_pickled(path)
     except UnpicklingError as error:
         named = re.findall(r"(?:GLOBAL|class) (\S+)", str(error))
-        require(bool(named), f"{path}: is not a file of torch.save", "give another file")
+        require(named, f"{path}: is not a file of torch.save", "give another file")
         problem = f"{path}: is refused, because loading {named[0]} in it would execute code"
         raise UserError(problem, f"if you trust the file, load it and {_SAVE}") from error
     except UserError:
@@ -127,7 +127,7 @@ def plain_tensors(path: Path, content: Any) -> dict[str, Tensor]:
         if isinstance(name, str) and isinstance(value, Tensor)
     }
     tensors.pop("n_averaged", None)  # of torch's AveragedModel
-    require(bool(tensors), f"{path}: has no state dict with tensors", _SAVE)
+    require(tensors, f"{path}: has no state dict with tensors", _SAVE)
     for name, tensor in tensors.items():
         # A view can have more bytes than its storage.
         dense = tensor.layout == torch.strided and tensor.device.type == "cpu"

@@ -4,7 +4,6 @@ import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torchvision
@@ -46,7 +45,7 @@ def check_model(config: TrainConfig) -> None:
     known, is_timm = [*OWN_MODELS, *torchvision_models()], name.startswith("timm/")
     has_weights = name not in OWN_MODELS
     if name not in known:  # importing timm takes a second
-        has_timm = importlib.util.find_spec("timm") is not None
+        has_timm = importlib.util.find_spec("timm")
         require(
             has_timm or not is_timm, f"--model {name}: timm is not installed", "pip install timm"
         )
@@ -158,9 +157,7 @@ def build_model(
     return model.to(memory_format=torch.channels_last) if config.channels_last else model
 
 
-def _create(
-    config: TrainConfig, spec: InputSpec, classes: int, arguments: dict[str, Any]
-) -> nn.Module:
+def _create(config: TrainConfig, spec: InputSpec, classes: int, arguments: dict) -> nn.Module:
     name = config.model
     if name in OWN_MODELS:
         return OWN_MODELS[name](spec, classes, **arguments)

@@ -26,6 +26,7 @@ from utils.console import say
 from utils.errors import UserError
 from utils.launch.command import precision_is_chosen
 from utils.launch.environment import is_set, shards_model
+from utils.ranks.batchnorm import restored_buffers
 from utils.ranks.ranks import Ranks
 
 _OF_SIZE_1 = (
@@ -87,7 +88,7 @@ def has_native_bf16(device: torch.device) -> bool:
 
 def make_accelerator(ranks: Ranks, config: TrainConfig) -> Accelerator:
     """An Accelerator on top of the process group of `ranks`; collective."""
-    precision: str | None = config.mixed_precision
+    precision = config.mixed_precision
     if precision is None and ranks.device.type == "cuda" and not precision_is_chosen():
         precision = "auto"
     precision = ranks.gather(precision)[0]  # each machine may have its own accelerate config
@@ -227,10 +228,7 @@ def prepare_buckets(model: nn.Module, no_images: Tensor) -> None:
     # and kernels of one pixel this warning is wrong, because the stride of a dimension of size 1
     # has no meaning.
     warnings.filterwarnings("ignore", message=_OF_SIZE_1)
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    with torch.compiler.set_stance("force_eager"):  # do not compile for an empty batch
+    # do not compile for an empty batch
+    with restored_buffers(model), torch.compiler.set_stance("force_eager"):
         model(no_images).sum().backward()
     model.zero_grad()
-    with torch.no_grad():
-        for buffer, before in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(before)

@@ -167,7 +167,7 @@ class Ranks:
     def _raise_on_all(self, error: Exception | None, no_timeout: bool) -> None:
         who = "" if self.is_main else f"rank {self.topology.rank}: "
         mine = None
-        if error is not None:
+        if error:
             problem, fix = split_error(error)
             mine = AgreedError(who + problem, fix)
         if first := next(filter(None, self.gather(mine, no_timeout)), None):
@@ -221,8 +221,7 @@ class Ranks:
         """
         texts = self.gather(text)
         other = next((rank for rank, theirs in enumerate(texts) if theirs != texts[0]), None)
-        if other is not None:
-            raise UserError(f"rank {other} has {what} than rank 0", fix)
+        require(other is None, f"rank {other} has {what} than rank 0", fix)
 
     def any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
@@ -243,13 +242,13 @@ class Ranks:
 
         Not collective.
         """
-        if self._launchers_store is not None:
+        if self._launchers_store:
             self._launchers_store.set(f"lockstep-{key}", text)
 
     def store_get(self, key: str) -> str:
         """The text that an earlier attempt stored; empty if there is none. Not collective."""
         store, key = self._launchers_store, f"lockstep-{key}"
-        return store.get(key).decode() if store is not None and store.check([key]) else ""
+        return store.get(key).decode() if store and store.check([key]) else ""
 
     def finish(self) -> None:
         """Stop the watchdog, and wait until no rank needs the store, which the main process may

@@ -55,8 +55,8 @@ def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
 
     After an error, all exit with code 2, and one rank prints one line.
     """
-    topology: Topology | None = None
-    ranks: Ranks | None = None
+    topology = None
+    ranks = None
     try:
         topology = read_topology(init_method=launch.init_method)
         ranks = Ranks(topology, launch, prog)
@@ -67,25 +67,19 @@ def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
         _end(error, prog, launch, topology, ranks)
         raise  # a bug, which needs a traceback
     finally:
-        if ranks is not None:
+        if ranks:
             # If this thread were the last owner of the process groups, Python would crash when it
             # ends.
             ranks.watch.end()
         if dist.is_initialized():
-            _leave_group(sys.exception(), connected=ranks is not None and ranks.store is not None)
-
-
-def _leave_group(error: BaseException | None, connected: bool) -> None:
-    """Destroy the process group.
-
-    After an error over NCCL, or while it connects, this would wait for other ranks, so the process
-    just ends.
-    """
-    if error is None or (connected and "nccl" not in dist.get_backend()):
-        dist.destroy_process_group()
-    else:
-        code = error.code if isinstance(error, SystemExit) else 1
-        hard_exit(code if isinstance(code, int) else 1)
+            raised, connected = sys.exception(), ranks and ranks.store
+            if raised is None or (connected and "nccl" not in dist.get_backend()):
+                dist.destroy_process_group()
+            else:
+                # After an error over NCCL, or while it connects, that would wait for other ranks,
+                # so the process just ends.
+                code = raised.code if isinstance(raised, SystemExit) else 1
+                hard_exit(code if isinstance(code, int) else 1)
 
 
 def _end(
@@ -99,7 +93,7 @@ def _end(
     if isinstance(error, KeyboardInterrupt):
         if ranks is None or ranks.is_main:
             print_last_line(prog, f"{str(error) or 'interrupted'}{how_to_resume(prog)}")
-        if ranks is not None:
+        if ranks:
             ranks.record_end(error)
         exit_with(getattr(error, "code", 130))
     with suppress(ValueError):  # only the main thread can set a handler
@@ -107,16 +101,16 @@ def _end(
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # If the ranks cannot connect, one may have died. Without a cause, an AgreedError is that of
     # another rank.
-    connecting = ranks is not None and ranks.expects_peers and ranks.store is None
+    connecting = ranks and ranks.expects_peers and not ranks.store
     cause = error.__cause__ if isinstance(error, AgreedError) else error
     retry = connecting or isinstance(cause, InUse) or not isinstance(cause, USER_ERRORS)
     error = with_known_fix(error)
-    if ranks is not None and isinstance(error, AgreedError):
+    if ranks and isinstance(error, AgreedError):
         ranks.finish()
     prints = _should_print(error, topology, ranks)
     final = ranks.record_end(error) if ranks else error
     if isinstance(final, USER_ERRORS):
-        names_ranks = ranks is not None and ranks.expects_peers
+        names_ranks = ranks and ranks.expects_peers
         exit_with_error(
             final if names_ranks else with_rank(final), prog, prints, launch.traceback, retry
         )

@@ -59,7 +59,7 @@ class Stopping:
         """What has asked this rank to stop, which other ranks may not know yet; empty if nothing
         has.
         """
-        if self._signal is not None:
+        if self._signal:
             return self._signal.name
         return "the launcher has exited" if self._ranks.orphaned else ""
 

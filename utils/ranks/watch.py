@@ -103,7 +103,7 @@ class Watch:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(2 * _ANSWER)
-        if text and self._store is not None and not self.store_lost:
+        if text and self._store and not self.store_lost:
             self._inform_others(text)
             if self.rank == 0:  # it may serve the store: give the others time to read it
                 time.sleep(1.5 * _TICK)
@@ -113,7 +113,7 @@ class Watch:
         exits.
         """
         mine = f"{_STOPPED * stopped}rank {self.rank} ended: {text}"
-        if self._store is not None:
+        if self._store:
             with suppress(RuntimeError):
                 compare_set = partial(self._store.compare_set, "ended", "", mine)
                 return call_with_timeout(compare_set, _ANSWER).decode() == mine
@@ -124,7 +124,7 @@ class Watch:
         if self._inform_others(text, stopped=code == EXIT_RESUME):
             print_last_line(self.prog, text)
         # connections break when this rank exits: let the others read it first
-        if self._store is not None:
+        if self._store:
             time.sleep(4 * _TICK)
         exit_now(code)
 
@@ -163,7 +163,7 @@ class Watch:
     def _look_at_ranks(self) -> None:
         """End a wait for ranks that are late."""
         waited = self._now - self._began
-        if self._ended is not None:  # the store may have gone with that rank
+        if self._ended:  # the store may have gone with that rank
             self._follow(*self._ended)
             return
         if not self.waiting or waited <= max(_TICK, self._patience - 2 * _SILENT):

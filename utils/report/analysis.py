@@ -6,7 +6,6 @@ import math
 from collections import Counter, defaultdict
 from itertools import compress
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ PAIRS, ERRORS = 20, 24  # confusions in that list, and images in the gallery
 _MOST_OUTPUTS, _MOST_SCORES = 10, 2 * 10**5
 
 
-def analyse(found: Predictions, task: Task) -> dict[str, Any]:
+def analyse(found: Predictions, task: Task) -> dict:
     """All numbers of an evaluation as JSON values."""
     counts = count_classes(found.labels, len(task.class_names))
     return {
@@ -74,7 +73,7 @@ def interval_of_share(share: float, count: int) -> tuple[float, float]:
     return (centre - half) / (1 + weight), (centre + half) / (1 + weight)
 
 
-def calibration(confidence: np.ndarray, correct: np.ndarray) -> dict[str, Any]:
+def calibration(confidence: np.ndarray, correct: np.ndarray) -> dict:
     """The expected calibration error and the bins of a reliability diagram.
 
     Given are predicted probabilities, float in 0..1, and whether the events occurred, bool, of the
@@ -93,7 +92,7 @@ def calibration(confidence: np.ndarray, correct: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _of_classes(found: Predictions, task: Task) -> dict[str, Any]:
+def _of_classes(found: Predictions, task: Task) -> dict:
     """The analysis of images with one class each."""
     names, labels = task.class_names, found.labels
     predicted, confidence = task.decide(found.top, found.scores)
@@ -137,7 +136,7 @@ def _of_classes(found: Predictions, task: Task) -> dict[str, Any]:
     }
 
 
-def _of_sets(found: Predictions, task: Task) -> dict[str, Any]:
+def _of_sets(found: Predictions, task: Task) -> dict:
     """The analysis of images with any number of classes."""
     names, truth, errors = task.class_names, found.labels.astype(bool), []
     chances, wrong = sigmoid(found.scores), (found.scores > task.cut) != truth
@@ -165,5 +164,5 @@ def _of_sets(found: Predictions, task: Task) -> dict[str, Any]:
     }
 
 
-def _error(index: int, guess: str, chance: float, true: str) -> dict[str, Any]:
+def _error(index: int, guess: str, chance: float, true: str) -> dict:
     return {"index": int(index), "text": f"{guess} {chance:.1%}", "true": true}

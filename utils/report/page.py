@@ -58,7 +58,7 @@ def write_page(folders: Sequence[Path], out: Path, images: bool = True) -> None:
     write_file(out, render("page.html", runs=runs, charts=charts(runs, words), **rows))
 
 
-def settings_of(runs: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
+def settings_of(runs: Sequence[dict]) -> dict[str, list[str]]:
     """The settings that differ from the defaults, or, with several runs, between them."""
     names = dict.fromkeys(name for run in runs for name in run["settings"])
     rows = {name: [run["settings"].get(name, "default") for run in runs] for name in names}
@@ -68,14 +68,14 @@ def settings_of(runs: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
     return rows
 
 
-def metrics_of(runs: Sequence[dict[str, Any]], words: dict[str, str]) -> dict[str, str]:
+def metrics_of(runs: Sequence[dict], words: dict[str, str]) -> dict[str, str]:
     """The metrics of the evaluations of the runs, with their names on the page."""
     pairs = [pair for run in runs for pair in run["evaluation"].items() if pair[0] not in _TIMES]
     found = {name: name.replace("_", " ") for name, v in pairs if isinstance(v, float | None)}
     return {name: words.get(name, found[name]) for name in words | found if name in found}
 
 
-def charts(runs: Sequence[dict[str, Any]], words: dict[str, str]) -> list[dict[str, Any]]:
+def charts(runs: Sequence[dict], words: dict[str, str]) -> list[dict]:
     """The charts over updates of all runs, without empty ones.
 
     The updates from which a single run was resumed are marked.
@@ -90,7 +90,7 @@ def charts(runs: Sequence[dict[str, Any]], words: dict[str, str]) -> list[dict[s
     return [chart for chart in made if chart]
 
 
-def lines_of(runs: Sequence[dict[str, Any]], name: str, factor: float) -> list[dict[str, Any]]:
+def lines_of(runs: Sequence[dict], name: str, factor: float) -> list[dict]:
     """The values of one name in the train and eval records of each run: label, CSS classes and
     points, without infinite values and at most about a thousand.
 
@@ -117,9 +117,7 @@ def lines_of(runs: Sequence[dict[str, Any]], name: str, factor: float) -> list[d
     return lines
 
 
-def line_chart(
-    name: str, title: str, lines: list[dict[str, Any]], marks: Sequence[int], unit: str
-) -> dict[str, Any]:
+def line_chart(name: str, title: str, lines: list[dict], marks: Sequence[int], unit: str) -> dict:
     """A chart of values over updates; `marks` are updates with a vertical line. Empty if there are
     no lines.
 
@@ -138,8 +136,8 @@ def line_chart(
     scale = np.log10 if logarithmic else np.asarray
 
     def ticks(low: float, high: float, whole: bool) -> np.ndarray:
-        locator = MaxNLocator(6, steps=(1, 2, 5, 10), integer=whole)
-        return np.asarray(locator.tick_values(low, high))
+        steps = (1, 2, 5, 10)
+        return np.asarray(MaxNLocator(6, steps=steps, integer=whole).tick_values(low, high))
 
     low, high = scale([low, high]).tolist()
     rows, columns = ticks(low, high, logarithmic), ticks(0, end, True)

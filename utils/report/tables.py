@@ -29,13 +29,13 @@ def find_images(given: Sequence[str]) -> Split:
     The labels of the split have no meaning. Raises UserError if a path does not exist, or if no
     image is found.
     """
-    found: list[str] = []
+    found = []
     lines: list[str] = []
     for pattern in given:
         expanded = os.path.expanduser(pattern)
         paths = [pattern] if os.path.lexists(pattern) else glob.glob(expanded, recursive=True)
         problem = f"{join_names([pattern])}: no such file or folder"
-        require(bool(paths), problem, "correct the path or the pattern")
+        require(paths, problem, "correct the path or the pattern")
         for path in sorted(paths):
             if os.path.isdir(path):
                 scan = Scan()
@@ -44,7 +44,7 @@ def find_images(given: Sequence[str]) -> Split:
             else:
                 found.append(path)
     problem = "; ".join([f"{join_names(given)}: no images", *lines])
-    require(bool(found), problem, "name JPEG or PNG files, or folders with some in them")
+    require(found, problem, "name JPEG or PNG files, or folders with some in them")
     names = list(dict.fromkeys(found))
     fingerprint = fingerprint_of(*map(os.fsencode, names))
     split = whole_split("images", Files(names), np.zeros(len(names)), fingerprint)
@@ -68,9 +68,9 @@ class Row(NamedTuple):
     likely: list[tuple[str, float]]
     error: str | None = None
 
-    def cells(self, count: int) -> dict[str, Any]:
+    def cells(self, count: int) -> dict:
         """The columns predicted, class_1, probability_1, class_2, ... of `count` classes."""
-        cells: dict[str, Any] = {"predicted": self.predicted}
+        cells = {"predicted": self.predicted}
         likely: Sequence[tuple] = self.likely or [(None, None)] * count
         for place, (name, probability) in enumerate(likely[:count], 1):
             cells |= {f"class_{place}": name, f"probability_{place}": probability}
@@ -92,7 +92,7 @@ def make_rows(task: Task, top: np.ndarray, scores: np.ndarray, count: int) -> li
     return rows
 
 
-def rows_of_split(task: Task, split: Split, found: Predictions) -> list[dict[str, Any]]:
+def rows_of_split(task: Task, split: Split, found: Predictions) -> list[dict]:
     """The rows of the file of a split: path or index, label, prediction and loss of each sample."""
     names, images, rows = task.class_names, split.images, []
     made = make_rows(task, found.top, found.scores, TOP)
@@ -107,7 +107,7 @@ def rows_of_split(task: Task, split: Split, found: Predictions) -> list[dict[str
 
 def result_rows(rows: Sequence[Row], split: Split) -> list[tuple[str, Any]]:
     """The rows of a table on the terminal: the first images, and the number of unreadable ones."""
-    lines: list[tuple[str, Any]] = []
+    lines = []
     for position, row in enumerate(rows[:SHOWN]):
         found = row.error or ", ".join(f"{name} {value}" for name, value in row.likely)
         lines.append((printable(split.describe(position)), printable(found)))
@@ -125,7 +125,7 @@ def check_table_file(flag: str, path: Path) -> None:
     check_output_file(flag, path)
 
 
-def encode(rows: Sequence[dict[str, Any]], path: Path) -> bytes:
+def encode(rows: Sequence[dict], path: Path) -> bytes:
     """The contents of the file `path` with these rows, at least one; its ending selects the format.
 
     A cell is a string, a number, None, or a list of strings. What is not UTF-8 is escaped.
@@ -140,7 +140,7 @@ def _clean(cell: Any) -> Any:
     return cell.encode(errors="backslashreplace").decode() if isinstance(cell, str) else cell
 
 
-def _csv(rows: list[dict[str, Any]]) -> bytes:
+def _csv(rows: list[dict]) -> bytes:
     """Comma-separated, with a header. Lists are JSON; formulas get an apostrophe in front.
 
     All texts are quoted. Otherwise, before Python 3.13, a carriage return would end the row.
@@ -154,12 +154,12 @@ def _csv(rows: list[dict[str, Any]]) -> bytes:
     return text.encode()
 
 
-def _json(rows: list[dict[str, Any]]) -> bytes:
+def _json(rows: list[dict]) -> bytes:
     """A list with an object for each row; pandas would round 1e-20 to 0."""
     return _dumps(rows, indent=1).encode()
 
 
-def _parquet(rows: list[dict[str, Any]]) -> bytes:
+def _parquet(rows: list[dict]) -> bytes:
     import pandas
 
     return pandas.DataFrame(rows).to_parquet(index=False)

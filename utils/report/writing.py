@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +27,7 @@ from utils.training.summary import always_answering
 _STORED = "best_predictions.npz"  # in the run folder, until the page is written
 
 
-def report_training(run: Run, result: Mapping[str, Any] | None = None) -> None:
+def report_training(run: Run, result: Mapping | None = None) -> None:
     """Write the page of a run if it is complete; collective.
 
     `result` is an evaluation that has just ended, if any. The page shows the best checkpoint, which
@@ -76,7 +75,7 @@ def write_report(
     task: Task,
     split: Split,
     found: Predictions | None,
-    record: Mapping[str, Any],
+    record: Mapping,
     common: str | None = None,
 ) -> None:
     """Store the analysis of an evaluation in report.json, then write the page.
@@ -85,7 +84,7 @@ def write_report(
     of the training images. If it is None, the class of the older analysis is used, if there is one.
     If `found` is None, the older analysis is kept.
     """
-    if found is not None:
+    if found:
         analysis, names = analyse(found, task), task.class_names
         for error in analysis["errors"]:
             error |= thumbnail(split, error["index"])

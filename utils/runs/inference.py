@@ -42,9 +42,9 @@ class Inference:
     # list[str], or a function that takes those of the data and returns those of the outputs
     class_names: Any
     tensors: Callable[[], Mapping[str, Tensor]]
-    origin: Mapping[str, Any]  # what a record of an evaluation says about them
+    origin: Mapping  # what a record of an evaluation says about them
     samples: SampleList | None = None  # the samples of the run
-    evaluation: Mapping[str, Any] | None = None  # of these weights, in the run
+    evaluation: Mapping | None = None  # of these weights, in the run
 
 
 def find_saved(ckpt: str, kind: str | None, ranks: Ranks, tries: int = 10) -> Inference:
@@ -115,7 +115,7 @@ def place_model(model: nn.Module, tta: str | None, accelerator: Accelerator) -> 
     return (TestTimeAugmentation(model, tta) if tta else model).to(accelerator.device).eval()
 
 
-def given_settings(flags: LaunchConfig) -> dict[str, Any]:
+def given_settings(flags: LaunchConfig) -> dict:
     """The settings of a training run that these flags replace: those that both have, except where
     it is launched.
     """

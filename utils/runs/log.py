@@ -37,7 +37,7 @@ class RunLog:
 
     def write(self, kind: str, **values: Any) -> None:
         """Append a record to log.jsonl, then show it. `check` raises its error."""
-        if not self.is_main or self.error is not None:
+        if not self.is_main or self.error:
             return
         line = json.dumps({"kind": kind, **finite(values)}, allow_nan=False).encode() + b"\n"
         try:
@@ -58,7 +58,7 @@ class RunLog:
 
     def check(self) -> None:
         """Raise OSError if a record could not be written; the run then ends."""
-        if self.error is not None:
+        if self.error:
             raise self.error
 
     def close(self) -> None:
@@ -67,15 +67,15 @@ class RunLog:
             os.close(self.file)
 
 
-def finite(record: Mapping[str, Any]) -> dict[str, Any]:
+def finite(record: Mapping) -> dict:
     """The record with None for NaN and infinity, which JSON lacks."""
     bad = {k for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
     return {**record, **dict.fromkeys(bad)}
 
 
-def read_log(folder: Path) -> list[dict[str, Any]]:
+def read_log(folder: Path) -> list[dict]:
     """The records in log.jsonl. Raises UserError if it is missing or a line is damaged."""
-    path, records = folder / "log.jsonl", list[dict[str, Any]]()
+    path, records = folder / "log.jsonl", []
     require(path.is_file(), f"{folder}: has no log.jsonl", "name a run folder, such as runs/NAME")
     # A run may be writing the last line, or was killed meanwhile.
     for number, line in enumerate(
@@ -106,7 +106,7 @@ def _reopen(path: Path, state: TrainState) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
 
-def is_kept(record: Mapping[str, Any], state: TrainState) -> bool:
+def is_kept(record: Mapping, state: TrainState) -> bool:
     """Whether a run resumed from this state keeps the record.
 
     The run repeats later updates, a due evaluation, and the end.
@@ -137,13 +137,13 @@ class ProgressBar(tqdm):
             bar_format=_BAR,
         )
 
-    def show(self, record: dict[str, Any]) -> None:
+    def show(self, record: dict) -> None:
         if record["kind"] == "train":
             self._show_training(record)
         elif record["kind"] == "eval":
             self._show_evaluation(record)
 
-    def _show_training(self, record: dict[str, Any]) -> None:
+    def _show_training(self, record: dict) -> None:
         names = [*self.training, "grad_norm"]
         numbers = {name: f"{record[name]:.4f}" for name in names if name in record}
         left = (self.total - record["step"]) * record["seconds"] / max(1, record["step"])
@@ -159,7 +159,7 @@ class ProgressBar(tqdm):
         else:
             self.set_postfix(numbers, refresh=False)
 
-    def _show_evaluation(self, record: dict[str, Any]) -> None:
+    def _show_evaluation(self, record: dict) -> None:
         name = "hold-out" if record["split"].startswith("hold-out") else record["split"]
         name += f", {record['weights']}" if "weights" in record else ""
         known = {key: word for key, word in self.evaluation.items() if key in record}

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -51,7 +50,7 @@ class InitialWeights:
     name: str
     tensors: Mapping[str, Tensor]
     class_names: list[str]
-    settings: dict[str, Any]
+    settings: dict
     # settings that were not given, and the order of outputs
     taken: list[str] = field(default_factory=list)
     match: Match | None = None  # once the model has the weights
@@ -73,7 +72,7 @@ def load_initial_weights(
     A run that resumes from the checkpoint `saved` needs no source. It keeps these settings as they
     were.
     """
-    if saved is not None:
+    if saved:
         kept = saved.config.init_from
         if config.init_from and absolute_source(config.init_from) != kept:
             say("--init_from has no effect: a resumed run has the weights of its checkpoint")
@@ -100,7 +99,7 @@ def read_source(flag: str, where: str, model: str | None, ranks: Ranks) -> Initi
         return _read(flag, found, model)
 
 
-def fill_input(config: TrainConfig, found: Mapping[str, Any]) -> TrainConfig:
+def fill_input(config: TrainConfig, found: Mapping) -> TrainConfig:
     """The settings, with those of `found` that are not given.
 
     Arguments and stem belong to the model that has them.
@@ -182,7 +181,7 @@ def _read(flag: str, found: str, model: str | None) -> InitialWeights:
     return InitialWeights(f"{found} ({inside})" if inside else found, tensors, names, values)
 
 
-def input_of_weights(model: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def input_of_weights(model: str, tensors: Mapping[str, Tensor]) -> dict:
     """The settings of the input of these tensors, and the model if it has published weights.
 
     The number of channels is that of the first convolution in `tensors`. It is found by its kernel
@@ -195,7 +194,7 @@ def input_of_weights(model: str, tensors: Mapping[str, Tensor]) -> dict[str, Any
     return known | ({"model": model, "stem": "standard"} if known else {}) | channels
 
 
-def _read_config(path: Path) -> tuple[list[str], dict[str, Any]]:
+def _read_config(path: Path) -> tuple[list[str], dict]:
     """The class names and settings in config.json of timm or transformers, if it exists."""
     about = read_json(path) if path.is_file() else {}
     try:

@@ -78,7 +78,7 @@ class RunTrackers:
     folder: Path
     run_id: str
 
-    def start(self, topology: Mapping[str, Any]) -> None:
+    def start(self, topology: Mapping) -> None:
         """Start the trackers and send what log.jsonl has; called on the main process.
 
         Raises UserError if a tracker cannot be started.
@@ -126,7 +126,7 @@ class RunTrackers:
                 self.accelerator.trackers.pop().finish()
 
 
-def numbers_to_send(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
+def numbers_to_send(kind: str, values: Mapping) -> dict[str, float]:
     """The finite numbers of a train or eval record, as kind/name."""
     # With --ema_decay, an update has two evaluations.
     kind = "eval_ema" if values.get("weights") == "ema" else kind
@@ -137,14 +137,14 @@ def numbers_to_send(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def settings_to_send(config: TrainConfig) -> dict[str, Any]:
+def settings_to_send(config: TrainConfig) -> dict:
     """The settings that differ from their defaults, without folders and host names."""
     default = vars(TrainConfig())
     sent = {name: value for name, value in vars(config).items() if name not in _NOT_SENT}
     return as_scalars({name: value for name, value in sent.items() if value != default[name]})
 
 
-def as_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
+def as_scalars(values: Mapping) -> dict:
     """The values as numbers and strings, as trackers take them; of an absolute path only the last
     part.
     """

@@ -14,9 +14,8 @@ are what --loss_args may set. It returns the loss of each sample, [n].
 Losses are linear in the targets: the loss of mixed targets is the mixture of the losses.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -102,7 +101,7 @@ class Classification(Task):
         self, config: TrainConfig, class_names: list[str], labels: np.ndarray | None = None
     ):
         self.class_names, self.outputs = class_names, len(class_names)
-        self.losses: Callable[..., Tensor] = partial(LOSSES.call, config)
+        self.losses = partial(LOSSES.call, config)
         self.smoothing = config.label_smoothing
         self.weight = None
         if config.class_weights and labels is not None:
@@ -129,7 +128,7 @@ class Classification(Task):
             means.pop("top5", None)  # it would always be 1
         return means
 
-    def metrics(self, predictions: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
+    def metrics(self, predictions: np.ndarray, labels: np.ndarray) -> dict:
         from utils.tasks.metrics import label_metrics  # its imports take a second
 
         return label_metrics(predictions, labels, classes=self.outputs)

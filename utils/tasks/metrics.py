@@ -6,7 +6,6 @@ of the task.
 """
 
 import tempfile
-from typing import Any
 
 import datasets
 import evaluate
@@ -29,13 +28,13 @@ class LabelMetrics(evaluate.Metric):
 
     def _info(self) -> evaluate.MetricInfo:
         features = datasets.Features(
-            {"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}
+            dict.fromkeys(("predictions", "references"), datasets.Value("int64"))
         )
         return evaluate.MetricInfo(
             description=self.__doc__, citation="", inputs_description="", features=features
         )
 
-    def _compute(self, predictions, references, classes: int) -> dict[str, Any]:
+    def _compute(self, predictions, references, classes: int) -> dict:
         precision, recall, f1, counts = precision_recall_fscore_support(
             references, predictions, labels=range(classes), zero_division=0
         )
@@ -50,7 +49,7 @@ class LabelMetrics(evaluate.Metric):
         }
 
 
-def label_metrics(predictions: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, Any]:
+def label_metrics(predictions: np.ndarray, labels: np.ndarray, classes: int) -> dict:
     """The metrics above, from predicted and true classes, each int64 [N]."""
     with tempfile.TemporaryDirectory() as folder:  # `evaluate` always writes its inputs to disk
         metric = LabelMetrics(cache_dir=folder)
@@ -59,7 +58,7 @@ def label_metrics(predictions: np.ndarray, labels: np.ndarray, classes: int) -> 
     return result
 
 
-def class_metrics(scores: np.ndarray, labels: np.ndarray, cut: float) -> dict[str, Any]:
+def class_metrics(scores: np.ndarray, labels: np.ndarray, cut: float) -> dict:
     """Mean average precision, macro-F1, and the scores of each class; empty if a score is NaN or
     infinite.
 

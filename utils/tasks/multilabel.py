@@ -4,7 +4,7 @@ Binary: it has one of two.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -84,7 +84,7 @@ class MultiLabel(Task):
     ):
         self.class_names = class_names
         self.outputs = self._rows(torch.zeros(0, len(class_names))).shape[1]
-        self.losses: Callable[..., Tensor] = partial(SIGMOID_LOSSES.call, config)
+        self.losses = partial(SIGMOID_LOSSES.call, config)
         self.smoothing = config.label_smoothing
         self.pos_weight = None
         if config.pos_weight is not None and labels is not None:
@@ -153,7 +153,7 @@ class MultiLabel(Task):
         pairs = sums["predicted"] + sums["labelled"]
         return means | {self.f1: 2 * sums["hits"] / pairs if pairs else 0.0}
 
-    def metrics(self, predictions: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
+    def metrics(self, predictions: np.ndarray, labels: np.ndarray) -> dict:
         from utils.tasks.metrics import class_metrics  # its import takes a second
 
         return class_metrics(predictions, labels, self.cut)
@@ -192,7 +192,7 @@ class Binary(MultiLabel):
         _, top, probabilities = super().name_classes(top, both, count)
         return [self.class_names[own] for own in own_classes], top, probabilities
 
-    def metrics(self, predictions: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
+    def metrics(self, predictions: np.ndarray, labels: np.ndarray) -> dict:
         from utils.tasks.metrics import area_under_curve  # its import takes a second
 
         return area_under_curve(predictions[:, 0], labels)

@@ -84,7 +84,7 @@ class Task:
         """
         return {name: total / count for name, total in sums.items()}
 
-    def metrics(self, predictions: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
+    def metrics(self, predictions: np.ndarray, labels: np.ndarray) -> dict:
         """More metrics, from the predictions [N, ...] and labels [N, ...] of all samples.
 
         They are computed with --metrics, and if `metric` is one of them.
@@ -132,9 +132,7 @@ class Task:
         """Whether the highest value of `metric` is the best."""
         return self.metric in self.highest_is_best
 
-    def report(
-        self, record: Mapping[str, Any], title: str, more: Sequence[tuple[str, Any]] = ()
-    ) -> str:
+    def report(self, record: Mapping, title: str, more: Sequence[tuple[str, Any]] = ()) -> str:
         """The result of eval.py as text: the metrics, `more` rows of the table, then the worst
         classes.
         """
@@ -155,7 +153,7 @@ class Task:
         return "\n".join([table(title, [*rows, *more]), *shown])
 
 
-def score_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+def score_rows(record: Mapping) -> list[tuple[str, str]]:
     """The metrics of an evaluation as text: all its floats but the duration."""
     return [
         (k, f"{value:.4f}")

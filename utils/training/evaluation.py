@@ -86,7 +86,7 @@ class Evaluator:
             return []
         totals = self.accelerator.reduce(sums, "sum").tolist()
         named = dict(zip(task.evaluation, totals, strict=True))
-        self.summary = task.summary(named, len(self.batches.labels))
+        self.summary = task.summary(named, len(self.batches.dataset.labels))
         return rows
 
     def metrics(self, gathered: list[Tensor]) -> dict:
@@ -96,8 +96,8 @@ class Evaluator:
         them. Raises RuntimeError if a sample is missing or counted twice.
         """
         indices, *kept = self.in_order(gathered)
-        task, labels = self.task, self.batches.labels
-        result: dict[str, Any] = self.summary | {"count": len(indices)}
+        task, labels = self.task, self.batches.dataset.labels
+        result = self.summary | {"count": len(indices)}
         if self.needs_predictions:
             found, *kept = kept
             # As JSON, so that numbers of NumPy become those of Python, as in the log.
@@ -128,7 +128,7 @@ class Evaluator:
         which raises ValueError, or, with `stopping`, if it was asked to stop, which returns no rows.
         """
         device, was_training, stopped = self.accelerator.device, self.model.training, False
-        processes, labels = self.accelerator.num_processes, self.batches.labels
+        processes, labels = self.accelerator.num_processes, self.batches.dataset.labels
         blocks = evaluation_blocks(len(labels), self.config.eval_batch_size)
         # Ranks take blocks in turn, so none has more blocks or rows than rank 0.
         sizes = [len(block.indices) for block in [*blocks][::processes]][:most]
@@ -137,7 +137,7 @@ class Evaluator:
         found = [(torch.zeros(0, dtype=torch.int64, device=device), *no_rows)]
         bar, interval, block = progress("evaluating"), SyncInterval(), 0
         self.model.eval()
-        with same_kernels(), fix_for_memory("lower --eval_batch_size"):
+        with same_kernels(), fix_for_memory():
             for block, batch in enumerate(islice(bar(self.batches), most), 1):
                 with self.accelerator.autocast():
                     outputs = self.model(batch.images)
@@ -165,7 +165,7 @@ class Evaluator:
         Raises RuntimeError if a sample is missing or counted twice.
         """
         seen, *rows = (part.cpu().numpy() for part in gathered)
-        order, samples = np.argsort(seen)[(seen < 0).sum() :], len(self.batches.labels)
+        order, samples = np.argsort(seen)[(seen < 0).sum() :], len(self.batches.dataset.labels)
         if not np.array_equal(seen[order], np.arange(samples)):
             raise RuntimeError(
                 f"the evaluation did not count each of the {samples} samples once "
@@ -179,8 +179,7 @@ class Evaluator:
         self.ranks.enter_collective(f"block {block} of the evaluation")
         wants_to_stop = bool(self.batches.error or (stopping and stopping.request))
         own = torch.tensor([wants_to_stop, time.perf_counter() - interval.time]).double()
-        values = self.accelerator.reduce(own.to(self.accelerator.device), "mean")
-        stops, seconds = values.tolist()
+        stops, seconds = self.accelerator.reduce(own.to(self.accelerator.device), "mean").tolist()
         self.ranks.enter("evaluating")
         interval.synced(block, seconds)
         return stops > 0
@@ -217,7 +216,7 @@ def model_rate(evaluator: Evaluator) -> float:
 
     accelerator, spec = evaluator.accelerator, evaluator.spec
     shape = (evaluator.config.eval_batch_size, spec.channels, *spec.size)
-    fixing, layout = fix_for_memory("lower --eval_batch_size"), evaluator.batches.format
+    fixing, layout = fix_for_memory(), evaluator.batches.format
     with evaluator.ranks.agree(), same_kernels(), accelerator.autocast(), fixing:
         images = torch.randn(shape, device=accelerator.device).contiguous(memory_format=layout)
         names = {"model": evaluator.model.eval(), "images": images}

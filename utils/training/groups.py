@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import nn
 
@@ -10,7 +9,7 @@ from utils.config.settings import TrainConfig
 from utils.models.layers import find_blocks
 from utils.models.matching import head_prefixes
 
-Groups = list[dict[str, Any]]
+Groups = list[dict]
 
 # The last parts of the names of embeddings, tokens and scales. Not all models list them in
 # `no_weight_decay`.
@@ -27,7 +26,7 @@ def parameter_groups(config: TrainConfig, model: nn.Module) -> Groups:
     undecayed, scales = names_without_decay(model), layer_scales(model, config.layer_decay)
     of_head = head_prefixes(model)
     hidden = hidden_matrices(model) - undecayed if config.optimizer == "muon" else set()
-    groups: dict[tuple, dict[str, Any]] = {}
+    groups: dict[tuple, dict] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

@@ -5,7 +5,6 @@ import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from accelerate.utils import ProfileKwargs
@@ -27,25 +26,27 @@ def synchronise(run: Run, interval: SyncInterval) -> None:
     """
     state, batches, meter = run.state, run.train_batches, run.meter
     run.ranks.enter_collective(f"after update {state.step}, adding up losses")
-    failed = batches.error is not None or run.log.error is not None or run.checkpoints.has_failed
-    reduced = meter.reduce(run.accelerator, failed, bool(run.stopping.request))
-    if reduced.failed:
+    failed = bool(batches.error or run.log.error or run.checkpoints.has_failed)
+    totals, seconds, any_failed, stop = meter.reduce(
+        run.accelerator, failed, bool(run.stopping.request)
+    )
+    if any_failed:
         with run.ranks.agree():
             batches.check()
             run.log.check()
         run.checkpoints.wait()
-    if not math.isfinite(reduced.totals["loss"]):
+    if not math.isfinite(totals["loss"]):
         found = enumerate(run.ranks.gather(meter.first_bad()))
         with run.ranks.agree():
             report_bad_loss(run, *min((bad, rank) for rank, bad in found if bad))
     run.gradients.exchange.add_up()
-    interval.synced(state.step, reduced.seconds)
-    state.seconds += reduced.seconds
-    state.since_log = reduced.totals
-    run.stopping.agreed = reduced.stop
+    interval.synced(state.step, seconds)
+    state.seconds += seconds
+    state.since_log = totals
+    run.stopping.agreed = stop
 
 
-def training_record(run: Run) -> dict[str, Any]:
+def training_record(run: Run) -> dict:
     """The train record of all samples since the last record; the next one then starts anew;
     collective.
     """
@@ -76,7 +77,7 @@ def training_record(run: Run) -> dict[str, Any]:
     return record
 
 
-def evaluation_record(run: Run, result: Mapping[str, Any]) -> dict[str, Any]:
+def evaluation_record(run: Run, result: Mapping) -> dict:
     """The record of an evaluation, whose metrics are in `result`."""
     watch_loss(run, "evaluation", result["loss"])
     state, split = run.state, run.data.evaluation
@@ -87,7 +88,7 @@ def prepare_save(run: Run) -> dict[str, bytes]:
     """Check and compare the weights; returns the small files of a checkpoint on the main process;
     collective.
     """
-    files, ranks = dict[str, bytes](), run.ranks
+    files, ranks = {}, run.ranks
     with ranks.agree(f"after update {run.state.step}, saving"):
         check_weights(run)
         run.log.sync()

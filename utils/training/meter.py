@@ -5,7 +5,7 @@ ranks synchronise.
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -44,21 +44,6 @@ class SyncInterval:
         """
         self.step, self.next = step, step + max(1, int((step - self.step) / max(seconds, 1e-6)))
         self.time = time.perf_counter()
-
-
-class Synchronised(NamedTuple):
-    """What all ranks know after they have synchronised.
-
-    `totals` has the task's training sums by name, the `count` of samples, the seconds that ranks
-    waited for data (`wait`), and the updates that fp16 skipped, summed over the ranks (`skipped`),
-    all since the last train record. `seconds` since the last synchronisation is the mean over the
-    ranks.
-    """
-
-    totals: dict[str, float]
-    seconds: float
-    failed: bool
-    stop: bool
 
 
 class Meter:
@@ -108,9 +93,16 @@ class Meter:
         """
         self.taken += 1 - getattr(optimizer, "found_inf", 0)
 
-    def reduce(self, accelerator: Accelerator, failed: bool, stop: bool) -> Synchronised:
+    def reduce(
+        self, accelerator: Accelerator, failed: bool, stop: bool
+    ) -> tuple[dict[str, float], float, bool, bool]:
         """Add up over the ranks, and agree whether any rank `failed` or wants to `stop`;
         collective.
+
+        Returns the totals since the last train record, the mean seconds of the ranks since the last
+        synchronisation, and whether any rank failed or wants to stop. The totals are the task's
+        training sums by name, the `count` of samples, the seconds that ranks waited for data
+        (`wait`), and the updates that fp16 skipped, summed over the ranks (`skipped`).
 
         This is the only place where the loop waits for the device. The result is the same on all
         ranks.
@@ -133,7 +125,7 @@ class Meter:
         totals = dict(zip(self.names, sums, strict=True))
         if math.isfinite(totals["loss"]):  # otherwise `first_bad` needs them, and the run ends
             self.batches.clear()
-        return Synchronised(totals, seconds / accelerator.num_processes, failures > 0, stops > 0)
+        return totals, seconds / accelerator.num_processes, failures > 0, stops > 0
 
     def first_bad(self) -> tuple[int, int] | None:
         """The update and number of this rank's first microbatch with a NaN or infinite loss, if

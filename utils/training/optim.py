@@ -9,7 +9,6 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -30,7 +29,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
     like any other.
     """
 
-    def __init__(self, groups: Groups, lr: float, muon: dict[str, Any], adamw: dict[str, Any]):
+    def __init__(self, groups: Groups, lr: float, muon: dict, adamw: dict):
         placeholder = [torch.zeros(1, 1)]  # the groups are given before each step
         self._muon = torch.optim.Muon(placeholder, lr=lr, **muon)
         self._adamw = torch.optim.AdamW(placeholder, lr=lr, **adamw)

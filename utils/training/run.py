@@ -5,6 +5,7 @@ import math
 import shlex
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
@@ -46,6 +47,7 @@ from utils.training.summary import (
 BAD_IMAGES = "bad_images.json"
 
 
+@dataclass(eq=False)
 class Run:
     """All parts of a training run. No attribute is replaced, but the objects in them change.
 
@@ -54,21 +56,18 @@ class Run:
     training and evaluation, as Accelerate wraps them. Collective.
     """
 
-    def __init__(
-        self,
-        setup: Setup,
-        stopping: Stopping,
-        checkpoints: CheckpointManager,
-        folder: Path,
-        model: nn.Module,
-        module: nn.Module,
-        optimizer: Optimizer,
-        average: WeightAverage | None,
-        loaders: Sequence[DataLoader],
-    ):
-        self.setup, self.stopping, self.checkpoints = setup, stopping, checkpoints
-        self.folder, self.model, self.module = folder, model, module
-        self.optimizer, self.average = optimizer, average
+    setup: Setup
+    stopping: Stopping
+    checkpoints: CheckpointManager
+    folder: Path
+    model: nn.Module
+    module: nn.Module
+    optimizer: Optimizer
+    average: WeightAverage | None
+    loaders: Sequence[DataLoader]
+
+    def __post_init__(self) -> None:
+        setup, folder = self.setup, self.folder
         self.ranks, self.accelerator = ranks, accelerator = setup.ranks, setup.accelerator
         self.config, self.state = config, state = setup.config, setup.state
         self.spec, self.task = spec, task = setup.spec, setup.task
@@ -77,10 +76,12 @@ class Run:
             self.log = RunLog(folder, ranks.is_main, state, self.updates, task)
         self.trackers = RunTrackers(accelerator, config, folder, state.run_id)
         device, eval_spec = accelerator.device, spec.for_evaluation()
-        self.train_batches = DeviceLoader(loaders[0], spec, config, device, True, task.outputs)
-        self.evaluator = Evaluator(ranks, accelerator, module, loaders[1], eval_spec, task, config)
-        self.gradients = make_gradients(setup, model, self.train_batches)
-        self.meter = Meter(task, device, state.since_log, ranks.is_main, optimizer)
+        self.train_batches = DeviceLoader(self.loaders[0], spec, config, device, True, task.outputs)
+        self.evaluator = Evaluator(
+            ranks, accelerator, self.module, self.loaders[1], eval_spec, task, config
+        )
+        self.gradients = make_gradients(setup, self.model, self.train_batches)
+        self.meter = Meter(task, device, state.since_log, ranks.is_main, self.optimizer)
 
     @property
     def ended(self) -> str:
