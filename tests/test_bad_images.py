@@ -31,8 +31,6 @@ import train
 from utils.config.settings import TrainConfig
 from utils.data.check import check_images
 from utils.data.order import permutation
-from utils.data.samples import FILE, read_samples
-from utils.data.selection import load_data
 from utils.data.splits import Files, whole_split
 
 SIDE = 100  # photographs begin above 96 pixels
@@ -85,9 +83,10 @@ def test_a_whole_image_passes_and_one_without_its_end_does_not(kind):
 
 def test_a_file_with_bytes_after_its_end_passes():
     """Some cameras write such files; only a decoder can tell."""
-    for kind in ("jpeg", "png", "webp"):
+    kinds = "jpeg", "png", "webp"
+    for kind in kinds:
         Path(kind).write_bytes(encoded(smooth(64, 48), kind) + b"\1" * 9000)
-    assert checked(["jpeg", "png", "webp"]).errors == {}
+    assert checked(kinds).errors == {}
 
 
 def test_only_a_full_check_decodes_what_looks_whole():
@@ -153,10 +152,7 @@ def test_all_bad_files_are_listed_before_training():
 def test_rows_of_a_table_are_checked_too(by_path):
     paths = [path.absolute() for path in image_folder("data", {"cat": 20, "dog": 20})]
     cut(paths[7])
-    images = [
-        {"path": str(path)} if by_path else {"bytes": path.read_bytes(), "path": None}
-        for path in paths
-    ]
+    images = [{"path": str(p)} if by_path else {"bytes": p.read_bytes()} for p in paths]
     named = ClassLabel(names=["cat", "dog"])
     parquet("tables", train=table([i // 20 for i in range(40)], named, images))
     line = "1 of 40 images of split 'train' cannot be read: image 7 of split 'train'"
@@ -218,19 +214,17 @@ def test_losses_are_those_of_a_run_without_the_files_that_cannot_be_read(skipped
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_resume_with_bad_images_left_out_ends_in_the_same_bits(skipped, processes):
-    train_run(processes, "run", *SKIP, "--max_steps", "3")
-    train_run(processes, "run", *SKIP, "--resume", "auto")
-    assert losses("run") == losses(f"on{processes}")
-    assert same_tensors(weights("run"), weights(f"on{processes}"))
+def test_a_resume_with_bad_images_left_out_ends_in_the_same_bits(skipped):
+    train_run(2, "run", *SKIP, "--max_steps", "3")
+    train_run(2, "run", *SKIP, "--resume", "auto")
+    assert losses("run") == losses("on2")
+    assert same_tensors(weights("run"), weights("on2"))
 
 
 def test_another_image_of_its_class_takes_the_place_of_a_deleted_one_in_a_resumed_run(skipped):
     train_run(1, "run", *SKIP, "--max_steps", "4")
     data = load("data", bad_images="skip")
-    drawn_next = permutation(49, TrainConfig.seed, 0)[48]
-    gone = data.train.describe(drawn_next)
+    gone = data.train.describe(permutation(49, TrainConfig.seed, 0)[48])  # drawn next
     for name in (gone, data.evaluation.describe(1)):
         Path(name).unlink()
     line = refused(train.main, *FLAGS, *RESUME, "--bad_images", "error")
@@ -243,12 +237,6 @@ def test_another_image_of_its_class_takes_the_place_of_a_deleted_one_in_a_resume
         assert records(name, "eval")[-1]["count"] == 5
     assert losses("run") == pytest.approx(losses("two"), rel=1e-5) and len(losses("run")) == 6
     assert losses("run")[:4] == losses("on1")[:4] and losses("run")[4:] != losses("on1")[4:]
-    samples = read_samples(max(Path("runs/run/checkpoints").glob("step-*")) / FILE)
-    data = load_data(TrainConfig(data="data", bad_images="skip"), samples)
-    names = [data.train.describe(place) for place in range(len(data.train))]
-    assert len(set(names)) == len(names) - 1 and data.train.readable.all()
-    classes = [data.class_names[label] for label in data.train.labels]
-    assert classes == [Path(name).parent.name for name in names]
 
 
 @pytest.mark.parametrize(
@@ -282,14 +270,13 @@ def test_an_evaluation_leaves_out_and_names_what_can_no_longer_be_read(skipped):
     assert line in one.out and f"{name} (" in one.out
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_a_data_folder_that_goes_away_ends_the_run_and_costs_no_image(skipped, processes):
-    flags = [*SKIP, "--run_name", "run", "--log_every", "2"]
-    line = refused(_train_and_lose_the_data, *flags, processes=processes)
+def test_a_data_folder_that_goes_away_ends_the_run_and_costs_no_image(skipped):
+    flags = words("--run_name run --log_every 2")
+    line = refused(_train_and_lose_the_data, *SKIP, *flags, processes=2)
     assert "No such file or directory" in line and "resume" in line
     os.rename("away", "data")
-    train_run(processes, "run", *SKIP, "--resume", "auto")
-    assert losses("run")[-1] == losses(f"on{processes}")[-1]
+    train_run(2, "run", *SKIP, "--resume", "auto")
+    assert losses("run")[-1] == losses("on2")[-1]
 
 
 def _train_and_lose_the_data(flags):

@@ -30,6 +30,10 @@ def split_of(images, fingerprint="made"):
     return whole_split("train", images, np.zeros(len(images)), fingerprint)
 
 
+def decoded(split, bar=iter):
+    return decode_all(split, 8, 8, 3, "cache", bar)
+
+
 class Counting:
     """In the place of a progress bar; counts how often something is decoded."""
 
@@ -40,9 +44,9 @@ class Counting:
         return items
 
 
-def folder_split(folder, count=10, seed=0):
-    paths = image_folder(folder, {"a": count}, seed=seed)
-    return split_of(Files([str(path) for path in paths])), pictures(count, seed=seed)
+def folder_split(count=10):
+    paths = image_folder("photos", {"a": count})
+    return split_of(Files([str(path) for path in paths])), pictures(count)
 
 
 def cached_files():
@@ -51,28 +55,28 @@ def cached_files():
 
 
 def test_decoded_data_are_the_images_and_a_second_opening_decodes_nothing():
-    (split, expected), counting = folder_split("photos", 300), Counting()
+    (split, expected), counting = folder_split(300), Counting()
     for _ in range(2):
-        assert (np.asarray(decode_all(split, 8, 8, 3, "cache", counting)) == expected).all()
+        assert (decoded(split, counting) == expected).all()
     assert counting.calls == 1
     assert len(cached_files()) == 1
 
 
 def test_a_changed_file_is_decoded_anew():
-    split, expected = folder_split("photos")
-    decode_all(split, 8, 8, 3, "cache", iter)
+    split, expected = folder_split()
+    decoded(split)
     Image.fromarray(255 - expected[3]).save(split.images.paths[3])
-    again = decode_all(split, 8, 8, 3, "cache", iter)
+    again = decoded(split)
     assert (again[3] == 255 - expected[3]).all() and (again[4] == expected[4]).all()
 
 
-@pytest.mark.parametrize("kind", ["parquet file", "saved"])
-def test_a_table_in_the_place_of_another_of_the_same_size_and_time_is_decoded_anew(kind):
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_table_in_the_place_of_another_of_the_same_size_and_time_is_decoded_anew(saved):
     pixels, labels = pictures(40), np.arange(40) // 20
     for folder, start in (("tables", 0), ("others", 20)):  # the same rows, the other half first
         data = table(labels.tolist(), Value("int64"), list(np.roll(pixels, start, 0)))
         data.save_to_disk(folder)
-        if kind.startswith("parquet"):
+        if not saved:
             shutil.rmtree(folder)
             Path(folder).mkdir()
             rows = data.data.table.cast(data.features.arrow_schema)
@@ -81,10 +85,10 @@ def test_a_table_in_the_place_of_another_of_the_same_size_and_time_is_decoded_an
             pq.write_table(rows, f"{folder}/train.parquet", **options)
     file, other = (next(Path(folder).glob("*.[pa]*r*")) for folder in ("tables", "others"))
     other.write_bytes(other.read_bytes().ljust(file.stat().st_size, b"\0"))
-    config = TrainConfig(data=str(file if kind.endswith("file") else "tables"), cache_dir="cache")
+    config = TrainConfig(data="tables" if saved else str(file), cache_dir="cache")
     for expected in (pixels, np.roll(pixels, 20, 0)):
         split, status = load_data(config).train, file.stat()
-        found = np.asarray(decode_all(split, 8, 8, 3, "cache", iter))
+        found = decoded(split)
         assert (found == expected[split.image_index]).all()
         shutil.copy(other, file)
         os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -100,17 +104,17 @@ def test_a_changed_image_to_which_a_table_refers_is_decoded_anew():
         config = TrainConfig(data="table.parquet", image_column="image", cache_dir="cache")
         split = load_data(config).train
         expected = pictures(30, seed=seed)[split.image_index]
-        assert (decode_all(split, 8, 8, 3, "cache", iter) == expected).all()
+        assert (decoded(split) == expected).all()
 
 
 def test_a_subset_and_both_parts_of_a_hold_out_get_their_own_rows():
-    split, expected = folder_split("photos", 50)
+    split, expected = folder_split(50)
     parts = [*hold_out(split, 0.2, 7)]
     for images in (split.images, expected.transpose(0, 3, 1, 2)):
         whole = split_of(images)
         parts += [whole, *(whole.select(np.array(rows)) for rows in ([30, 2, 44], [2, 30, 44]))]
     for part in parts:
-        assert (decode_all(part, 8, 8, 3, "cache", iter) == expected[part.image_index]).all()
+        assert (decoded(part) == expected[part.image_index]).all()
     grey = split_of(expected[..., 0])
     assert (decode_all(grey, 8, 8, 1, "cache", None)[..., 0] == grey.images).all()
 
@@ -118,7 +122,7 @@ def test_a_subset_and_both_parts_of_a_hold_out_get_their_own_rows():
 def decode_with_little_space(split):
     """The disk gets full half-way."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-    decode_all(split, 8, 8, 3, "cache", iter)
+    decoded(split)
 
 
 def decode_on_each_rank(split, expected):
@@ -126,13 +130,13 @@ def decode_on_each_rank(split, expected):
     with distributed_session("train.py", TrainConfig(cpu=True)) as ranks:
         ranks.join()
         with ranks.local_main_first():
-            pixels = decode_all(split, 8, 8, 3, "cache", iter)
+            pixels = decoded(split)
     return bool((pixels == expected).all())
 
 
 def test_a_cache_that_cannot_be_written_is_named_with_the_reason_and_the_fix():
     line = r"cache/decoded: cannot be used as a cache \({}\); .*--cache_dir DIR"
-    split, expected = folder_split("photos", 300)
+    split, expected = folder_split(300)
     (outcome,) = run_ranks(1, decode_with_little_space, split)
     assert re.search(line.format("File too large"), outcome.err), outcome.err
     assert cached_files() == []
@@ -156,16 +160,16 @@ def workers(monkeypatch):
 
 
 def test_several_processes_decode_the_same_pixels_and_draw_nothing_at_random(workers):
-    (split, expected), state = folder_split("photos", 95), torch.get_rng_state()
-    assert (decode_all(split, 8, 8, 3, "cache", iter) == expected).all()
+    (split, expected), state = folder_split(95), torch.get_rng_state()
+    assert (decoded(split) == expected).all()
     assert (torch.get_rng_state() == state).all()
 
 
 def test_a_bad_image_is_named_whichever_process_finds_it(workers):
-    split, _ = folder_split("photos", 95)
+    split, _ = folder_split(95)
     Path(split.images.paths[64]).write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"photos/a/064\.png: not a readable image \("):
-        decode_all(split.select(np.arange(95)[::-1]), 8, 8, 3, "cache", iter)
+        decoded(split.select(np.arange(95)[::-1]))
     assert cached_files() == []
 
 
@@ -176,12 +180,12 @@ def decode_and_signal_itself(split, number):
             if count == 8:
                 os.kill(os.getpid(), number)
 
-    return decode_all(split, 8, 8, 3, "cache", half_way).sum(dtype=int)
+    return decoded(split, half_way).sum(dtype=int)
 
 
 def test_a_cache_is_right_after_a_kill_and_with_two_writers_at_once(monkeypatch):
     monkeypatch.setattr(cache, "_CHUNK", 10)
-    split, expected = folder_split("photos", 95)
+    split, expected = folder_split(95)
     start_ranks(1, decode_and_signal_itself, split, signal.SIGKILL).finish()
     (left,) = cached_files()
     stopped = start_ranks(1, decode_and_signal_itself, split, signal.SIGSTOP)
@@ -189,12 +193,12 @@ def test_a_cache_is_right_after_a_kill_and_with_two_writers_at_once(monkeypatch)
     (writing,) = {*cached_files()} - {left}
     assert left.endswith(".partial") and writing.endswith(".partial")
     # the file that the stopped one is writing
-    assert (decode_all(split, 8, 8, 3, "cache", iter) == expected).all()
+    assert (decoded(split) == expected).all()
     assert len(cached_files()) == 3 and {writing, left} < set(cached_files())
     stopped.kill(signal.SIGCONT)
     assert stopped.finish()[0].value == expected.sum(dtype=int)
     assert sorted(Path(name).suffix for name in cached_files()) == [".npy", ".partial"]
-    assert (decode_all(split, 8, 8, 3, "cache", None) == expected).all()
+    assert (decoded(split, None) == expected).all()
 
 
 def decode_and_name_the_decoders(split):
@@ -205,11 +209,11 @@ def decode_and_name_the_decoders(split):
         os.kill(os.getpid(), signal.SIGKILL)
         yield
 
-    decode_all(split, 8, 8, 3, "cache", lambda chunks: half_way(iter(chunks)))
+    decoded(split, lambda chunks: half_way(iter(chunks)))
 
 
 def test_the_decoders_of_a_killed_process_end(workers):
-    split, _ = folder_split("photos", 95)
+    split, _ = folder_split(95)
     start_ranks(1, decode_and_name_the_decoders, split).finish()
     decoders = [int(pid) for pid in Path("decoders").read_text().split()]
     assert len(decoders) == 3
@@ -220,16 +224,14 @@ DAMAGED = {
     "empty": lambda raw: b"",
     "header": lambda raw: raw[:6] + b"\xff" * 60 + raw[66:],
     "shape": lambda raw: raw.replace(b"(10,", b"(20,"),
-    "dtype": lambda raw: raw.replace(b"|u1", b"|i1"),
     "short": lambda raw: raw[:-1],
-    "long": lambda raw: raw + b"\0",
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGED)
 def test_a_damaged_file_of_the_cache_is_rebuilt(kind):
-    (split, expected), counting = folder_split("photos"), Counting()
-    decode_all(split, 8, 8, 3, "cache", counting)
+    (split, expected), counting = folder_split(), Counting()
+    decoded(split, counting)
     path = Path("cache/decoded", cached_files()[0])
     good = path.read_bytes()
     path.write_bytes(DAMAGED[kind](good))
@@ -237,5 +239,5 @@ def test_a_damaged_file_of_the_cache_is_rebuilt(kind):
         outcomes = run_ranks(2, decode_on_each_rank, split, expected)
         assert [outcome.value for outcome in outcomes] == [True, True], outcomes
     for _ in range(2):
-        assert (decode_all(split, 8, 8, 3, "cache", counting) == expected).all()
+        assert (decoded(split, counting) == expected).all()
     assert counting.calls == 2 - (kind == "short") and path.read_bytes() == good

@@ -21,7 +21,7 @@ from torchvision.transforms import InterpolationMode, v2
 from utils.config.settings import TrainConfig
 from utils.data.augment import crop_box
 from utils.data.cache import decode_all, make_dataset
-from utils.data.decode import LARGE, center, decode, peek
+from utils.data.decode import LARGE, decode, peek
 from utils.data.order import Microbatch
 from utils.data.selection import load_data
 from utils.data.spec import InputSpec
@@ -51,11 +51,9 @@ def by_pillow(raw, channels):
 
 FILES = {
     "jpeg": encoded(PICTURE, "JPEG", quality=95),
-    "progressive jpeg": encoded(PICTURE, "JPEG", progressive=True),
     "grey jpeg": encoded(PICTURE[..., 0], "JPEG"),
     "cmyk jpeg": encoded(Image.fromarray(PICTURE).convert("CMYK"), "JPEG", quality=95),
     "png": encoded(PICTURE, "PNG"),
-    "grey png": encoded(PICTURE[..., 0], "PNG"),
     "palette png": encoded(Image.fromarray(PICTURE).quantize(16), "PNG"),
     "alpha png": encoded(ALPHA, "PNG"),
     "gif": encoded(PICTURE, "GIF"),
@@ -73,7 +71,7 @@ def test_a_file_has_the_pixels_that_pillow_reads(name, channels):
     assert np.abs(ours - pillows).max() <= 1
 
 
-@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
 def test_grey_image_of_16_bits_is_scaled_not_clipped(kind):
     deep = (np.arange(24 * 40).reshape(24, 40, 1) * 68).astype(np.uint16)
     for channels in (1, 3):
@@ -92,7 +90,7 @@ def test_exif_orientation_is_applied(kind):
     ]
     for orientation, stored in enumerate(turned, 1):
         options = {"quality": 100} if kind == "JPEG" else {}
-        raw = encoded(np.ascontiguousarray(stored), kind, exif=exif_of(orientation), **options)
+        raw = encoded(stored.copy(), kind, exif=exif_of(orientation), **options)
         assert np.abs(pixels_of(raw, 3) - upright).max() <= 3, orientation
 
 
@@ -109,7 +107,7 @@ XMP = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="%
 def test_an_orientation_in_xmp_data_is_applied_as_pillow_does_where_exif_data_has_none(kind):
     description = Image.Exif()
     description[0x010E] = "EXIF data without an orientation"
-    for number, exif in product((3, 6, 7), (Image.Exif(), description, exif_of(8))):
+    for number, exif in product((3, 6), (Image.Exif(), description, exif_of(8))):
         more = {"exif": exif, "quality": 100, "xmp": XMP % number}
         if kind == "PNG":
             more["pnginfo"] = PngInfo()
@@ -145,16 +143,12 @@ def averaged(pixels, factor):
     return pixels.reshape(height // factor, factor, width // factor, factor, channels).mean((1, 3))
 
 
-@pytest.mark.parametrize("factor", [1.99, 2, 4, 7.5, 100])
-@pytest.mark.parametrize(
-    ("kind", "channels"), [("plain", 3), ("plain", 1), ("grey", 3), ("cmyk", 3)]
-)
+@pytest.mark.parametrize("factor, used", [(1.99, 1), (2, 2), (7.5, 4), (100, 8)])
+@pytest.mark.parametrize("kind, channels", [("RGB", 3), ("RGB", 1), ("L", 3), ("CMYK", 3)])
 def test_a_large_jpeg_comes_at_a_half_a_quarter_or_an_eighth_where_that_is_enough(
-    kind, channels, factor
+    kind, channels, factor, used
 ):
-    picture, used = Image.fromarray(smooth(480, 640)), max(n for n in (1, 2, 4, 8) if n <= factor)
-    picture = picture.convert({"grey": "L", "cmyk": "CMYK"}.get(kind, "RGB"))
-    raw = encoded(picture, "JPEG", quality=95)
+    raw = encoded(Image.fromarray(smooth(480, 640)).convert(kind), "JPEG", quality=95)
     pixels, sides = shrunk(large(raw), channels, factor)
     assert sides == [(480, 640)]
     assert pixels.shape == (480 // used, 640 // used, channels)
@@ -195,7 +189,7 @@ def test_arrays_and_pillow_images_of_any_height_are_taken_as_they_are():
             assert (pixels_of(grey, channels) == grey[..., None]).all()
 
 
-@pytest.mark.parametrize("name", ["jpeg", "progressive jpeg", "png", "webp", "gif"])
+@pytest.mark.parametrize("name", ["jpeg", "png", "webp", "gif"])
 def test_a_truncated_file_is_an_error_or_complete(name):
     raw = FILES[name]
     complete, errors = pixels_of(raw, 3), 0
@@ -232,9 +226,8 @@ def test_an_unreadable_image_is_named_by_its_path_or_its_index(tmp_path):
     file = tmp_path / "broken.png"
     file.write_bytes(b"no image")
     files = Files([str(file), str(tmp_path / "gone.png")])
-    for position, text in enumerate(
-        ["broken.png: not a readable image", "gone.png: No such file or directory"]
-    ):
+    texts = "broken.png: not a readable image", "gone.png: No such file or directory"
+    for position, text in enumerate(texts):
         with pytest.raises(ValueError, match=text):
             decode(split_of(files), position, 3)
     selected = split_of([FILES["png"], FILES["png"], b""]).select(np.array([2]))
@@ -254,27 +247,14 @@ def test_a_table_row_without_an_image_is_an_error_that_names_it():
 # ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [(24, 40), (40, 24), (17, 90), (200, 133), (8, 8)])
-def test_the_centre_of_an_image_of_any_size_is_what_pillow_cuts_out(size):
-    picture = pictures(1, size)[0]
-    spec = InputSpec(32, 48, 3, [0.5] * 3, [0.5] * 3)
-    ours = center(torch.from_numpy(picture), spec).numpy().astype(int)
-    scale = max(32 / size[0], 48 / size[1])
-    height, width = max(32, round(size[0] * scale)), max(48, round(size[1] * scale))
-    resized = Image.fromarray(picture).resize((width, height), Image.Resampling.BILINEAR)
-    top, left = round((height - 32) / 2), round((width - 48) / 2)
-    assert ours.shape == (32, 48, 3)
-    assert np.abs(ours - np.asarray(resized)[top : top + 32, left : left + 48]).max() <= 2
-
-
 # Landscape and portrait; in some of them, torchvision's rounding of the longer side differs from
 # Python's.
 SHAPES = [(427, 640), (640, 427), (375, 500), (333, 500), (500, 331), (180, 250)]
 
 
-def photograph(name, height, width):
+def photograph(height, width):
     """A photograph from scikit-learn, as a JPEG file of this size."""
-    image = Image.fromarray(load_sample_image(f"{name}.jpg"))
+    image = Image.fromarray(load_sample_image("flower.jpg"))
     image = image.transpose(Image.Transpose.ROTATE_90) if height > width else image
     return encoded(image.crop((0, 0, width, height)), "JPEG", quality=95)
 
@@ -314,14 +294,14 @@ def published(name):
 def test_photographs_are_evaluated_as_torchvision_or_timm_does_for_its_weights(name, most):
     spec, own = published(name)
     for shape in SHAPES:
-        raw = photograph("flower", *shape)
+        raw = photograph(*shape)
         differences = (evaluated(raw, spec) - own(raw)).abs()
         assert differences.max() < most and differences.mean() < 0.2
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_training_crops_are_resized_as_the_weights_were(interpolation):
-    raw, microbatch = photograph("flower", 427, 640), Microbatch(0, 0, 0, np.arange(1))
+    raw, microbatch = photograph(427, 640), Microbatch(0, 0, 0, np.arange(1))
     spec = InputSpec(224, 224, 3, [0.5] * 3, [0.5] * 3, interpolation=interpolation)
     dataset = make_dataset(split_of([raw]), spec, TrainConfig(seed=3), True, iter)
     random = dataset.augmentation.draw(microbatch)[0][0].tolist()
@@ -344,10 +324,9 @@ def test_peek_tells_grey_from_colour_and_one_size_from_many():
         assert peek(split_of([encoded(image, "PNG") for image in images])) == expected
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.float32])
-def test_pixels_of_32_bits_have_no_fixed_range_and_are_refused(dtype):
+def test_pixels_of_32_bits_have_no_fixed_range_and_are_refused():
     with pytest.raises(ValueError, match="32-bit pixels"):
-        pixels_of(encoded(Image.fromarray(np.full((4, 4), 200, dtype)), "TIFF"), 1)
+        pixels_of(encoded(np.full((4, 4), 200, np.float32), "TIFF"), 1)
 
 
 def test_grey_images_of_16_bits_that_use_12_are_scaled_by_a_setting_and_cached_apart():

@@ -4,7 +4,6 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 from datasets import ClassLabel, Value
 from helpers.loading import error_of, load, sizes
@@ -34,13 +33,10 @@ def pets(*folders: str, count: int = 10) -> dict[str, int]:
 HELD_OUT, WITH_TEST = (18, "hold-out of train", 2), (20, "test", 20)
 LAYOUTS = {
     "classes": (pets("."), {}, HELD_OUT),
-    "archive": (pets("archive") | {"__MACOSX/archive/cat": 3}, {}, HELD_OUT),
-    "archive of splits": (pets("archive/data/train", "archive/data/test"), {}, WITH_TEST),
+    "archive": (pets("a/data/train", "a/data/test") | {"__MACOSX/a/cat": 3}, {}, WITH_TEST),
     "usual names stay": (pets("train", "eval"), {}, (20, "eval", 20)),
-    "upper case": (pets("TRAIN", "Validation"), {}, (20, "validation", 20)),
     "other names": (pets("Training Set", "dev"), {}, (20, "validation", 20)),
     "flags": (pets("a", "b"), {"train_split": "b", "eval_split": "a"}, (20, "a", 20)),
-    "the name of a kind": (pets("train", "val"), {"eval_split": "validation"}, (20, "val", 20)),
     "only a test split": (pets("test"), {"train_split": "test"}, (18, "hold-out of test", 2)),
     "a split folder twice": (pets("test_set/test_set", "train_set/train_set"), {}, WITH_TEST),
     "others next to splits": (pets("train", "test") | {"unlabelled": 7}, {}, WITH_TEST),
@@ -55,8 +51,7 @@ def test_splits_and_classes_are_found_in_the_layouts_that_data_sets_have(layout)
     data = load(**settings)
     assert data.class_names == ["cat", "dog"] and sizes(data) == expected
     note = {
-        "archive": "folder: using archive, the only folder in it with images",
-        "archive of splits": "folder: using archive, the only folder in it with images",
+        "archive": "folder: using a, the only folder in it with images",
         "others next to splits": "folder: folders next to the splits are not used (split names are",
     }.get(layout)
     assert bool(data.train.notes) == bool(note) and (not note or note in data.train.notes[0])
@@ -70,7 +65,7 @@ def test_an_evaluation_may_name_a_split_by_its_kind_or_its_folder():
     assert [len(split) for split in found] == [4, 20, 4, 4, 20]
 
 
-@pytest.mark.parametrize("junk", [".git", "__MACOSX", "lost+found"])
+@pytest.mark.parametrize("junk", [".git", "lost+found"])
 def test_hidden_folders_are_neither_classes_nor_training_data(junk):
     image_folder("folder", pets("train", "test"))
     for place in (".", "train", "train/cat", "train/cat/deeper", "test/dog"):
@@ -93,8 +88,6 @@ REFUSED = {
     "folder: the splits Train and training may be the same": pets("Train", "training"),
     "no split called train; set --train_split to one of test": pets("test"),
     "folder/test: has images but no class folders (3 found)": pets("train") | {"test": 3},
-    "folder: has images but no class folders (4 found)": {".": 4},
-    "folder/train: has images but no class folders (9 found)": {"train": 9, "test1": 5},
     "folder/test/emu: the training split has no class 'emu', only cat, dog (split 'test': emu)": (
         pets("train") | {"test/emu": 2}
     ),
@@ -113,9 +106,8 @@ def test_a_folder_of_images_of_unknown_types_is_refused_with_the_types_that_are_
     Path("folder/cat").mkdir(parents=True)
     for name in ("1.HEIC", "2.heic", "3.avif"):
         Path("folder/cat", name).touch()
-    assert error_of().startswith(
-        "folder: no images of a supported type, only .heic (2), .avif (1); convert them to one of .jpg"
-    )
+    line = "folder: no images of a supported type, only .heic (2), .avif (1); convert them to one"
+    assert error_of().startswith(line)
 
 
 # -- what is left out
@@ -165,17 +157,11 @@ def test_links_are_followed_but_not_in_circles():
     assert data.class_names == ["cat", "dog"] and len(data.train.images.paths) == 13
 
 
-@pytest.mark.parametrize(
-    ("link", "target", "count"),
-    [("val", "train", 30), ("val/cat/more", "../../train/dog/deep", 10)],
-)
-def test_evaluation_images_that_are_training_images_too_are_counted(link, target, count, capsys):
-    image_folder("folder/train", pets(".") | {"dog/deep": 10})
-    if link != "val":
-        image_folder("folder/val", pets("."), seed=1)
-    os.symlink(target, f"folder/{link}")
-    data = load()
-    line = f"the run trained on {count} of the {len(data.evaluation)} images of split 'val'"
+def test_evaluation_images_that_are_training_images_too_are_counted(capsys):
+    image_folder("folder", pets("train", "val") | {"train/dog/deep": 10})
+    os.symlink("../../train/dog/deep", "folder/val/cat/more")
+    load()
+    line = "the run trained on 10 of the 30 images of split 'val'"
     assert line in capsys.readouterr().out
 
 
@@ -211,16 +197,12 @@ def test_the_start_names_the_classes_and_what_was_left_out_and_the_evaluation_it
         assert found["data"] == str(Path(data).resolve())
 
 
-def test_the_start_names_the_sizes_of_the_classes_and_those_without_images():
-    images, names = pictures(6), ["ant", "bee\ncat", "dog"]
-    train = whole_split("train", images[:4], [0, 0, 1, 1], "")
-    even = whole_split("test", images, [0, 1, 2, 2, 1, 0], "")
-    data = Data(train, even, names)
-    sizes = "3, each with 0 (class dog) to 2 (class ant) training images, 2 evaluation images"
-    assert classes_row(data) == sizes
+def test_the_start_names_the_classes_without_training_images():
+    train, even = (whole_split("", pictures(3), labels, "") for labels in ([0, 0, 1], [0, 1, 2]))
+    data = Data(train, even, ["ant", "bee", "dog"])
+    row = "3, each with 0 (class dog) to 2 (class ant) training images, 1 evaluation images"
+    assert classes_row(data) == row
     assert "1 of 3 classes have no training image: dog" in warn_about_data(data)
-    few = Data(even, train.select(np.asarray([0, 1])), names)
-    assert "2 of 3 classes have no evaluation image: bee cat, dog" in warn_about_data(few)
 
 
 def test_class_names_that_are_not_utf8_or_hold_a_newline_are_trained_saved_and_resumed():
@@ -268,18 +250,13 @@ def shards(folder, total, numbers, name="train", tail=""):
 def test_each_shard_must_be_there_once_but_a_single_file_may_be_given():
     shards("folder", 3, [1, 2, 3])  # counted from one
     shards("folder", 1, [0], "test", tail="-0a1b2c3d")
+    Path("folder/._train-00001-of-00003.parquet").write_bytes(b"a Mac's notes")  # left alone
     assert sizes(load()) == (36, "test", 12)
     shards("folder", 3, [1], tail=" (1)")
     assert error_of().startswith("folder: has 4 of 3 shards train-...-of-00003; add or remove")
     shards("other", 10**9, [2], "my-set-train")
     assert "other: has 1 of 1000000000 shards my-set-train-...-of-" in error_of("other")
     assert len(load("other/my-set-train-00002-of-1000000000.parquet").train) == 11
-
-
-def test_hidden_tables_are_left_alone():
-    parquet("folder", train=table([0, 1, 2] * 10, NAMED))
-    Path("folder/._train-00000-of-00001.parquet").write_bytes(b"a Mac's notes")
-    assert len(load().train) == 27
 
 
 def test_integer_labels_that_occur_are_the_classes():
@@ -292,6 +269,5 @@ def test_integer_labels_that_occur_are_the_classes():
     line = "the training split has no class 7, only 0, 1000 (split 'test': 0, 7)"
     assert error_of("new").startswith(line)
     table([0, 500, -3, 500, 0], Value("int64")).save_to_disk("negative")
-    assert error_of("negative").startswith(
-        "image 2 of split 'train' has the label -1, outside 0..1"
-    )
+    line = "image 2 of split 'train' has the label -1, outside 0..1"
+    assert error_of("negative").startswith(line)

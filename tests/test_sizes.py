@@ -52,7 +52,7 @@ def plain_loss(name: str, height: int, width: int) -> float:
 @pytest.mark.full
 def test_runs_and_eval_py_evaluate_images_of_the_evaluation_size():
     image_folder("pictures", {"cat": 6, "dog": 6}, size=(64, 80))
-    flags = [*FLAGS, "--image_size", "32", "48"]
+    flags = FLAGS + words("--image_size 32 48")
     (outcome,) = run_ranks(1, train.main, ["--run_name", "run", *flags, "--eval_size", "[64, 80]"])
     assert "32x48 colour images, evaluated at 64x80\n" in outcome.out
     expected = pytest.approx(plain_loss("run", 64, 80), rel=1e-5)
@@ -60,8 +60,8 @@ def test_runs_and_eval_py_evaluate_images_of_the_evaluation_size():
     train_run(1, "usual", *flags)
     assert abs(records("usual", "eval")[-1]["loss"] - records("run", "eval")[-1]["loss"]) > 1e-3
     assert same_tensors(weights("usual"), weights("run"))
-    for name, more in (("run", []), ("usual", ["--eval_size", "64", "80"])):
-        results = returned(2, eval.main, ["--ckpt", f"runs/{name}", *more])
+    for given in ("runs/run", "runs/usual --eval_size 64 80"):
+        results = returned(2, eval.main, words(f"--ckpt {given}"))
         assert [result["loss"] for result in results] == [expected] * 2
 
 
@@ -93,9 +93,11 @@ def test_the_centre_of_a_photograph_fills_a_rectangle(size, whole, squash):
     spec = InputSpec(*size, 3, [0.5] * 3, [0.5] * 3, squash=squash).cropped(0.875)
     assert spec.resize == 128
     same_shape = [side * 128 // 112 for side in size]
+    square = same_shape if squash else [max(same_shape)] * 2
     for shape, sides in (
         (whole, same_shape),
-        ((300, 300), same_shape if squash else [max(same_shape)] * 2),
+        ((300, 300), square),
+        ((30, 30), square),
     ):
         pixels = torch.from_numpy(smooth(*shape))
         resized = v2.functional.resize(pixels.permute(2, 0, 1), sides, antialias=True)
@@ -113,7 +115,7 @@ def test_the_resizing_of_evaluation_is_that_of_its_own_size():
     other = spec.for_evaluation()
     assert (other.size, other.resize, other.interpolation) == ((160, 224), 177, "bicubic")
     assert other.mean == spec.mean
-    for size in (None, 64, [64, 64]):
+    for size in (None, [64, 64]):
         assert input_spec(replace(config, eval_size=size), 3, None).evaluation is None
 
 
@@ -129,7 +131,6 @@ def test_the_input_of_a_checkpoint_has_one_of_evaluation_or_none():
 
 @pytest.mark.parametrize(("model", "settings", "text"), [
     ("mlp", {"eval_size": [28, 30]}, "mlp does not accept 28x30x3 images .*; leave out --eval_size"),
-    ("mnist_cnn", {"eval_size": [28, 30]}, "28x30x3 images .*; leave out --eval_size"),
     ("timm/vit_tiny_patch16_224", {"image_size": 224, "eval_size": 256}, "256x256x3 images .*; leave out --eval_size"),
     ("timm/vit_tiny_patch16_224", {"image_size": [224, 256]}, r"224x256x3 images .*; try --image_size 224"),
     ("vit_b_16", {"pretrained": True, "image_size": 64}, "image_size.* expected value 224"),
@@ -140,17 +141,15 @@ def test_a_model_that_does_not_take_the_size_is_refused_with_the_fix(model, sett
         build_model(config, input_spec(config, 3, (28, 28)), 2)
 
 
-@pytest.mark.parametrize(("flags", "expected"), [
-    (["--eval_size", "64"], 64),
-    (["--eval_size", "64", "80"], [64, 80]),
-    (["--eval_size=[64, 80]"], [64, 80]),
-])  # fmt: skip
-def test_a_size_is_one_number_or_two_and_survives_saving(flags, expected, capsys):
-    config = parse_args(TrainConfig, "train.py", flags)
+@pytest.mark.parametrize(
+    "given, expected", [("64", 64), ("64 80", [64, 80]), ("[64,80]", [64, 80])]
+)
+def test_a_size_is_one_number_or_two_and_survives_saving(given, expected, capsys):
+    config = parse_args(TrainConfig, "train.py", ["--eval_size", *words(given)])
     assert config.eval_size == expected
     Path("saved.yaml").write_text(to_yaml(config))
     assert parse_args(TrainConfig, "train.py", ["--config", "saved.yaml"]) == config
-    for size in ("[64, 65, 66]", "[64, 0]", "big"):
+    for size in ("[64, 65, 66]", "[64, 0]"):
         with pytest.raises(SystemExit):
             parse_args(TrainConfig, "train.py", ["--eval_size", size])
         assert "--eval_size must be " in capsys.readouterr().err

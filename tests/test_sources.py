@@ -11,14 +11,12 @@ import pyarrow as pa
 import pytest
 import torchvision
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
-from helpers.loading import error_of, load, sizes
+from helpers.loading import error_of, evaluated, load, sizes
 from helpers.make_data import encoded, image_folder, mnist_files, parquet, pictures, table
-from helpers.ranks import run_ranks
-from helpers.training_runs import train_run
+from helpers.training_runs import train_run, words
 from PIL import Image as PillowImage
 from pyarrow import parquet as pq
 
-import eval
 from utils.config.settings import TrainConfig
 from utils.data.cache import decode_all
 from utils.data.decode import decode, peek
@@ -57,12 +55,8 @@ def test_digits_are_the_scans_scaled_to_255_with_a_tenth_held_out():
         pixels = decode_all(split, 8, 8, 1, "cache", None)[..., 0]
         assert np.abs(pixels - scans.images[split.image_index] * 255 / 16).max() <= 0.5
         assert (split.labels == scans.target[split.image_index]).all()
-    assert data.class_names == [str(i) for i in range(10)] and peek(data.train) == (
-        1,
-        (8, 8),
-        255,
-        1.0,
-    )
+    assert data.class_names == list("0123456789")
+    assert peek(data.train) == (1, (8, 8), 255, 1.0)
 
 
 def test_synthetic_sets_have_the_shape_that_their_name_says_and_can_be_learned():
@@ -78,9 +72,8 @@ def test_synthetic_sets_have_the_shape_that_their_name_says_and_can_be_learned()
     assert not (decode(data.train, 0, 3) == decode(data.evaluation, 0, 3)).all()
 
 
-@pytest.mark.parametrize("name", ["synthetic/10x32", "synthetic/0x32x10"])
-def test_a_misspelt_synthetic_set_is_refused_with_the_right_spelling(name):
-    assert "must be synthetic/CLASSESxSIZExCOUNT" in error_of(name)
+def test_a_misspelt_synthetic_set_is_refused_with_the_right_spelling():
+    assert "must be synthetic/CLASSESxSIZExCOUNT" in error_of("synthetic/10x32")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +82,6 @@ def test_a_misspelt_synthetic_set_is_refused_with_the_right_spelling(name):
         ("nothing", "use digits, synthetic/, torchvision/, a .csv file"),
         ("digit", "did you mean digits?"),
         ("~/no", ""),
-        ("a/b/c", ""),
         ("torchvision/mnist", "did you mean MNIST"),
         ("torchvision/Food101", "use MNIST, FashionMNIST, KMNIST, CIFAR10, CIFAR100"),
     ],
@@ -136,10 +128,9 @@ def test_mnist_files_are_found_in_the_data_dir_or_in_the_cache():
 def test_an_evaluation_does_not_say_that_the_classes_of_a_torchvision_set_changed():
     made = [(pictures(20, (28, 28), 1, seed=seed), np.arange(20) % 10) for seed in (1, 2)]
     mnist_files("cache/torchvision", train=made[0], t10k=made[1])
-    of_data = ["--data", "torchvision/MNIST", "--cache_dir", "cache"]
-    train_run(1, "run", *of_data, "--model", "mlp", "--global_batch_size", "10", "--max_steps", "1")
-    (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run", "--cache_dir", "cache"])
-    assert outcome.code == 0 and "classes changed" not in outcome.out, outcome.out
+    flags = words("--data torchvision/MNIST --model mlp --global_batch_size 10 --max_steps 1")
+    train_run(1, "run", *flags, *words("--cache_dir cache"))
+    assert "classes changed" not in evaluated("--cache_dir", "cache")[1]
 
 
 def test_a_missing_set_that_cannot_be_downloaded_is_one_line_with_the_fix(monkeypatch):
@@ -174,9 +165,8 @@ def test_a_folder_with_the_name_of_a_bundled_set_is_said_not_to_be_used():
 
 def test_labels_of_an_own_source_that_are_not_integers_are_refused():
     images = np.zeros((3, 2, 2), np.uint8)
-    for labels in ([0.37, 1.9, 2.5], [[0, 0.5], [1, 0], [0, 1]]):
-        with pytest.raises(ValueError, match="split 'train' has labels that are not integers"):
-            whole_split("train", images, np.array(labels), "made")
+    with pytest.raises(ValueError, match="split 'train' has labels that are not integers"):
+        whole_split("train", images, np.array([0.37, 1.9, 2.5]), "made")
     assert whole_split("train", images, [0.0, 1.0, 2.0], "made").labels.dtype == np.int64
 
 
@@ -247,16 +237,9 @@ def test_files_are_read_without_asking_the_network(monkeypatch):
 
 
 def test_files_are_grouped_into_splits_by_their_names():
-    names = {
-        "train-00000-of-00002": "train",
-        "train-00001-of-00002": "train",
-        "my-set-unsupervised-00000-of-00001": "unsupervised",
-        "test_1": "test",
-        "Valid.v2": "valid",
-        "part7": "train",
-    }
     Path("tables").mkdir()
-    for count, name in enumerate(names, 1):
+    names = "train-00000-of-00002 train-00001-of-00002 my-set-unsupervised-00000-of-00001 test_1"
+    for count, name in enumerate(words(f"{names} Valid.v2 part7"), 1):
         named(count).to_parquet(f"tables/{name}.parquet")
     for name, size in {"train": 1 + 2 + 6, "unsupervised": 3, "test": 4, "valid": 5}.items():
         assert len(load("tables", eval_split=name).evaluation) == size
@@ -316,17 +299,14 @@ def made_tables():
     odd.save_to_disk("odd")
     texts, numbers = table(["0", "1"] * 5, Value("string")), table([0, 1] * 5, Value("int64"))
     DatasetDict(train=texts, test=numbers).save_to_disk("mixed")
-    DatasetDict(train=numbers, test=texts).save_to_disk("other")
     DatasetDict(train=named(30), test=table([-1] * 5, NAMED)).save_to_disk("unlabelled")
     table([0, 1, None] * 5, Value("int64")).save_to_disk("holed")
     parquet("empty", train=named(30), test=table([], NAMED))
     bare = Dataset.from_dict({"image": list(pictures(5))}, features=Features({"image": Image()}))
     DatasetDict(test=bare, train=named(30)).save_to_disk("bare")
-    for name in ("cut", "middle"):
-        file = parquet(name, train=named(30), test=named(9)) / "test-00000-of-00001.parquet"
-        raw = file.read_bytes()
-        damaged = raw[:200] + b"\xff" * 400 + raw[600:]
-        file.write_bytes(damaged if name == "middle" else raw[: len(raw) // 2])
+    file = parquet("damaged", train=named(30), test=named(9)) / "test-00000-of-00001.parquet"
+    raw = file.read_bytes()
+    file.write_bytes(raw[:200] + b"\xff" * 400 + raw[600:])
     named(30).save_to_disk("gone")
     next(Path("gone").glob("*.arrow")).unlink()
 
@@ -347,13 +327,11 @@ FLAWS = {
     "there is no image column": ("numbers", {}),
     "there is no label column": ("odd", {}),
     "the training split has no class 0, only '0', '1' (split 'test': 0, 1)": ("mixed", {}),
-    "the training split has no class '0', only 0, 1 (split 'test': '0', '1')": ("other", {}),
     "image 0 of split 'test' has the label -1, outside 0..2": ("unlabelled", {}),
     "split 'train' has null labels (5)": ("holed", {}),
     "empty: cannot be read": ("empty", {}),
     "split 'test' has no column 'label', only image": ("bare", {}),
-    "cut: cannot be read": ("cut", {}),
-    "middle: cannot be read": ("middle", {}),
+    "damaged: cannot be read": ("damaged", {}),
     "gone: cannot be read": ("gone", {}),
 }
 
@@ -415,7 +393,7 @@ def labelled(counts):
     return whole_split("train", np.zeros((len(labels), 1, 1), np.uint8), labels, "made")
 
 
-@pytest.mark.parametrize("fraction", [0.05, 1 / 3, 0.9])
+@pytest.mark.parametrize("fraction", [0.05, 0.9])
 def test_a_hold_out_is_disjoint_complete_and_of_every_class_its_share(fraction):
     split = labelled([500, 100, 37, 10, 6, 1])
     rest, held = hold_out(split, fraction, seed=3)
@@ -426,9 +404,8 @@ def test_a_hold_out_is_disjoint_complete_and_of_every_class_its_share(fraction):
         assert abs((held.labels == label).sum() - fraction * count) <= 1
     assert (rest.labels == 5).sum() == 1  # what there is one of can only be learned
     for part in (rest, held):
-        assert (part.labels == split.labels[part.image_index]).all() and (
-            np.diff(part.image_index) > 0
-        ).all()
+        assert (part.labels == split.labels[part.image_index]).all()
+        assert (np.diff(part.image_index) > 0).all()
 
 
 def test_a_hold_out_is_the_same_for_a_seed_and_another_for_another():
@@ -444,7 +421,7 @@ def test_few_samples_of_many_classes_can_be_held_out_from():
     assert len(held) == 40 and np.bincount(held.labels).max() == 1
 
 
-@pytest.mark.parametrize("counts, fraction", [([3, 2], 0.01), ([1, 1, 1], 0.5), ([2, 2], 0.999)])
+@pytest.mark.parametrize("counts, fraction", [([3, 2], 0.01), ([2, 2], 0.999)])
 def test_a_hold_out_of_nothing_or_everything_is_refused(counts, fraction):
     with pytest.raises(ValueError, match=r"split 'train' has too few samples \(\d\) to hold out"):
         for seed in range(20):
@@ -466,17 +443,13 @@ def test_subsets_are_random_and_of_both_splits():
 def test_eval_gets_the_split_that_was_evaluated_or_trained_on_or_any_other():
     DatasetDict({name: named(size) for name, size in SIZES.items()}).save_to_disk("tables")
 
-    def evaluated(names, **settings):
+    def splits_of(names, **settings):
         data, config = load("tables", **settings), TrainConfig(data="tables", **settings)
         return data, [load_split(config, name, ANIMALS, data.samples, True)[0] for name in names]
 
-    _, found = evaluated((None, "train", "test"), max_train_samples=5)
-    assert [(split.name, len(split)) for split in found] == [
-        ("validation", 6),
-        ("train", 30),
-        ("test", 9),
-    ]
-    data, (held, trained) = evaluated((None, "train"), eval_fraction=0.2, max_eval_samples=4)
+    _, found = splits_of((None, "train", "test"), max_train_samples=5)
+    assert {split.name: len(split) for split in found} == {"validation": 6, "train": 30, "test": 9}
+    data, (held, trained) = splits_of((None, "train"), eval_fraction=0.2, max_eval_samples=4)
     assert (held.image_index == data.evaluation.image_index).all() and len(held) == 4
     assert len(trained) == 4 and set(trained.image_index) <= set(data.train.image_index)
     with pytest.raises(ValueError, match="--split day: no such split; use one of train, validat"):
