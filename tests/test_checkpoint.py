@@ -311,7 +311,7 @@ def test_an_average_that_does_not_fit_or_has_a_nan_is_one_line_and_changes_nothi
     for change, text in (
         ({first: torch.zeros(2)}, f"{first}: shape [2] in the checkpoint"),
         ({"other": torch.zeros(2)}, "other"),
-        ({first: tensors[first] * torch.nan}, f"NaN or infinite numbers in {first}"),
+        ({first: tensors[first] * torch.nan}, f"NaN or infinite ({first}"),
     ):
         save_file(tensors | change, path)
         rewrite_manifest(CHECKPOINT)

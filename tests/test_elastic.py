@@ -18,9 +18,10 @@ from helpers.elastic import (
     possible,
     wait_for_progress,
 )
+from helpers.environments import variables_of
 from helpers.machines import needs_machines, network
 from helpers.ranks import free_port, returned
-from helpers.training_runs import records, refused, train_run, words
+from helpers.training_runs import records, refused, steps, train_run, words
 from helpers.waiting import PATIENCE, records_so_far, until
 
 import train
@@ -103,9 +104,7 @@ def check_events(
         launchers.end()
     found = [(record["processes"], record["step"]) for record in records("run", "start")]
     print(f"| {seed} | processes and first update of each start: {found} |")
-    assert [record["step"] for record in records("run", "train")] == [*range(1, updates + 1)], (
-        launchers.outputs
-    )
+    assert steps("run", "train") == [*range(1, updates + 1)], launchers.outputs
     assert hashes("run", updates) == expected
 
 
@@ -146,8 +145,8 @@ def test_a_run_whose_number_of_machines_is_fixed_is_not_concerned(monkeypatch):
 
 def test_the_only_process_of_a_launcher_ends_with_the_bits_of_plain_python():
     def launched(flags: list[str]) -> None:
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        where = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1"
+        os.environ |= variables_of(f"{where} MASTER_PORT={free_port()}")
         train.main(flags)
 
     flags = [*FLAGS, *words("--max_train_samples 192 --max_eval_samples 8 --max_steps 3")]

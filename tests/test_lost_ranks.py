@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.environments import variables_of
 from helpers.ranks import run_ranks, start_ranks
 from helpers.training_runs import MLP as FLAGS
 from helpers.training_runs import (
@@ -193,11 +194,11 @@ def attempt(store, processes, number, flags, fails_at=None, function=None) -> se
 
 
 def _attempt(number, port, processes, flags, fails_at):
-    os.environ |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_RESTART_COUNT": str(number)}
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    where = f"TORCHELASTIC_RUN_ID=test TORCHELASTIC_RESTART_COUNT={number} MASTER_PORT={port}"
+    where += " TORCHELASTIC_USE_AGENT_STORE=True MASTER_ADDR=127.0.0.1"
     if processes == 1:
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        where += " RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1"
+    os.environ |= variables_of(where)
     update = train.train_update
 
     def failing(run, batches):
