@@ -270,16 +270,6 @@ def test_a_full_disk_ends_a_run_with_one_line_and_is_said_at_the_next_start(disk
 # Folders that a run has no right to
 
 
-def test_a_folder_whose_rights_change_while_a_run_trains(anyones_folder, whole):
-    lock = on_main(lambda: CHECKPOINTS.chmod(0o555))
-    outcomes = run_ranks(2, as_nobody, train_with, {4: lock}, FLAGS)
-    check_failed(outcomes, f"{CHECKPOINTS}/.step-", "Permission denied")
-    check_intact(whole(2), 3)
-    CHECKPOINTS.chmod(0o755)
-    returned(2, as_nobody, train_with, {}, AUTO)
-    check_done(whole, 2)
-
-
 def test_a_folder_that_cannot_be_written_to_is_named_before_anything_is_read(anyones_folder):
     def no_data(*_):
         raise AssertionError("the data were read")

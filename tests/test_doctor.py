@@ -8,7 +8,6 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest

@@ -128,13 +128,6 @@ def _samples_read(flags):
     return len(read)
 
 
-def test_the_run_folder_and_its_checkpoints_can_be_named_to_go_on_in_place():
-    train_run(1, "run", *FLAGS, "--max_steps", "2", "--save_every", "1")
-    for number, path in enumerate(("runs/run", "runs/run/checkpoints/step-00000003"), 3):
-        train_run(1, "run", *FLAGS, "--max_steps", str(number), "--resume", path)
-    assert steps("run", "start") == [0, 2, 3]
-
-
 def test_a_resumed_run_has_the_data_and_settings_of_its_checkpoint_unless_others_are_given(
     monkeypatch,
 ):

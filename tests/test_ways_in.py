@@ -14,7 +14,6 @@ from helpers.environments import topology_of, variables_of
 from helpers.ranks import Outcome, free_port, run_ranks
 from helpers.training_runs import ROOT, full, records, train_run, words, working_in
 from helpers.waiting import PATIENCE, error_lines
-from torch import multiprocessing
 
 import train
 from utils.launch import rendezvous
@@ -121,20 +120,8 @@ def launch_by_a_function(port):
     )
 
 
-def spawn_ranks(port):
-    # as mp.spawn, but quick
-    multiprocessing.start_processes(spawned, (2, port), nprocs=2, start_method="fork")
-
-
-def spawned(rank, processes, port):
-    where = f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE={processes}"
-    os.environ |= variables_of(f"{where} MASTER_ADDR=127.0.0.1 MASTER_PORT={port}")
-    train.main([*FLAGS, "--run_name", "run"])
-
-
-@pytest.mark.parametrize("start", [launch_by_a_function, spawn_ranks])
-def test_accelerates_notebook_launcher_and_mp_spawn_start_the_same_run(start, expected):
-    check_run(run_ranks(1, start, free_port()), expected)
+def test_accelerates_notebook_launcher_starts_the_same_run(expected):
+    check_run(run_ranks(1, launch_by_a_function, free_port()), expected)
 
 
 SLURM = variables_of(
@@ -149,9 +136,8 @@ MPI = variables_of(
 
 def test_slurms_variables_tell_rank_machine_and_meeting_point():
     found = topology_of(SLURM)
-    assert (
-        found == Topology(2, 4, 0, 2, "n007", found.port, "SLURM") and 10_000 <= found.port < 30_000
-    )
+    assert found == Topology(2, 4, 0, 2, "n007", found.port, "SLURM")
+    assert 10_000 <= found.port < 30_000
     # another task of an array
     assert topology_of(SLURM | {"SLURM_JOB_ID": "1235"}).port != found.port
     own = variables_of("MASTER_ADDR=10.0.0.9 MASTER_PORT=4000")
@@ -193,7 +179,6 @@ ONE = "RANK=1 WORLD_SIZE=2 LOCAL_RANK=0"
             MPI | variables_of("OMPI_COMM_WORLD_LOCAL_SIZE=1 OMPI_COMM_WORLD_LOCAL_RANK=0"),
             "mpirun -x MASTER_ADDR=HOST",
         ),
-        (variables_of(f"{ONE} MASTER_ADDR=localhost"), "MASTER_PORT is not set"),
         (variables_of(f"{ONE} MASTER_ADDR=a MASTER_PORT=1"), "LOCAL_WORLD_SIZE is not set"),
         (
             variables_of("RANK=1 WORLD_SIZE=2"),
