@@ -8,7 +8,6 @@ import shutil
 import stat
 import subprocess
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,6 @@ from helpers.training_runs import (
     same_tensors,
     steps,
     train_run,
-    train_watched,
     weights,
     words,
 )
@@ -127,8 +125,7 @@ def test_a_run_that_stops_in_the_middle_of_an_epoch_and_resumes_ends_bit_identic
 
 def test_a_run_that_is_past_its_end_says_so_and_ends_well():
     train_run(1, "run", *FLAGS, "--max_steps", "6")
-    flags = ["--run_name", "run", "--resume", "auto", *FLAGS, "--max_steps", "4"]
-    outcomes = run_ranks(2, train.main, flags)
+    outcomes = run_ranks(2, train.main, [*RUN, "--max_steps", "4"])
     assert codes(outcomes) == [0, 0], outcomes[0].err
     assert "--max_steps 4 after update 6 of 4; raise it to continue" in outcomes[0].out
 
@@ -155,21 +152,12 @@ def test_the_state_has_the_finite_numbers_of_the_last_evaluation():
 
 def test_settings_of_the_optimizer_are_those_of_the_flags_after_a_resume_and_are_reported():
     train_run(1, "run", *FLAGS, "--max_steps", "2")
-    flags = [*FLAGS, *words("--resume auto --max_steps 3 --momentum 0.5")]
-    first, second = run_ranks(2, _momentum_after_training, flags)
-    assert first.value == second.value == {0.5}, first.err
+    first, second = run_ranks(2, train.main, [*RUN, *words("--max_steps 3 --momentum 0.5")])
+    assert first.code == 0, first.err
+    saved = torch.load("runs/run/checkpoints/step-00000003/optimizer.bin", weights_only=True)
+    assert {group["momentum"] for group in saved["param_groups"]} == {0.5}
     assert "momentum was 0.9 in the checkpoint, now 0.5" in first.out and second.out == ""
     assert "processes was 1 in the checkpoint, now 2" in first.out and "lr was" not in first.out
-
-
-def _momentum_after_training(flags):
-    seen = set()
-
-    def look(run):
-        seen.update(group["momentum"] for group in run.optimizer.param_groups)
-
-    train_watched(flags, after=look)
-    return seen
 
 
 def test_a_resume_with_another_optimizer_model_or_data_is_refused_by_name():
@@ -260,16 +248,8 @@ def test_tied_weights_are_saved_once_and_resume_bit_identically():
     for file in ("model.safetensors", "ema.safetensors"):
         assert weights("run", file=file).keys() == expected
         assert same_tensors(weights("run", file=file), weights("whole", file=file))
-    folder = Path("runs/run/checkpoints/step-00000007")
-    (found,) = returned(1, with_tied, eval.main, ["--ckpt", str(folder)])
+    (found,) = returned(1, with_tied, eval.main, ["--ckpt", "runs/run"])
     assert found["loss"] == pytest.approx(records("whole", "eval")[-1]["loss"], rel=1e-6)
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["second.bias"]
-    save_file(tensors, folder / "model.safetensors")
-    rewrite_manifest(folder)
-    text = "holds a different model (second.bias: nothing in the checkpoint"
-    more = words("--run_name run --resume auto --max_steps 9")
-    assert text in refused(partial(with_tied, train.main), *more)
 
 
 def test_an_optimizer_file_that_does_not_fit_is_refused_with_what_differs():

@@ -107,13 +107,10 @@ def test_settings_from_a_stranger_import_and_execute_nothing(place, monkeypatch)
     )
     monkeypatch.syspath_prepend(".")
     Path("recipe.yaml").write_text(place.replace("CLASS", "{class_path: trap.Trap}") + "\n")
-    with suppress(ValueError):
-        read_config(Path("recipe.yaml"))
-    with suppress(SystemExit):
-        parse_args(TrainConfig, "train.py", ["--config", "recipe.yaml"])
     flag, value = Path("recipe.yaml").read_text().strip().split(": ", 1)
-    with suppress(SystemExit):
-        parse_args(TrainConfig, "train.py", [f"--{flag}", value])
+    for flags in (["--config", "recipe.yaml"], [f"--{flag}", value]):
+        with suppress(SystemExit):
+            parse(*flags)
     assert not Path("imported").exists() and not Path("made").exists()
 
 

@@ -41,7 +41,7 @@ from safetensors.torch import load_file
 import train
 import utils.files
 import utils.runs.checkpoint
-from utils.runs.manifest import MODEL, OPTIMIZER, verify
+from utils.runs.manifest import MODEL, verify
 from utils.runs.writing import update_pointers
 
 FLAGS = [*MLP, *words("--max_steps 12 --save_every 3 --eval_every 6 --log_every 2 --keep 9")]
@@ -80,19 +80,9 @@ def train_with(events, flags):
     train_watched(flags, happen)
 
 
-def limit_files(run, size=SMALL):
+def limit_files(run):
     """An event: from now on no file can grow beyond so many bytes."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-
-def limit_optimizer(run):
-    """An event: from now on a checkpoint's weights can be written, its optimizer's state cannot."""
-    if run.ranks.is_main:  # other ranks may come here before the checkpoint is complete
-        model, optimizer = (
-            (CHECKPOINTS / "step-00000003" / name).stat().st_size for name in (MODEL, OPTIMIZER)
-        )
-        assert optimizer > model + 1
-        limit_files(run, model + 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL, resource.RLIM_INFINITY))
 
 
 def on_main(action):
@@ -143,7 +133,7 @@ def check_done(whole, processes=1) -> None:
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_all_ranks_and_leaves_the_older_one(whole, capfd):
-    outcomes = run_ranks(2, train_with, {4: limit_optimizer}, FLAGS)
+    outcomes = run_ranks(2, train_with, {4: limit_files}, FLAGS)
     check_failed(
         outcomes, f"{CHECKPOINTS}/.step-00000006.partial: the checkpoint cannot be written"
     )

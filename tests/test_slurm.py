@@ -64,6 +64,12 @@ class Job:
             assert not failed and time.monotonic() < deadline, text
             time.sleep(0.2)
 
+    def until_trained(self, step: int = 300) -> None:
+        self.until(lambda: self.step >= step, "training")
+
+    def until_again(self) -> None:
+        self.until(lambda: len(self.steps("start")) > 1, "training again")
+
     def ranks(self) -> list[int]:
         """Its processes that train."""
         return self.slurm.processes(rf"^\S*python -u train.py --run_name job-{self.number} ")
@@ -168,11 +174,11 @@ def test_a_job_that_has_to_go_comes_back_by_itself_and_finishes(
     slurm, submit, whole, script, event
 ):
     job = submit(script, options=("--partition=abrupt",) if event == "preempted at once" else ())
-    job.until(lambda: job.step >= 300, "training")
+    job.until_trained()
     reached, told = job.step, time.monotonic()
     EVENTS[event](slurm, job)
     gone = job.gone_after(told)
-    job.until(lambda: len(job.records("start")) > 1, "training again")
+    job.until_again()
     again = time.monotonic() - told
     starts = check_finished(job, whole)
     print(f"\n| {script} | {event} | {gone:.1f} s | {again:.0f} s | {reached} | {starts[1]} |")
@@ -241,7 +247,7 @@ def test_a_signal_in_the_first_seconds_costs_no_more_than_the_turn(submit, whole
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_scancel_saves_ends_and_is_final(submit, script):
     job = submit(script)
-    job.until(lambda: job.step >= 300, "training")
+    job.until_trained()
     reached, told = job.step, time.monotonic()
     job.slurm("scancel", job.number)
     gone = job.gone_after(told)
@@ -258,7 +264,7 @@ def test_each_task_of_an_array_is_a_run_that_comes_back_alone(slurm, submit):
     )
     tasks = [Job(slurm, f"{array.number}_{index}", array.folder) for index in (0, 1)]
     for task in tasks:
-        task.until(lambda task=task: task.step >= 300, "training")
+        task.until_trained()
     slurm("scancel", "--signal=USR1", tasks[1].number)
     for task in tasks:
         task.until_state("COMPLETED", seconds=200)
@@ -269,7 +275,7 @@ def test_each_task_of_an_array_is_a_run_that_comes_back_alone(slurm, submit):
 
 def test_a_killed_rank_ends_the_job_under_tasks(slurm, submit):
     job = submit("tasks")
-    job.until(lambda: job.step >= 300, "training")
+    job.until_trained()
     told = time.monotonic()
     os.kill(job.ranks()[-1], signal.SIGKILL)
     job.until_state("FAILED")
@@ -281,10 +287,10 @@ def test_a_killed_rank_ends_the_job_under_tasks(slurm, submit):
 
 def test_a_killed_rank_is_started_again_by_launchers_within_the_job(submit, whole):
     job = submit("launchers")
-    job.until(lambda: job.step >= 700, "training")
+    job.until_trained(700)
     reached, told = job.step, time.monotonic()
     os.kill(job.ranks()[-1], signal.SIGKILL)
-    job.until(lambda: len(job.records("start")) > 1, "training again")
+    job.until_again()
     again = time.monotonic() - told
     starts = check_finished(job, whole)
     print(f"\n| launchers | kill -9 of a rank | - | {again:.0f} s | {reached} | {starts[1]} |")
