@@ -162,9 +162,7 @@ def test_a_silent_rank_ends_the_others_long_before_the_timeout_if_the_launcher_s
     assert 25 < waited < 90 and outcomes[0].code == 2
 
 
-@pytest.mark.parametrize(
-    "processes, named", [full(2, True), (1, False), full(2, False), full(1, True)]
-)
+@pytest.mark.parametrize("processes, named", [full(2, True), (1, False)])
 def test_a_restart_by_the_launcher_goes_on_in_the_folder_of_the_attempt_before(
     processes, named, store
 ):
