@@ -148,24 +148,21 @@ def test_yaml_that_is_written_is_read_as_the_same_values():
     assert yaml.safe_load(dump_yaml(values)) == values  # by other programs
 
 
-BOMB = "a: &a [x, x, x, x, x, x, x, x, x], " + ", ".join(
-    f"{after}: &{after} [{', '.join([f'*{before}'] * 9)}]"
-    for before, after in zip("abcdefgh", "bcdefghi", strict=True)
-)
+ALIASES = "a: &a [x, x, x], b: &b [*a, *a, *a], c: [*b, *b, *b]"  # with more, 9 ** 9 values
 
 
 @pytest.mark.parametrize(
     "text, what",
     [
-        (f"model_args: {{{BOMB}}}\n", "aliases (*) are not allowed"),
+        (f"model_args: {{{ALIASES}}}\n", "aliases (*) are not allowed"),
         ("seed: 1\n\nmodel_args: {hidden: 3, hidden: 4}\n", "(line 3: hidden is given twice"),
         ("mixed_precision: off\n", "no, bf16, fp16 or auto, got off"),
         # a string is not read as YAML
-        (f"model_args: '{{{BOMB}}}'\n", "--model_args must be '{NAME: VALUE}'"),
+        (f"model_args: '{{{ALIASES}}}'\n", "--model_args must be '{NAME: VALUE}'"),
         ("lr: 1" + "0" * 5000, "Exceeds the limit"),
         ("data: caf\xe9", "not valid UTF-8"),
     ],
-    ids=["bomb", "twice", "choice", "string", "digits", "encoding"],
+    ids=["aliases", "twice", "choice", "string", "digits", "encoding"],
 )
 def test_a_config_file_that_is_damaged_or_would_take_all_memory_is_refused(text, what):
     Path("recipe.yaml").write_bytes(text.encode("latin-1"))

@@ -356,7 +356,7 @@ QUICK = [("optimizer.bin", "pickle"), ("config.yaml", "yaml"),
 
 def cases(every, quick):
     """A test's cases, of which those that are not quick are in `make test-full`."""
-    marked = [pytest.param(case) if case in quick else full(case) for case in every]
+    marked = [case if case in quick else full(case) for case in every]
     return pytest.mark.parametrize("case", marked, ids=lambda case: repr(case)[:40])
 
 

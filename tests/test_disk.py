@@ -270,7 +270,7 @@ def test_a_folder_that_cannot_be_written_to_is_named_before_anything_is_read(any
 
     returned(1, as_nobody, train.main, ["--run_name", "run", *FLAGS, "--max_steps", "3"])
     Path("runs").chmod(0o555)
-    for flags in ([], ["--run_name", "new"], ["--output_dir", "runs/deep/er"]):
+    for flags in ([], ["--output_dir", "runs/deep/er"]):
         outcomes = run_ranks(1, as_nobody, start, flags)
         check_failed(outcomes, "--output_dir runs", "runs is not a writable folder")
         assert names(Path("runs")) == ["run"]

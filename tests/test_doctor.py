@@ -237,16 +237,12 @@ def training(tmp_path):
         shell.communicate()
 
 
-def left_over():
-    return host_checks.check_leftovers().numbers.get("processes", [])
-
-
 def test_a_rank_whose_launcher_is_gone_is_left_over_and_not_touched(training):
     lost = training("train.py", stays=False, TORCHELASTIC_RUN_ID="none")
     child = training("eval.py", False)
     kept = training("train.py", stays=True, TORCHELASTIC_RUN_ID="none")
     found = host_checks.check_leftovers()
-    assert lost in left_over() and not {kept, child} & set(left_over())
+    assert {lost, child, kept} & {*found.numbers["processes"]} == {lost}
     assert found.red and f"process {lost} (train.py): its launcher has exited" in found.value
     assert f" {lost}" in found.fix and psutil.pid_exists(lost)
     outcomes = look(1)

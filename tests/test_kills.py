@@ -163,8 +163,8 @@ def test_twenty_kills_at_random_moments(processes):
 
 @pytest.mark.full
 def test_two_kills_and_a_move_from_two_to_one_to_three_processes_keep_order_and_losses():
-    flags = words("--max_steps 60 --log_every 1 --save_every 3 --lr_schedule constant")
-    flags = [*MLP, *flags, "--resume", "auto"]
+    flags = words("--log_every 1 --save_every 3 --lr_schedule constant --resume auto")
+    flags = [*MLP, *flags, "--max_steps", "60"]
     whole = train_run(1, "whole", *flags)
     for attempt, (processes, stop) in enumerate([(2, 22), (1, 43)]):
         launch = start_ranks(processes, _train_and_record, attempt, flags, stop)

@@ -40,8 +40,9 @@ AUTO = [*FLAGS, "--resume", "auto"]
 
 
 def batch_of(record):
-    names = words("processes batch_size grad_accum global_batch_size")
-    return tuple(record[name] for name in names)
+    return tuple(
+        record[name] for name in words("processes batch_size grad_accum global_batch_size")
+    )
 
 
 def last_batch(run="run"):
@@ -110,7 +111,7 @@ def _train_at_ten_updates_a_second(flags):
 
 
 def test_a_resume_reads_no_sample_to_skip_it():
-    flags = [*AUTO, "--global_batch_size", "10", "--max_steps"]
+    flags = [*AUTO, *words("--global_batch_size 10 --max_steps")]
     train_run(1, "run", *flags, "40")
     assert returned(1, _samples_read, [*flags, "41"]) == [10]
 
@@ -150,7 +151,7 @@ def test_a_resumed_run_has_the_data_and_settings_of_its_checkpoint_unless_others
 
 def test_a_run_killed_before_its_first_checkpoint_continues_with_its_own_settings():
     flags = words("--momentum 0.5 --batch_size 30 --grad_accum 2 --max_steps 5 --seed 3")
-    flags += [*MLP, "--report", "false"]
+    flags += [*MLP, "--report=false"]
     train_run(2, "whole", *flags)
     outcomes = run_ranks(2, _train_until_killed, flags)
     assert codes(outcomes) == [-signal.SIGKILL] * 2

@@ -97,7 +97,7 @@ def _train_under_nohup(flags):
 
 
 def test_a_stop_in_the_middle_of_an_evaluation_leaves_it_to_the_resumed_run():
-    flags = [*FLAGS, "--max_steps", "50", "--eval_batch_size", "4"]
+    flags = [*FLAGS, *words("--max_steps 50 --eval_batch_size 4")]
     launch = start_ranks(2, _train_and_evaluate_slowly, flags)
     until(Path("evaluating").exists)
     os.kill(launch.pids[-1], signal.SIGTERM)
@@ -257,7 +257,7 @@ def test_a_killed_loader_worker_is_one_line(photos):
 
 def test_output_that_nobody_reads_any_more_costs_no_checkpoint():
     """Ctrl-C ends the `tee` that a run is piped to as well."""
-    flags = [*FLAGS, "--max_steps", "500", "--log_every", "1"]
+    flags = [*FLAGS, *words("--max_steps 500 --log_every 1")]
     assert run_ranks(1, _train_into_a_pipe, flags)[0].code == 75
     assert newest() == 7
 
