@@ -2,8 +2,7 @@
 
     python predict.py --ckpt runs/NAME photo.jpg        prints the most likely classes
     python predict.py --ckpt runs/NAME 'photos/**/*.jpg' --out photos.parquet --html photos.html
-    accelerate launch --config_file accelerate_configs/2gpu.yaml predict.py --ckpt runs/NAME photos \\
-        --out photos.csv
+    accelerate launch --config_file accelerate_configs/2gpu.yaml predict.py --ckpt runs/NAME photos
 
 Images are decoded and resized as in an evaluation. `python predict.py --help` lists the settings.
 """

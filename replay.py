@@ -46,6 +46,8 @@ from utils.training.schedule import due_after
 
 _ROWS = 12  # of the largest gradients
 _LOGITS = 5  # printed for each sample
+_BITS = """All bits repeat on another number of processes only with --microbatches, and on a GPU
+only with that or --deterministic; --init_from needs its old weights""".replace("\n", " ")
 Layers = list[tuple[str, bool, bool]]  # name, and whether the inputs and the outputs are finite
 
 
@@ -160,16 +162,15 @@ def compare_losses(run: Run, loss: float, flags: ReplayConfig) -> str:
         ours[flags.update] = loss if math.isfinite(loss) else None
     again = [step for step in ours if step in logged]
     if not again:
-        return "no loss to compare: the log has no record of this update alone; train with --log_every 1"
+        problem = "no loss to compare: the log has no record of this update alone"
+        return f"{problem}; train with --log_every 1"
     different = [step for step in again if ours[step] != logged[step]]
+    count = f"logged losses recomputed: {len(again)}"
     if not different:
-        return f"logged losses recomputed: {len(again)}, all bit-identical"
+        return f"{count}, all bit-identical"
     first = different[0]
-    return (
-        f"logged losses recomputed: {len(again)}; {len(different)} differ, the first at update {first}: "
-        f"{ours[first]} instead of {logged[first]}. All bits repeat on another number of processes only "
-        "with --microbatches, and on a GPU only with that or --deterministic; --init_from needs its old weights"
-    )
+    values = f"the first at update {first}: {ours[first]} instead of {logged[first]}"
+    return f"{count}; {len(different)} differ, {values}. {_BITS}"
 
 
 def inspect(run: Run, batch: Batch, stop: bool) -> str:
@@ -179,9 +180,8 @@ def inspect(run: Run, batch: Batch, stop: bool) -> str:
     With `stop`, opens the debugger before the forward pass.
     """
     if stop:
-        print(
-            "next: the forward pass, in compute_loss; look at batch.images, batch.labels and run.module"
-        )
+        names = "batch.images, batch.labels and run.module"
+        print(f"next: the forward pass, in compute_loss; look at {names}")
         pdb.set_trace()
     layers = observe_layers(run.module)
     loss, outputs = compute_loss(run, batch)
@@ -241,7 +241,8 @@ def first_bad_layer(module: nn.Module, layers: Layers) -> str:
         if not inputs:
             return f"the input of layer {name} is NaN or infinite"
         if not outputs:
-            return f"the output of layer {name} is the first with NaN or infinite values; its input is finite"
+            first = f"the output of layer {name} is the first with NaN or infinite values"
+            return f"{first}; its input is finite"
     bad = [name for name, norm in gradient_norms(module).items() if not math.isfinite(norm)]
     return (
         f"the gradient of {bad[-1]} is NaN or infinite; all layers' outputs are finite"

@@ -11,6 +11,7 @@ from utils.output import exit_with, guard_output  # the first import: see its do
 
 # isort: split
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from typing import Any
@@ -47,9 +48,9 @@ from utils.training.building import (
 )
 from utils.training.dry_run import dry_run, trial
 from utils.training.features import features_of
+from utils.training.first_batch import write_first_batch
 from utils.training.gradients import clip_gradients
 from utils.training.loop import (
-    batches_of_update,
     evaluation_record,
     make_profiler,
     prepare_save,
@@ -173,6 +174,23 @@ def train(run: Run, profiler: profile | None) -> dict | None:
             saved = state.seconds
         run.meter.restart()
     return result
+
+
+def batches_of_update(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """This rank's microbatches of the next update."""
+    state, ranks = run.state, run.ranks
+    run.meter.updates += 1
+    for step in range(run.gradients.steps):
+        ranks.enter(f"update {state.step + 1}, reading a batch")
+        start = time.perf_counter()
+        batch = next(batches)
+        run.meter.totals["wait"] += time.perf_counter() - start
+        assert batch.update == state.step, f"a batch of update {batch.update}, not {state.step}"
+        if state.step == step == 0:
+            write_first_batch(run, batch)
+        ranks.enter_collective(f"update {state.step + 1}, computing and adding up gradients")
+        if batch.number >= 0:  # otherwise another rank has one microbatch more
+            yield batch
 
 
 def train_update(run: Run, batches: Iterator[Batch]) -> None:

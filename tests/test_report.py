@@ -41,8 +41,7 @@ from utils.report.analysis import BINS, MATRIX, analyse, calibration, intervals
 from utils.report.folder import best_evaluation, read_run
 from utils.report.page import line_chart, lines_of, write_page
 from utils.report.writing import write_report
-from utils.tasks.classification import Classification
-from utils.tasks.losses import LOSSES
+from utils.tasks.classification import LOSSES, Classification
 from utils.tasks.multilabel import Binary, MultiLabel
 from utils.tasks.task import Predictions
 

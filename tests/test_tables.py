@@ -18,7 +18,7 @@ import train
 from utils.config.cli import parse_args, read_config
 from utils.config.settings import TrainConfig
 from utils.data.sources import SOURCES, absolute_data, has_columns
-from utils.tasks.losses import LOSSES
+from utils.tasks.classification import LOSSES
 from utils.training.optim import OPTIMIZERS
 from utils.training.schedule import SCHEDULES, after_warmup
 

@@ -32,10 +32,9 @@ from utils.config.settings import TrainConfig
 from utils.data.selection import load_data
 from utils.data.splits import hold_out, whole_split
 from utils.runs.state import TrainState
-from utils.tasks.classification import Classification
-from utils.tasks.losses import LOSSES, SIGMOID_LOSSES
+from utils.tasks.classification import LOSSES, Classification
 from utils.tasks.metrics import area_under_curve, class_metrics
-from utils.tasks.multilabel import Binary, MultiLabel
+from utils.tasks.multilabel import SIGMOID_LOSSES, Binary, MultiLabel
 from utils.tasks.table import TASKS, make_task
 
 CLASSES = ["bird", "cat", "dog", "emu"]

@@ -17,8 +17,7 @@ import train
 from utils.config.settings import TrainConfig
 from utils.data.selection import load_data
 from utils.errors import UserError
-from utils.tasks.classification import Classification
-from utils.tasks.losses import LOSSES
+from utils.tasks.classification import LOSSES, Classification
 from utils.tasks.table import TASKS
 from utils.tasks.task import Task
 from utils.training.meter import Meter

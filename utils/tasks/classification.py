@@ -2,6 +2,16 @@
 
 To add a metric, add a value to `evaluation` and `evaluate`, or, if it needs all predictions, to
 `gathered` and `metrics`.
+
+To add a loss, write a function with these arguments and add it to `LOSSES`; those with a default
+are what --loss_args may set. It returns the loss of each sample, [n].
+
+* `logits` [n, classes], where n may be 0
+* `targets`: class indices, int64 [n], or class probabilities, float [n, classes], as from Mixup
+* `smoothing`: the fraction of the target to spread evenly over all classes
+* `weight`: with --class_weights, the weight of each class, float32 [classes], else None
+
+Losses are linear in the targets: the loss of mixed targets is the mixture of the losses.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +21,65 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from utils.config.settings import TrainConfig
-from utils.tasks.losses import LOSSES
+from utils.config.table import Table
 from utils.tasks.task import Task
+
+
+def cross_entropy(
+    logits: Tensor, targets: Tensor, smoothing: float, weight: Tensor | None
+) -> Tensor:
+    """Cross-entropy of the softmax; in multilabel and binary, of the sigmoid."""
+    return F.cross_entropy(logits, targets, weight, reduction="none", label_smoothing=smoothing)
+
+
+def binary_cross_entropy(
+    logits: Tensor, targets: Tensor, smoothing: float, weight: Tensor | None
+) -> Tensor:
+    """Binary cross-entropy of each class against the rest, averaged over the classes.
+
+    As in "ResNet strikes back", Wightman et al., 2021. A sample has the weight of its class.
+    """
+    of_samples = None if weight is None else (_soft(logits, targets, 0.0) @ weight)[:, None]
+    targets = _soft(logits, targets, smoothing)
+    return F.binary_cross_entropy_with_logits(logits, targets, of_samples, reduction="none").mean(1)
+
+
+def focal(
+    logits: Tensor, targets: Tensor, smoothing: float, weight: Tensor | None, gamma: float = 2.0
+) -> Tensor:
+    """Focal loss: cross-entropy with less weight on easy samples (Lin et al., 2017).
+
+    The term of a class of probability p has the factor (1 - p) ** gamma. Multilabel and binary use
+    `sigmoid_focal`.
+    """
+    check_gamma(gamma)
+    log_p = logits.log_softmax(1)
+    # Above 0, because the power has an infinite gradient at 0 if gamma is below 1.
+    factors = (1 - log_p.exp()).clamp(min=torch.finfo(logits.dtype).tiny) ** gamma
+    terms = -_soft(logits, targets, smoothing) * factors * log_p
+    return (terms if weight is None else terms * weight).sum(1)
+
+
+def _soft(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+    """The targets as smoothed class probabilities, float [n, classes]."""
+    if not targets.is_floating_point():
+        targets = F.one_hot(targets, logits.shape[1]).to(logits.dtype)
+    return targets * (1 - smoothing) + smoothing / logits.shape[1]
+
+
+def check_gamma(gamma: float) -> None:
+    """Raise ValueError for a focal loss that would weigh easy samples more."""
+    if gamma < 0:
+        raise ValueError(f"gamma must be at least 0, got {gamma}")
+
+
+LOSSES = Table(
+    "loss",
+    {"cross_entropy": cross_entropy, "binary_cross_entropy": binary_cross_entropy, "focal": focal},
+)
 
 
 class Classification(Task):

@@ -11,14 +11,53 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from utils.config.bounds import require
 from utils.config.settings import TrainConfig
+from utils.config.table import Table
 from utils.console import join_names, printable
-from utils.tasks.losses import SIGMOID_LOSSES
+from utils.tasks.classification import check_gamma
 from utils.tasks.task import Task, sigmoid
 
 _COUNTS = ("hits", "predicted", "labelled")  # of pairs of an image and a class
+
+
+def sigmoid_cross_entropy(logits: Tensor, targets: Tensor, pos_weight: Tensor | None) -> Tensor:
+    """Binary cross-entropy of each class, averaged over the classes.
+
+    `targets` are multi-hot or a mixture of such rows, float [n, classes]. `pos_weight`, a number or
+    [classes], is the weight of the terms of positive targets.
+    """
+    return F.binary_cross_entropy_with_logits(
+        logits, targets, reduction="none", pos_weight=pos_weight
+    ).mean(1)
+
+
+def sigmoid_focal(
+    logits: Tensor, targets: Tensor, pos_weight: Tensor | None, gamma: float = 2.0
+) -> Tensor:
+    """The focal loss of each class, averaged over the classes; arguments as above.
+
+    With `pos_weight` alpha / (1 - alpha), it is the loss of Lin et al. divided by 1 - alpha.
+    """
+    check_gamma(gamma)
+    log_p, log_q = F.logsigmoid(logits), F.logsigmoid(-logits)  # of the class and of its absence
+    positive = targets * (gamma * log_q).exp() * log_p
+    negative = (1 - targets) * (gamma * log_p).exp() * log_q
+    positive = positive if pos_weight is None else positive * pos_weight
+    return -(positive + negative).mean(1)
+
+
+# The losses of the same names for multilabel and binary, with the same --loss_args.
+SIGMOID_LOSSES = Table(
+    "loss",
+    {
+        "cross_entropy": sigmoid_cross_entropy,
+        "binary_cross_entropy": sigmoid_cross_entropy,
+        "focal": sigmoid_focal,
+    },
+)
 
 
 class MultiLabel(Task):

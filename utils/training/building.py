@@ -42,7 +42,7 @@ from utils.runs.resume import choose_batch, keep_settings, restore_state, resume
 from utils.runs.source import InitialWeights, absolute_source, load_initial_weights
 from utils.runs.state import TrainState
 from utils.runs.trackers import TRACKERS
-from utils.tasks.losses import LOSSES
+from utils.tasks.classification import LOSSES
 from utils.tasks.table import TASKS, make_task
 from utils.tasks.task import Task
 from utils.training.elastic import check_elastic, check_elastic_sizes

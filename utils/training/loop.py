@@ -1,11 +1,8 @@
-"""What train.py does besides training: read batches, synchronise, make records, prepare saves, and
-profile.
-"""
+"""What train.py does besides training: synchronise, make records, prepare saves, and profile."""
 
 import math
 import os
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -14,31 +11,12 @@ import torch
 from accelerate.utils import ProfileKwargs
 
 from utils.console import say
-from utils.data.datasets import Batch
 from utils.errors import one_line
 from utils.runs.metadata import make_files
 from utils.training.divergence import check_weights, compare_ranks, report_bad_loss, watch_loss
-from utils.training.first_batch import write_first_batch
 from utils.training.meter import SyncInterval
 from utils.training.run import Run
 from utils.training.schedule import learning_rate
-
-
-def batches_of_update(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """This rank's microbatches of the next update."""
-    state, ranks = run.state, run.ranks
-    run.meter.updates += 1
-    for step in range(run.gradients.steps):
-        ranks.enter(f"update {state.step + 1}, reading a batch")
-        start = time.perf_counter()
-        batch = next(batches)
-        run.meter.totals["wait"] += time.perf_counter() - start
-        assert batch.update == state.step, f"a batch of update {batch.update}, not {state.step}"
-        if state.step == step == 0:
-            write_first_batch(run, batch)
-        ranks.enter_collective(f"update {state.step + 1}, computing and adding up gradients")
-        if batch.number >= 0:  # otherwise another rank has one microbatch more
-            yield batch
 
 
 def synchronise(run: Run, interval: SyncInterval) -> None:
