@@ -8,7 +8,6 @@ import shutil
 import stat
 import subprocess
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,8 @@ import torch
 from accelerate import Accelerator, load_checkpoint_and_dispatch
 from helpers.ranks import returned, run_ranks
 from helpers.training_runs import (
+    codes,
+    full,
     make_saver,
     records,
     refused,
@@ -26,7 +27,7 @@ from helpers.training_runs import (
     weights,
     words,
 )
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save_file
 
 import eval
 import train
@@ -105,7 +106,7 @@ def test_the_commit_is_that_of_the_code_and_a_changed_file_makes_it_dirty(tmp_pa
 
 
 def test_only_the_newest_checkpoints_and_the_best_are_kept():
-    train_run(2, "run", *FLAGS, "--save_every", "1", "--eval_every", "4", "--keep", "2")
+    train_run(2, "run", *FLAGS, *words("--save_every 1 --eval_every 4 --keep 2"))
     best = Path("runs/run/checkpoints/best").read_text().strip()
     evals = records("run", "eval")
     assert best == f"step-{max(evals, key=lambda e: e['accuracy'])['step']:08d}"
@@ -113,10 +114,7 @@ def test_only_the_newest_checkpoints_and_the_best_are_kept():
     assert Path("runs/run/checkpoints/latest").read_text() == "step-00000012\n"
 
 
-@pytest.mark.parametrize(
-    "processes",
-    [2, pytest.param(1, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)],
-)
+@pytest.mark.parametrize("processes", [2, full(3)])
 def test_a_run_that_stops_in_the_middle_of_an_epoch_and_resumes_ends_bit_identical(processes):
     flags = (*FLAGS, "--lr_schedule", "constant")  # the others end at --max_steps
     train_run(processes, "whole", *flags)
@@ -126,39 +124,19 @@ def test_a_run_that_stops_in_the_middle_of_an_epoch_and_resumes_ends_bit_identic
     assert same_tensors(weights("run"), weights("whole"))
 
 
-def test_a_resumed_log_has_no_hole_and_no_repeated_update():
-    more = "--lr_schedule constant --log_every 3 --save_every 2 --eval_every 100"
-    flags = (*FLAGS, *words(more))
-    train_run(2, "whole", *flags, "--max_steps", "11")
-    train_run(2, "run", *flags, "--max_steps", "8")
-    last = sorted(Path("runs/run/checkpoints").glob("step-*"))[-1]
-    # as if the run had been killed after update 8 was logged but before it was saved
-    shutil.rmtree(last)
-    Path("runs/run/checkpoints/latest").write_text("step-00000006\n")
-    with Path("runs/run/log.jsonl").open("a") as log:
-        log.write('{"kind": "train", "step": 9, "lo')  # cut short by the kill
-    train_run(2, "run", *flags, "--max_steps", "11", "--resume", "auto")
-    expected, found = records("whole", "train"), records("run", "train")
-    assert [r["step"] for r in found] == [3, 6, 9, 11]
-    for name in ("step", "loss", "accuracy"):
-        assert [r[name] for r in found] == [r[name] for r in expected]
-
-
 def test_a_run_that_is_past_its_end_says_so_and_ends_well():
     train_run(1, "run", *FLAGS, "--max_steps", "6")
-    flags = ["--run_name", "run", "--resume", "auto", *FLAGS, "--max_steps", "4"]
-    outcomes = run_ranks(2, train.main, flags)
-    assert [o.code for o in outcomes] == [0, 0], outcomes[0].err
+    outcomes = run_ranks(2, train.main, [*RUN, "--max_steps", "4"])
+    assert codes(outcomes) == [0, 0], outcomes[0].err
     assert "--max_steps 4 after update 6 of 4; raise it to continue" in outcomes[0].out
 
 
 def test_going_back_to_an_older_checkpoint_forgets_the_later_ones():
-    train_run(1, "run", *FLAGS, "--save_every", "1", "--keep", "all", "--eval_every", "12")
+    train_run(1, "run", *FLAGS, *words("--save_every 1 --keep all --eval_every 12"))
     assert len(names()) == 14  # and two pointers
     assert Path("runs/run/checkpoints/best").read_text() == "step-00000012\n"
-    flags = ("--resume", "runs/run/checkpoints/step-00000005", "--save_every", "1", "--keep", "2")
-    flags += ("--max_steps", "7", "--eval_every", "12")
-    train_run(1, "run", *FLAGS, *flags)
+    flags = words("--resume runs/run/checkpoints/step-00000005 --save_every 1 --keep 2")
+    train_run(1, "run", *FLAGS, *flags, *words("--max_steps 7 --eval_every 12"))
     assert names()[-1] == "step-00000007"
     assert Path("runs/run/checkpoints/latest").read_text() == "step-00000007\n"
     assert Path("runs/run/checkpoints/best").read_text() == "step-00000007\n"
@@ -175,38 +153,24 @@ def test_the_state_has_the_finite_numbers_of_the_last_evaluation():
 
 def test_settings_of_the_optimizer_are_those_of_the_flags_after_a_resume_and_are_reported():
     train_run(1, "run", *FLAGS, "--max_steps", "2")
-    flags = [*FLAGS, *words("--run_name run --resume auto --max_steps 3 --momentum 0.5")]
-    first, second = run_ranks(2, _momentum_after_training, flags)
-    assert first.value == second.value == {0.5}, first.err
+    first, second = run_ranks(2, train.main, [*RUN, *words("--max_steps 3 --momentum 0.5")])
+    assert first.code == 0, first.err
+    saved = torch.load("runs/run/checkpoints/step-00000003/optimizer.bin", weights_only=True)
+    assert {group["momentum"] for group in saved["param_groups"]} == {0.5}
     assert "momentum was 0.9 in the checkpoint, now 0.5" in first.out and second.out == ""
     assert "processes was 1 in the checkpoint, now 2" in first.out and "lr was" not in first.out
-
-
-def _momentum_after_training(flags):
-    seen = set()
-    update = train.train_update
-
-    def watched(run, batches):
-        update(run, batches)
-        seen.update(group["momentum"] for group in run.optimizer.param_groups)
-
-    train.train_update = watched
-    train.main(flags)
-    return seen
 
 
 def test_a_resume_with_another_optimizer_model_or_data_is_refused_by_name():
     train_run(1, "run", *FLAGS, "--max_steps", "2")
     for flags, text in (
-        (("--optimizer", "adamw"), "was trained with --optimizer sgd, not adamw"),
-        (("--model", "mlp"), "was trained with --model mnist_cnn, not mlp"),
-        (("--global_batch_size", "60"), "was trained with --global_batch_size 120, not 60"),
+        ("--optimizer adamw", "was trained with --optimizer sgd, not adamw"),
         # other updates would end an epoch
-        (("--drop_last",), "was trained with --drop_last False, not True"),
-        (("--max_train_samples", "400"), "was trained with training samples 480, not 400"),
-        (("--data", "synthetic/10x12x480"), "split 'train' had 1797 samples and now has 480"),
+        ("--drop_last", "was trained with --drop_last False, not True"),
+        ("--max_train_samples 400", "was trained with training samples 480, not 400"),
+        ("--data synthetic/10x12x480", "split 'train' had 1797 samples and now has 480"),
     ):
-        assert text in refused(train.main, "--run_name", "run", *FLAGS, "--resume", "auto", *flags)
+        assert text in refused(train.main, *RUN, *words(flags))
 
 
 def test_a_checkpoint_of_another_run_starts_a_run_of_its_own():
@@ -217,11 +181,9 @@ def test_a_checkpoint_of_another_run_starts_a_run_of_its_own():
     assert names("old") == before
     assert steps("new", "start") == [4]
     assert Path("runs/new/checkpoints/best").read_text() == "step-00000006\n"
-    train_run(1, "new", *FLAGS, "--max_steps", "8", "--resume", "auto")
+    train_run(1, "new", *FLAGS, *words("--max_steps 8 --resume auto"))
     ids = {name: {state["run_id"] for state in states_of(name)} for name in ("old", "new")}
     assert len(ids["old"]) == len(ids["new"]) == 1 and ids["old"] != ids["new"]
-    line = refused(train.main, "--run_name", "new", *FLAGS, "--resume", "runs/old")
-    assert "runs/new exists" in line
 
 
 def test_precision_from_the_environment_is_kept_for_evaluation(monkeypatch):
@@ -236,21 +198,17 @@ def test_precision_from_the_environment_is_kept_for_evaluation(monkeypatch):
 # What a checkpoint holds besides the weights: any optimizer's state, the average, the loss scale.
 
 SHORT = [*FLAGS, *words("--lr_schedule constant --max_steps 7")]
-RUN = ["--run_name", "run", *SHORT, "--resume", "auto"]
+RUN = [*SHORT, *words("--run_name run --resume auto")]
 EMA = ("--ema_decay", "0.5")
 CHECKPOINT = Path("runs/run/checkpoints/step-00000004")
 
 
 def test_an_optimizer_with_statistics_of_rows_resumes_bit_identically():
-    flags = [*SHORT, "--optimizer", "adafactor", "--resume", "auto"]
+    flags = [*SHORT, *words("--optimizer adafactor --resume auto")]
     for name, stop in (("whole", "7"), ("run", "3"), ("run", "7")):
         train_run(2, name, *flags, "--max_steps", stop)
-    file = "optimizer.bin"
-    found = weights("run", file=file)
-    shapes = {tuple(value.shape) for name, value in found.items() if "row" in name}
-    assert len(shapes) > 2 and all(shape[-1] == 1 for shape in shapes)  # not those of the weights
-    assert same_tensors(found, weights("whole", file=file))
-    assert same_tensors(weights("run"), weights("whole"))
+    for file in ("optimizer.bin", "model.safetensors"):
+        assert same_tensors(weights("run", file=file), weights("whole", file=file))
 
 
 class Tied(torch.nn.Module):
@@ -285,16 +243,8 @@ def test_tied_weights_are_saved_once_and_resume_bit_identically():
     for file in ("model.safetensors", "ema.safetensors"):
         assert weights("run", file=file).keys() == expected
         assert same_tensors(weights("run", file=file), weights("whole", file=file))
-    folder = Path("runs/run/checkpoints/step-00000007")
-    (found,) = returned(1, with_tied, eval.main, ["--ckpt", str(folder)])
+    (found,) = returned(1, with_tied, eval.main, ["--ckpt", "runs/run"])
     assert found["loss"] == pytest.approx(records("whole", "eval")[-1]["loss"], rel=1e-6)
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["second.bias"]
-    save_file(tensors, folder / "model.safetensors")
-    rewrite_manifest(folder)
-    text = "holds a different model (second.bias: nothing in the checkpoint"
-    more = words("--run_name run --resume auto --max_steps 9")
-    assert text in refused(partial(with_tied, train.main), *more)
 
 
 def test_an_optimizer_file_that_does_not_fit_is_refused_with_what_differs():
@@ -310,17 +260,17 @@ def test_an_optimizer_file_that_does_not_fit_is_refused_with_what_differs():
         assert problem in refused(train.main, *flags)
 
 
-def test_an_average_that_does_not_fit_is_one_line_and_changes_nothing():
+def test_an_average_that_does_not_fit_or_has_a_nan_is_one_line_and_changes_nothing():
     train_run(1, "run", *SHORT, *EMA, "--max_steps", "4")
     path, log = CHECKPOINT / "ema.safetensors", Path("runs/run/log.jsonl")
     tensors, logged = load_file(path), log.read_bytes()
     first = next(iter(tensors))
-    for bytes_of_file, text in (
-        (save(tensors | {first: torch.zeros(2)}), f"{first}: shape [2] in the checkpoint"),
-        (save(tensors | {"other": torch.zeros(2)}), "other"),
-        (b"\x02" + bytes(7) + b"[]", ""),
+    for change, text in (
+        ({first: torch.zeros(2)}, f"{first}: shape [2] in the checkpoint"),
+        ({"other": torch.zeros(2)}, "other"),
+        ({first: tensors[first] * torch.nan}, f"NaN or infinite ({first}"),
     ):
-        path.write_bytes(bytes_of_file)
+        save_file(tensors | change, path)
         rewrite_manifest(CHECKPOINT)
         line = refused(train.main, *RUN, *EMA)
         assert str(path) in line and text in line
@@ -328,7 +278,7 @@ def test_an_average_that_does_not_fit_is_one_line_and_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "key", "text"),
+    "optimizer, key, text",
     [
         ("adagrad", None, "step: nothing in the checkpoint"),
         ("adamw", "exp_avg", "exp_avg: nothing in the checkpoint"),
@@ -349,24 +299,10 @@ def test_a_state_of_a_parameter_that_must_be_there_is_refused_if_it_is_missing(
     _ = saved["state"].pop(number) if key is None else saved["state"][number].pop(key)
     torch.save(saved, path)
     rewrite_manifest(CHECKPOINT)
-    (outcome,) = run_ranks(1, train.main, [*flags, "--resume", "auto", "--max_steps", "5"])
+    (outcome,) = run_ranks(1, train.main, [*flags, *words("--resume auto --max_steps 5")])
     shown, code = (outcome.err, 2) if "nothing" in text else (outcome.out, 0)
     assert text in shown and outcome.code == code
     assert "Traceback" not in outcome.err
-
-
-def test_an_average_with_a_nan_is_refused_as_weights_are():
-    for kind in ("ema", "model"):
-        flags = ["--run_name", kind, *SHORT, "--ema_decay", "0.5", "--max_steps", "4"]
-        returned(1, train.main, flags)
-        checkpoint = Path(f"runs/{kind}/checkpoints/step-00000004")
-        tensors = load_file(checkpoint / f"{kind}.safetensors")
-        name = next(iter(tensors))
-        tensors[name].view(-1)[0] = torch.nan
-        save_file(tensors, checkpoint / f"{kind}.safetensors")
-        rewrite_manifest(checkpoint)
-        line = refused(train.main, *flags, "--resume", "auto", "--max_steps", "7")
-        assert f"{checkpoint}" in line and "NaN or infinite" in line and name in line
 
 
 def test_the_loss_scale_of_fp16_is_saved():

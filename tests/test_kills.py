@@ -23,16 +23,19 @@ from helpers import training_runs
 from helpers.ranks import Launch, returned, start_ranks
 from helpers.training_runs import (
     MLP,
-    hold,
+    codes,
+    full,
+    kill_myself,
     make_saver,
     records,
     same_tensors,
+    slow_train,
     steps,
     train_run,
     weights,
     words,
 )
-from helpers.waiting import SOON, has_logged, records_so_far, until
+from helpers.waiting import has_logged, records_so_far, until
 
 import train
 from utils.models.weight_average import WeightAverage
@@ -68,12 +71,7 @@ def train_until_killed(save: tuple[int, int] | None) -> None:
     until the next save.
     """
     # the save to wait in, and the changes until the wait
-    update, place = train.train_update, [save, None]
-
-    def held(run, batches):
-        if run.state.step == UPDATES - 1:
-            hold(run)
-        update(run, batches)
+    place = [save, None]
 
     def count(event, arguments):
         found = re.search(r"/\.step-(\d+)", str(arguments[0]) if arguments else "")
@@ -89,15 +87,16 @@ def train_until_killed(save: tuple[int, int] | None) -> None:
         elif place[1] is not None:
             place[1] -= 1
 
-    train.train_update = held
     if save and os.environ.get("RANK", "0") == "0":
         sys.addaudithook(count)
-    train.main(FLAGS)
+    slow_train(FLAGS, 0, UPDATES - 1)
 
 
-def kill_and_resume(processes: int, whom: str, saving: bool, chance: random.Random) -> dict:
-    """Start a run, kill it at a random moment (of a save), resume it; returns what to compare and
-    to report.
+def kill_and_resume(
+    processes: int, whom: str, saving: bool, chance: random.Random, whole: dict
+) -> tuple[int, int]:
+    """Start a run, kill it at a random moment (of a save), resume it, and compare it with the whole
+    one; returns from which update it went on, and how many it repeated.
     """
     shutil.rmtree("runs/run", ignore_errors=True)
     for sign in ("saving", "go"):
@@ -112,37 +111,24 @@ def kill_and_resume(processes: int, whom: str, saving: bool, chance: random.Rand
         time.sleep(chance.uniform(0, 0.05))
     kill(launch, whom, chance)
     Path("go").touch()  # for those that live on
-    killed = time.monotonic()
-    outcomes = launch.finish()
-    assert time.monotonic() - killed < SOON, "a rank went on alone"
     # orphans save what they have and ask to be gone on with
-    for outcome in outcomes:
+    for outcome in launch.finish_soon():
         assert outcome.code in (0, 75) if whom == "launcher" else outcome.code != 0
     # a kill may cut off the last line of the log
     log = records_so_far(Path("runs/run/log.jsonl"))
     reached = max(record["step"] for record in log if record["kind"] == "train")
     complete = newest_good(Path("runs/run"))
     after = start_ranks(processes, train.main, AUTO).finish()
-    assert [outcome.code for outcome in after] == [0] * processes, after[0].err
-    start = records("run", "start")[-1]["step"]
+    assert codes(after) == [0] * processes, after[0].err
+    start = steps("run", "start")[-1]
     assert start == (step_of(complete) if complete else 0)
-    return {
-        "processes": processes,
-        "killed": whom,
-        "saving": saving,
-        "resumed": start,
-        "redone": reached - start,
-        "tensors": tensors("run"),
-        "steps": steps("run", "train"),
-    }
-
-
-def check(result: dict, whole: dict) -> None:
     # a checkpoint is completed at the latest when the next save begins, so two intervals can be
     # lost
-    assert 0 <= result["redone"] <= 2 * SAVE_EVERY
-    assert result["steps"] == list(range(1, UPDATES + 1)), "the log has a hole or repeats an update"
-    assert all(same_tensors(result["tensors"][file], whole[file]) for file in whole)
+    assert 0 <= reached - start <= 2 * SAVE_EVERY
+    assert steps("run", "train") == list(range(1, UPDATES + 1)), "a hole or a repeated update"
+    found = tensors("run")
+    assert all(same_tensors(found[file], whole[file]) for file in whole)
+    return start, reached - start
 
 
 def uninterrupted(processes: int) -> dict:
@@ -158,7 +144,7 @@ def tensors(name: str) -> dict:
 def test_killed_runs_end_with_the_weights_of_a_whole_one():
     whole, chance = uninterrupted(2), random.Random(1)
     for whom, saving in (("one rank", False), ("all ranks", True)):
-        check(kill_and_resume(2, whom, saving, chance), whole)
+        kill_and_resume(2, whom, saving, chance, whole)
 
 
 @pytest.mark.slow
@@ -169,20 +155,16 @@ def test_twenty_kills_at_random_moments(processes):
     print(f"\n| {columns} |\n{'| --- ' * 6}|")
     for number in range(20):
         whom = ("one rank", "all ranks", "launcher")[number % 3]
-        result = kill_and_resume(processes, whom, number % 2 == 1, chance)
-        check(result, whole)
-        saving, resumed, redone = (
-            ("yes" if result["saving"] else "no"),
-            result["resumed"],
-            result["redone"],
-        )
-        print(f"| {processes} | {whom} | {saving} | {resumed} | {redone} | bit-identical |")
+        saving = number % 2 == 1
+        start, redone = kill_and_resume(processes, whom, saving, chance, whole)
+        saved = "yes" if saving else "no"
+        print(f"| {processes} | {whom} | {saved} | {start} | {redone} | bit-identical |")
 
 
 @pytest.mark.full
 def test_two_kills_and_a_move_from_two_to_one_to_three_processes_keep_order_and_losses():
-    flags = words("--max_steps 60 --log_every 1 --save_every 3 --lr_schedule constant")
-    flags = [*MLP, *flags, "--resume", "auto"]
+    flags = words("--log_every 1 --save_every 3 --lr_schedule constant --resume auto")
+    flags = [*MLP, *flags, "--max_steps", "60"]
     whole = train_run(1, "whole", *flags)
     for attempt, (processes, stop) in enumerate([(2, 22), (1, 43)]):
         launch = start_ranks(processes, _train_and_record, attempt, flags, stop)
@@ -190,7 +172,7 @@ def test_two_kills_and_a_move_from_two_to_one_to_three_processes_keep_order_and_
         launch.kill()
         launch.finish()
     last = start_ranks(3, _train_and_record, 2, flags, None)
-    assert [outcome.code for outcome in last.finish()] == [0] * 3
+    assert codes(last.finish()) == [0] * 3
     losses = [record["loss"] for record in records("run", "train")]
     expected = [record["loss"] for record in whole if record["kind"] == "train"]
     assert len(losses) == 60 and losses == pytest.approx(expected, rel=1e-5)
@@ -231,10 +213,7 @@ def _train_and_record(attempt, flags, stop):
     train.main(["--run_name", "run", *flags])
 
 
-FULL = pytest.mark.full
-
-
-@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=FULL) for first in (1, 2))])
+@pytest.mark.parametrize("first", [0, full(1), full(2)])
 def test_a_kill_between_any_two_file_operations_leaves_a_good_checkpoint(first):
     """Saving, pruning and going back are ended before each third change of the disk."""
     assert returned(1, _end_before_operations, first)[0] > 60  # so many operations
@@ -313,7 +292,7 @@ def _end_before_operations(first: int) -> int:
 def test_a_run_killed_while_it_writes_its_analysis_shows_it_after_a_resume():
     flags = [*MLP, *words("--max_steps 8 --save_every 3 --run_name run --report true")]
     killed = start_ranks(2, _train_until_the_analysis, flags, launcher=True)
-    assert -signal.SIGKILL in [outcome.code for outcome in killed.finish()]
+    assert -signal.SIGKILL in codes(killed.finish())
     assert list(Path("runs/run").glob(".report.json.*.partial"))
     train_run(2, "run", *flags, "--resume", "auto")
     train_run(2, "whole", *flags, "--run_name", "whole")
@@ -330,7 +309,7 @@ def test_a_run_killed_while_it_writes_its_analysis_shows_it_after_a_resume():
 def _train_until_the_analysis(flags: list[str]) -> None:
     def kill(event, arguments):
         if event == "os.rename" and str(arguments[1]).endswith("report.json"):
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill_myself()
 
     sys.addaudithook(kill)
     train.main(flags)

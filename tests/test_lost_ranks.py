@@ -10,9 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.environments import variables_of
 from helpers.ranks import run_ranks, start_ranks
 from helpers.training_runs import MLP as FLAGS
-from helpers.training_runs import records, same_tensors, slow_train, train_run, weights, words
+from helpers.training_runs import (
+    codes,
+    full,
+    same_tensors,
+    slow_train,
+    steps,
+    train_run,
+    weights,
+    words,
+)
 from helpers.waiting import SOON, has_ended, has_logged, until
 from torch.distributed import TCPStore
 
@@ -36,22 +46,17 @@ def test_a_rank_that_dies_ends_the_others_within_seconds(victim):
     launch = start_ranks(3, slow_train, ENDLESS)
     until(has_logged(10))
     os.kill(launch.pids[victim], signal.SIGKILL)
-    killed = time.monotonic()
-    outcomes = launch.finish()
-    assert time.monotonic() - killed < SOON
-    survivors = [outcome for rank, outcome in enumerate(outcomes) if rank != victim]
-    assert [outcome.code for outcome in survivors] == [2, 2]
-    assert sum("another process of this run exited" in outcome.err for outcome in survivors) >= 1
+    outcomes = launch.finish_soon()
+    del outcomes[victim]
+    assert codes(outcomes) == [2, 2]
+    assert any("another process of this run exited" in outcome.err for outcome in outcomes)
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.full), 1])
-def test_a_rank_that_dies_while_the_others_wait_for_its_download_ends_them_too(victim):
-    launch = start_ranks(2, _load_slowly, victim)
+def test_a_rank_that_dies_while_the_others_wait_for_its_download_ends_them_too():
+    launch = start_ranks(2, _load_slowly)
     until(Path("loading").exists)
-    os.kill(launch.pids[victim], signal.SIGKILL)
-    killed = time.monotonic()
-    survivor = launch.finish()[1 - victim]
-    assert time.monotonic() - killed < SOON
+    os.kill(launch.pids[1], signal.SIGKILL)
+    survivor, _ = launch.finish_soon()
     assert survivor.code == 2 and "another process of this run exited" in survivor.err
 
 
@@ -108,17 +113,14 @@ def test_a_rank_that_dies_while_it_connects_ends_the_others_long_before_the_time
     until(lambda: found.check([f"{session}/group/0//cpu//0/2"]))  # where gloo publishes the address
     os.kill(launch.pids[2], signal.SIGKILL)
     Path("go").touch()
-    killed = time.monotonic()
-    outcomes = launch.finish()
-    assert time.monotonic() - killed < SOON
-    assert [outcome.code for outcome in outcomes[:2]] == [2, 2]
+    assert codes(launch.finish_soon())[:2] == [2, 2]
 
 
-def _load_slowly(victim):
+def _load_slowly():
     load_data = building.load_data
 
     def slow(*arguments):
-        if os.environ["RANK"] == str(victim):  # rank 0 goes first, then rank 1
+        if os.environ["RANK"] == "1":  # rank 0 goes first
             Path("loading").touch()
             time.sleep(600)
         return load_data(*arguments)
@@ -160,42 +162,34 @@ def test_a_silent_rank_ends_the_others_long_before_the_timeout_if_the_launcher_s
     assert 25 < waited < 90 and outcomes[0].code == 2
 
 
-@pytest.mark.parametrize(
-    ("processes", "named"),
-    [
-        pytest.param(2, True, marks=pytest.mark.full),
-        (1, False),
-        pytest.param(2, False, marks=pytest.mark.full),
-        pytest.param(1, True, marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize("processes, named", [full(2, True), (1, False)])
 def test_a_restart_by_the_launcher_goes_on_in_the_folder_of_the_attempt_before(
     processes, named, store
 ):
     """With and without --run_name, and without --resume: the launcher types the same command again."""
     flags = [*FLAGS, *words("--max_steps 80 --save_every 10"), *["--run_name", "run"][: 2 * named]]
-    port = store.port
-    assert {o.code for o in run_ranks(processes, _attempt, 0, port, processes, flags, 33)} == {1}
+    assert attempt(store, processes, 0, flags, 33) == {1}
     (folder,) = Path("runs").iterdir()
-    assert {o.code for o in run_ranks(processes, _attempt, 1, port, processes, flags, 57)} == {1}
-    last = run_ranks(processes, _attempt, 2, port, processes, flags, None)
-    assert [outcome.code for outcome in last] == [0] * processes, last[0].err
+    assert attempt(store, processes, 1, flags, 57) == {1}
+    assert attempt(store, processes, 2, flags) == {0}
     assert list(Path("runs").iterdir()) == [folder]
-    assert [record["step"] for record in records(folder.name, "start")] == [0, 30, 50]
+    assert steps(folder.name, "start") == [0, 30, 50]
     train_run(processes, "whole", *flags, "--run_name", "whole")
     assert same_tensors(weights(folder.name), weights("whole"))
 
 
+def attempt(store, processes, number, flags, fails_at=None, function=None) -> set[int]:
+    """The exit codes of one attempt under a launcher that keeps the store, as torchrun does."""
+    given = number, store.port, processes, flags, fails_at
+    return set(codes(run_ranks(processes, function or _attempt, *given)))
+
+
 def _attempt(number, port, processes, flags, fails_at):
-    """One attempt under a launcher that keeps the store at `port`, as torchrun does."""
-    os.environ |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_RESTART_COUNT": str(number)}
-    os.environ |= {
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    where = f"TORCHELASTIC_RUN_ID=test TORCHELASTIC_RESTART_COUNT={number} MASTER_PORT={port}"
+    where += " TORCHELASTIC_USE_AGENT_STORE=True MASTER_ADDR=127.0.0.1"
     if processes == 1:
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        where += " RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1"
+    os.environ |= variables_of(where)
     update = train.train_update
 
     def failing(run, batches):
@@ -208,24 +202,22 @@ def _attempt(number, port, processes, flags, fails_at):
 
 
 def test_a_restart_before_the_first_checkpoint_starts_again_in_the_same_folder(store):
-    flags, port = [*FLAGS, "--max_steps", "40", "--run_name", "run"], store.port
-    run_ranks(2, _attempt, 0, port, 2, flags, 7)
-    assert [o.code for o in run_ranks(2, _attempt, 1, port, 2, flags, None)] == [0, 0]
-    assert [record["step"] for record in records("run", "start")] == [0, 0]
-    assert [record["step"] for record in records("run", "train")] == list(range(5, 41, 5))
+    flags = [*FLAGS, *words("--max_steps 40 --run_name run")]
+    attempt(store, 2, 0, flags, 7)
+    assert attempt(store, 2, 1, flags) == {0}
+    assert steps("run", "start") == [0, 0]
+    assert steps("run", "train") == list(range(5, 41, 5))
 
 
 @pytest.mark.full
 def test_a_restart_keeps_to_the_checkpoint_that_was_asked_for_until_it_has_gone_back_there(store):
-    flags, port = [*FLAGS, "--save_every", "10", "--keep", "9", "--run_name", "run"], store.port
+    flags = [*FLAGS, *words("--save_every 10 --keep 9 --run_name run")]
     train_run(1, "run", *flags, "--max_steps", "40")
-    flags += ["--max_steps", "60", "--resume", "runs/run/checkpoints/step-00000010"]
-    assert 0 not in {
-        o.code for o in run_ranks(2, _attempt_that_cannot_load, 0, port, 2, flags, None)
-    }
-    assert {o.code for o in run_ranks(2, _attempt, 1, port, 2, flags, 33)} == {1}
-    assert [o.code for o in run_ranks(2, _attempt, 2, port, 2, flags, None)] == [0, 0]
-    assert [record["step"] for record in records("run", "start")] == [0, 10, 30]
+    flags += words("--max_steps 60 --resume runs/run/checkpoints/step-00000010")
+    assert 0 not in attempt(store, 2, 0, flags, function=_attempt_that_cannot_load)
+    assert attempt(store, 2, 1, flags, 33) == {1}
+    assert attempt(store, 2, 2, flags) == {0}
+    assert steps("run", "start") == [0, 10, 30]
 
 
 def _attempt_that_cannot_load(*arguments):

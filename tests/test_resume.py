@@ -11,7 +11,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import records, refused, same_tensors, steps, train_run, weights, words
+from helpers.training_runs import (
+    codes,
+    full,
+    kill_myself,
+    records,
+    refused,
+    same_tensors,
+    steps,
+    train_run,
+    train_watched,
+    weights,
+    words,
+)
 
 import eval
 import train
@@ -28,8 +40,9 @@ AUTO = [*FLAGS, "--resume", "auto"]
 
 
 def batch_of(record):
-    names = words("processes batch_size grad_accum global_batch_size")
-    return tuple(record[name] for name in names)
+    return tuple(
+        record[name] for name in words("processes batch_size grad_accum global_batch_size")
+    )
 
 
 def last_batch(run="run"):
@@ -37,21 +50,12 @@ def last_batch(run="run"):
 
 
 @pytest.mark.parametrize(
-    ("flags", "starts"),
+    "flags, starts",
     [
         # as many samples at once as before, or fewer; the same global batch
         ("--batch_size 60", [(2, 60, 1, 120), (1, 60, 2, 120), (3, 40, 1, 120), (2, 60, 1, 120)]),
-        pytest.param(
-            "--batch_size 30 --grad_accum 2",
-            [(2, 30, 2, 120), (1, 30, 4, 120), (4, 30, 1, 120)],
-            marks=pytest.mark.full,
-        ),
         # asked for, so it is given
-        pytest.param(
-            "--global_batch_size 120 --grad_accum 1",
-            [(2, 60, 1, 120), (1, 120, 1, 120)],
-            marks=pytest.mark.full,
-        ),
+        full("--global_batch_size 120 --grad_accum 1", [(2, 60, 1, 120), (1, 120, 1, 120)]),
     ],
 )
 def test_the_same_command_on_another_number_of_processes_keeps_the_global_batch(flags, starts):
@@ -68,14 +72,6 @@ def test_a_number_of_processes_that_cannot_keep_it_is_refused_before_the_data_is
     train_run(2, "run", *FLAGS, "--max_steps", "1")
     line = refused(without_data, *AUTO, "--max_steps", "2", processes=3)
     assert "its global batch of 64 is not divisible by 3 processes; resume with 1, 2 or 4" in line
-
-
-def test_a_smaller_batch_size_accumulates_to_the_same_global_batch():
-    """What one does when memory was short."""
-    train_run(1, "run", *FLAGS, "--max_steps", "2")
-    assert last_batch() == (1, 64, 1, 64)
-    train_run(1, "run", *AUTO, *words("--max_steps 3 --batch_size 32"))
-    assert last_batch() == (1, 32, 2, 64)
 
 
 def test_what_is_due_after_an_update():
@@ -105,19 +101,17 @@ def test_save_seconds_saves_by_wall_time():
 
 def _train_at_ten_updates_a_second(flags):
     """Train by a simulated clock, as an update may take any time on a busy machine."""
-    update, clock = train.train_update, [0.0]
+    clock = [0.0]
 
-    def timed(run, batches):
+    def tick(run):
         clock[0] += 0.1
-        update(run, batches)
 
-    train.train_update = timed
     utils.training.meter.time = SimpleNamespace(perf_counter=lambda: clock[0])
-    train.main(flags)
+    train_watched(flags, tick)
 
 
 def test_a_resume_reads_no_sample_to_skip_it():
-    flags = [*AUTO, "--global_batch_size", "10", "--max_steps"]
+    flags = [*AUTO, *words("--global_batch_size 10 --max_steps")]
     train_run(1, "run", *flags, "40")
     assert returned(1, _samples_read, [*flags, "41"]) == [10]
 
@@ -164,10 +158,10 @@ def test_a_resumed_run_has_the_data_and_settings_of_its_checkpoint_unless_others
 
 def test_a_run_killed_before_its_first_checkpoint_continues_with_its_own_settings():
     flags = words("--momentum 0.5 --batch_size 30 --grad_accum 2 --max_steps 5 --seed 3")
-    flags += [*MLP, "--report", "false"]
+    flags += [*MLP, "--report=false"]
     train_run(2, "whole", *flags)
-    outcomes = run_ranks(2, _train_until_killed, ["--run_name", "run", *flags])
-    assert {outcome.code for outcome in outcomes} == {-signal.SIGKILL}
+    outcomes = run_ranks(2, _train_until_killed, flags)
+    assert codes(outcomes) == [-signal.SIGKILL] * 2
     assert not list(Path("runs/run/checkpoints").iterdir())
     (main, _) = run_ranks(2, train.main, words("--run_name run --resume auto --threads 1"))
     assert main.code == 0 and "no checkpoint; starting from the beginning, with" in main.out
@@ -210,15 +204,7 @@ def test_damaged_settings_of_a_run_without_checkpoints_name_a_way_on(text):
 
 
 def _train_until_killed(flags, step=2):
-    update = train.train_update
-
-    def killed(run, batches):
-        update(run, batches)
-        if run.state.step == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    train.train_update = killed
-    train.main(flags)
+    train_watched(flags, after=lambda run: run.state.step == step and kill_myself())
 
 
 def test_given_settings_are_checked_with_those_of_the_checkpoint():
@@ -233,7 +219,7 @@ def test_given_settings_are_checked_with_those_of_the_checkpoint():
 
 def test_a_refused_resume_into_a_new_folder_can_be_typed_again():
     train_run(1, "run", *FLAGS, "--max_steps", "2")
-    flags = ["--resume", "runs/run", "--run_name", "new", "--max_steps", "3"]
+    flags = words("--resume runs/run --run_name new --max_steps 3")
     (refused,) = run_ranks(1, train.main, [*FLAGS, *flags, "--optimizer", "adamw"])
     assert refused.code == 2 and not Path("runs/new").exists()
     train_run(1, "new", *FLAGS, *flags)
@@ -242,26 +228,22 @@ def test_a_refused_resume_into_a_new_folder_can_be_typed_again():
 def test_batch_flags_that_cannot_be_kept_are_said_aloud():
     train_run(1, "run", *FLAGS, "--global_batch_size", "240", "--max_steps", "1")
     for step, (flags, batch, said) in enumerate([
-        (("--grad_accum", "4"), (1, 60, 4, 240), False),
-        (("--batch_size", "100"), (1, 80, 3, 240), True),
-        (("--batch_size", "60", "--grad_accum", "1"), (1, 60, 4, 240), True),
+        ("--grad_accum 4", (1, 60, 4, 240), False),
+        ("--batch_size 60", (1, 60, 4, 240), False),  # what one does when memory was short
+        ("--batch_size 100", (1, 80, 3, 240), True),
+        ("--batch_size 50 --grad_accum 7", (1, 48, 5, 240), True),
     ], 2):  # fmt: skip
-        (outcome,) = run_ranks(1, train.main, [*AUTO, *flags, "--max_steps", str(step)])
+        (outcome,) = run_ranks(1, train.main, [*AUTO, *words(flags), "--max_steps", str(step)])
         assert outcome.code == 0 and last_batch() == batch, outcome.err
         assert ("does not give the run's global batch; using" in outcome.out) == said
-
-
-def test_the_saved_settings_of_a_run_with_such_flags_start_a_run():
-    train_run(1, "run", *FLAGS, "--global_batch_size", "240", "--max_steps", "1")
-    unfit = ("--batch_size", "50", "--grad_accum", "7")
-    train_run(1, "run", *AUTO, *unfit, "--max_steps", "2")
+    # the saved settings start a run
     train_run(1, "other", *words("--config runs/run/config.yaml --threads 1 --max_steps 1"))
-    assert last_batch("other") == last_batch() == (1, 48, 5, 240)
+    assert last_batch("other") == last_batch()
 
 
 def test_machines_that_do_not_share_the_run_folder_are_refused():
     outcomes = run_ranks(2, _train_in_a_folder_of_its_own, [*FLAGS, "--max_steps", "2"])
-    assert [outcome.code for outcome in outcomes] == [2, 2]
+    assert codes(outcomes) == [2, 2]
     assert "is not the folder that rank 0 has created; choose an --output_dir" in outcomes[0].err
 
 

@@ -48,9 +48,12 @@ class Job:
         log = self.folder / f"runs/job-{self.number}/log.jsonl"
         return [record for record in records_so_far(log) if record["kind"] == kind]
 
+    def steps(self, kind: str) -> list[int]:
+        return [record["step"] for record in self.records(kind)]
+
     @property
     def step(self) -> int:
-        return max((record["step"] for record in self.records("train")), default=0)
+        return max(self.steps("train"), default=0)
 
     def until(self, condition, what: str, seconds: float = 120) -> None:
         """Wait for it; the job's output tells why it does not come."""
@@ -60,6 +63,12 @@ class Job:
             text = f"job {self.number} is {self.state}, not {what}:\n{self.output[-4000:]}"
             assert not failed and time.monotonic() < deadline, text
             time.sleep(0.2)
+
+    def until_trained(self, step: int = 300) -> None:
+        self.until(lambda: self.step >= step, "training")
+
+    def until_again(self) -> None:
+        self.until(lambda: len(self.steps("start")) > 1, "training again")
 
     def ranks(self) -> list[int]:
         """Its processes that train."""
@@ -106,7 +115,7 @@ def whole(slurm, tmp_path_factory) -> Job:
     """The run that nothing has disturbed."""
     job = submit_to(slurm, tmp_path_factory.mktemp("whole"), "tasks")
     job.until_state("COMPLETED", seconds=200)
-    assert [record["step"] for record in job.records("start")] == [0]
+    assert job.steps("start") == [0]
     return job
 
 
@@ -121,8 +130,8 @@ def check_finished(job: Job, whole: Job, seconds: float = 200) -> list[int]:
     """
     job.until_state("COMPLETED", seconds=seconds)
     assert same_tensors(weights(job), weights(whole))
-    assert [record["step"] for record in job.records("train")] == list(range(10, UPDATES + 1, 10))
-    return [record["step"] for record in job.records("start")]
+    assert job.steps("train") == list(range(10, UPDATES + 1, 10))
+    return job.steps("start")
 
 
 def more_urgent(slurm):
@@ -130,13 +139,19 @@ def more_urgent(slurm):
     slurm("sbatch", *options, "--wrap=sleep 2")
 
 
-def gone_for_a_while(job, take, give_back, node):
+def without_power(slurm, job, node):
     """A node is away until SLURM has noticed that, after SlurmdTimeout: 15 seconds here, 300 by
     default.
     """
-    take(node)
+    slurm.power_off(node)
     job.until_state("PENDING")
-    give_back(node)
+    slurm.power_on(node)
+
+
+def without_network(slurm, job):
+    slurm.cut("slm2")
+    job.until_state("PENDING")
+    slurm.heal("slm2")
 
 
 EVENTS = {
@@ -145,15 +160,9 @@ EVENTS = {
     "preempted, with a grace period": lambda slurm, job: more_urgent(slurm),
     "preempted at once": lambda slurm, job: more_urgent(slurm),
     "scontrol requeue": lambda slurm, job: slurm("scontrol", "requeue", job.number),
-    "network of a node gone": lambda slurm, job: gone_for_a_while(
-        job, slurm.cut, slurm.heal, "slm2"
-    ),
-    "power of a node gone": lambda slurm, job: gone_for_a_while(
-        job, slurm.power_off, slurm.power_on, "slm2"
-    ),
-    "power of the first node gone": lambda slurm, job: gone_for_a_while(
-        job, slurm.power_off, slurm.power_on, "slm1"
-    ),
+    "network of a node gone": without_network,
+    "power of a node gone": lambda slurm, job: without_power(slurm, job, "slm2"),
+    "power of the first node gone": lambda slurm, job: without_power(slurm, job, "slm1"),
 }
 LOSING = [event for event in EVENTS if "gone" in event]
 CASES = [("tasks", event) for event in EVENTS]
@@ -165,11 +174,11 @@ def test_a_job_that_has_to_go_comes_back_by_itself_and_finishes(
     slurm, submit, whole, script, event
 ):
     job = submit(script, options=("--partition=abrupt",) if event == "preempted at once" else ())
-    job.until(lambda: job.step >= 300, "training")
+    job.until_trained()
     reached, told = job.step, time.monotonic()
     EVENTS[event](slurm, job)
     gone = job.gone_after(told)
-    job.until(lambda: len(job.records("start")) > 1, "training again")
+    job.until_again()
     again = time.monotonic() - told
     starts = check_finished(job, whole)
     print(f"\n| {script} | {event} | {gone:.1f} s | {again:.0f} s | {reached} | {starts[1]} |")
@@ -199,7 +208,7 @@ def test_nodes_of_an_array_come_and_go_and_the_run_keeps_its_bits(slurm, submit)
     finally:
         (ROOT / f"job-{run.number}.store").unlink(missing_ok=True)
     print([(record["processes"], record["step"]) for record in run.records("start")])
-    assert [record["step"] for record in run.records("train")] == list(range(10, 20001, 10))
+    assert run.steps("train") == list(range(10, 20001, 10))
     run.until(
         lambda: (run.folder / f"runs/job-{run.number}/checkpoints/step-00020000").exists(), "saved"
     )
@@ -238,7 +247,7 @@ def test_a_signal_in_the_first_seconds_costs_no_more_than_the_turn(submit, whole
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_scancel_saves_ends_and_is_final(submit, script):
     job = submit(script)
-    job.until(lambda: job.step >= 300, "training")
+    job.until_trained()
     reached, told = job.step, time.monotonic()
     job.slurm("scancel", job.number)
     gone = job.gone_after(told)
@@ -255,18 +264,18 @@ def test_each_task_of_an_array_is_a_run_that_comes_back_alone(slurm, submit):
     )
     tasks = [Job(slurm, f"{array.number}_{index}", array.folder) for index in (0, 1)]
     for task in tasks:
-        task.until(lambda task=task: task.step >= 300, "training")
+        task.until_trained()
     slurm("scancel", "--signal=USR1", tasks[1].number)
     for task in tasks:
         task.until_state("COMPLETED", seconds=200)
-    first, second = ([record["step"] for record in task.records("start")] for task in tasks)
+    first, second = (task.steps("start") for task in tasks)
     assert first == [0] and len(second) == 2 and second[1] >= 300
     assert [slurm.job(task.number)["Restarts"] for task in tasks] == ["0", "1"]
 
 
 def test_a_killed_rank_ends_the_job_under_tasks(slurm, submit):
     job = submit("tasks")
-    job.until(lambda: job.step >= 300, "training")
+    job.until_trained()
     told = time.monotonic()
     os.kill(job.ranks()[-1], signal.SIGKILL)
     job.until_state("FAILED")
@@ -278,10 +287,10 @@ def test_a_killed_rank_ends_the_job_under_tasks(slurm, submit):
 
 def test_a_killed_rank_is_started_again_by_launchers_within_the_job(submit, whole):
     job = submit("launchers")
-    job.until(lambda: job.step >= 700, "training")
+    job.until_trained(700)
     reached, told = job.step, time.monotonic()
     os.kill(job.ranks()[-1], signal.SIGKILL)
-    job.until(lambda: len(job.records("start")) > 1, "training again")
+    job.until_again()
     again = time.monotonic() - told
     starts = check_finished(job, whole)
     print(f"\n| launchers | kill -9 of a rank | - | {again:.0f} s | {reached} | {starts[1]} |")

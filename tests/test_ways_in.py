@@ -10,11 +10,10 @@ from pathlib import Path
 
 import accelerate
 import pytest
-from helpers.environments import topology_of
+from helpers.environments import topology_of, variables_of
 from helpers.ranks import Outcome, free_port, run_ranks
-from helpers.training_runs import ROOT, records, train_run, words, working_in
+from helpers.training_runs import ROOT, full, records, train_run, words, working_in
 from helpers.waiting import PATIENCE, error_lines
-from torch import multiprocessing
 
 import train
 from utils.launch import rendezvous
@@ -69,12 +68,10 @@ WAYS = {
         "{python} -m torch.distributed.launch --nproc_per_node 2 --master_port {port} {train}"
     ),
 }
-QUICK_WAYS = ("Open MPI",)  # torchrun is in test_launch_faults.py too; the others differ little
+QUICK = "Open MPI"  # torchrun is in test_launch_faults.py too; the others differ little
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.full] * (way not in QUICK_WAYS)) for way in WAYS]
-)
+@pytest.mark.parametrize("way", [QUICK, *(full(way) for way in WAYS if way != QUICK)])
 def test_a_launcher_starts_the_same_run(way, expected):
     port = str(free_port())
     command = [word.format(port=port, python=sys.executable, train=TRAIN) for word in WAYS[way]]
@@ -104,7 +101,7 @@ def test_an_init_method_starts_the_same_run(expected):
 
 
 def test_what_one_shell_alone_forgot_is_named_in_that_shell():
-    forgetful = {"MASTER_ADDR": "localhost", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+    forgetful = variables_of("MASTER_ADDR=localhost WORLD_SIZE=2 RANK=1 LOCAL_RANK=1")
     (done,) = run_ranks(1, train_with, [], forgetful)
     (line,) = error_lines(done.err)
     assert done.code == 2 and line.startswith("train.py: error: rank 1 on ")
@@ -123,32 +120,15 @@ def launch_by_a_function(port):
     )
 
 
-def spawn_ranks(port):
-    # as mp.spawn, but quick
-    multiprocessing.start_processes(spawned, (2, port), nprocs=2, start_method="fork")
+def test_accelerates_notebook_launcher_starts_the_same_run(expected):
+    check_run(run_ranks(1, launch_by_a_function, free_port()), expected)
 
 
-def spawned(rank, processes, port):
-    where = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
-    os.environ |= where | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    train.main([*FLAGS, "--run_name", "run"])
-
-
-@pytest.mark.parametrize("start", [launch_by_a_function, spawn_ranks])
-def test_accelerates_notebook_launcher_and_mp_spawn_start_the_same_run(start, expected):
-    check_run(run_ranks(1, start, free_port()), expected)
-
-
-def variables(text: str) -> dict[str, str]:
-    """The variables in a text such as "RANK=1 WORLD_SIZE=2"."""
-    return dict(word.split("=") for word in words(text))
-
-
-SLURM = variables(
+SLURM = variables_of(
     "SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=4 SLURM_LOCALID=0 SLURM_NODEID=1 SLURM_JOB_ID=1234 "
     "SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_STEP_NODELIST=n[007-008]"
 )
-MPI = variables(
+MPI = variables_of(
     "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 "
     "OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=12345"
 )
@@ -156,35 +136,33 @@ MPI = variables(
 
 def test_slurms_variables_tell_rank_machine_and_meeting_point():
     found = topology_of(SLURM)
-    assert (
-        found == Topology(2, 4, 0, 2, "n007", found.port, "SLURM") and 10_000 <= found.port < 30_000
-    )
+    assert found == Topology(2, 4, 0, 2, "n007", found.port, "SLURM")
+    assert 10_000 <= found.port < 30_000
     # another task of an array
     assert topology_of(SLURM | {"SLURM_JOB_ID": "1235"}).port != found.port
-    own = variables("MASTER_ADDR=10.0.0.9 MASTER_PORT=4000")
+    own = variables_of("MASTER_ADDR=10.0.0.9 MASTER_PORT=4000")
     assert topology_of(SLURM | own).address == "10.0.0.9"
-    one = SLURM | variables("SLURM_STEP_TASKS_PER_NODE=4 SLURM_NODEID=0 SLURM_LOCALID=2")
+    one = SLURM | variables_of("SLURM_STEP_TASKS_PER_NODE=4 SLURM_NODEID=0 SLURM_LOCALID=2")
     assert (topology_of(one).address, topology_of(one).local_world_size) == ("127.0.0.1", 4)
     # The script of a job, and a launcher that srun has started once on each machine.
-    script = variables("SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_JOB_ID=1")
+    script = variables_of("SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_JOB_ID=1")
     assert topology_of(script) == Topology()
     inside = "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1"
-    assert topology_of(SLURM | variables(inside)).rank == 1
+    assert topology_of(SLURM | variables_of(inside)).rank == 1
 
 
 def test_mpis_variables_tell_rank_and_meeting_point():
     found = topology_of(MPI)
     assert found == Topology(1, 2, 1, 2, "127.0.0.1", found.port, "Open MPI")
     assert topology_of(MPI | {"PMIX_NAMESPACE": "12346"}).port != found.port
-    hydra = variables("PMI_RANK=0 PMI_SIZE=2 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2")
+    hydra = variables_of("PMI_RANK=0 PMI_SIZE=2 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2")
     # MPICH does not name jobs
     assert topology_of(hydra) == Topology(0, 2, 0, 2, "127.0.0.1", 29500, "MPICH")
-    assert topology_of(variables("PMI_RANK=0 PMI_SIZE=2")) == Topology()
+    assert topology_of(variables_of("PMI_RANK=0 PMI_SIZE=2")) == Topology()
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"),
-    [("n1", "n1"), ("n[007-009,12],m1", "n007"), ("a,b", "a"), ("r[1-2]n[3,5]-x,q", "r1n3-x")],
+    "nodes, first", [("n[007-009,12],m1", "n007"), ("a,b", "a"), ("r[1-2]n[3,5]-x,q", "r1n3-x")]
 )
 def test_the_first_of_slurms_nodes_is_found(nodes, first):
     assert first_node(nodes) == first
@@ -194,20 +172,21 @@ ONE = "RANK=1 WORLD_SIZE=2 LOCAL_RANK=0"
 
 
 @pytest.mark.parametrize(
-    ("env", "text"),
+    "env, text",
     [
         (SLURM | {"SLURM_NODEID": "2"}, "SLURM_STEP_TASKS_PER_NODE=2(x2) has no node 2"),
         (
-            MPI | variables("OMPI_COMM_WORLD_LOCAL_SIZE=1 OMPI_COMM_WORLD_LOCAL_RANK=0"),
+            MPI | variables_of("OMPI_COMM_WORLD_LOCAL_SIZE=1 OMPI_COMM_WORLD_LOCAL_RANK=0"),
             "mpirun -x MASTER_ADDR=HOST",
         ),
-        (variables(f"{ONE} MASTER_ADDR=localhost"), "MASTER_PORT is not set"),
-        (variables(f"{ONE} MASTER_ADDR=a MASTER_PORT=1"), "LOCAL_WORLD_SIZE is not set"),
-        (variables("RANK=1 WORLD_SIZE=2"), "LOCAL_RANK not set although RANK=1 and WORLD_SIZE=2"),
-        (variables("RANK=2 WORLD_SIZE=2 LOCAL_RANK=0"), "contradictory environment: RANK=2"),
-        (variables("RANK=zero WORLD_SIZE=2 LOCAL_RANK=0"), "RANK='zero' is not an integer"),
-        ({n: v for n, v in SLURM.items() if n != "SLURM_NODEID"}, "SLURM_NODEID not set although"),
-        (variables("ACCELERATE_MIXED_PRECISION=no MASTER_ADDR=a"), "accelerate started one"),
+        (variables_of(f"{ONE} MASTER_ADDR=a MASTER_PORT=1"), "LOCAL_WORLD_SIZE is not set"),
+        (
+            variables_of("RANK=1 WORLD_SIZE=2"),
+            "LOCAL_RANK not set although RANK=1 and WORLD_SIZE=2",
+        ),
+        (variables_of("RANK=2 WORLD_SIZE=2 LOCAL_RANK=0"), "contradictory environment: RANK=2"),
+        (variables_of("RANK=zero WORLD_SIZE=2 LOCAL_RANK=0"), "RANK='zero' is not an integer"),
+        (variables_of("ACCELERATE_MIXED_PRECISION=no MASTER_ADDR=a"), "accelerate started one"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed is not supported"),
     ],
 )

@@ -2,7 +2,6 @@
 happen to them.
 """
 
-import os
 import random
 import signal
 import subprocess
@@ -16,7 +15,7 @@ import psutil
 from helpers.launched_runs import end_commands, ranks_of
 from helpers.machines import Machine
 from helpers.ranks import free_port
-from helpers.training_runs import BIN, ROOT, words
+from helpers.training_runs import BIN, ROOT, clean_environment, words
 from helpers.waiting import records_so_far, until
 
 _SERVE = (
@@ -65,8 +64,7 @@ class Launchers:
             process, output = job.process, job.output
         else:
             output = Path(f"launcher-{len(self.outputs)}.txt").absolute()
-            unset = ("OMP_", "ACCELERATE_")
-            env = {k: v for k, v in os.environ.items() if not k.startswith(unset)} | SHARED
+            env = clean_environment() | SHARED
             with output.open("w") as file:
                 process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
         self.outputs.append(output)

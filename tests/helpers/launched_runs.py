@@ -1,6 +1,5 @@
 """Runs under the real launchers, for signals and kills."""
 
-import os
 import subprocess
 from contextlib import suppress
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import psutil
 
 from helpers.ranks import free_port
-from helpers.training_runs import BIN, ROOT, words
+from helpers.training_runs import BIN, ROOT, clean_environment, words
 from helpers.waiting import PATIENCE
 
 FLAGS = words("--data synthetic/10x28x20000 --model mlp --global_batch_size 120 --lr 0.01")
@@ -34,7 +33,7 @@ def begin(launcher: str, *flags: str, restarts: int = 0) -> subprocess.Popen:
     if restarts:
         place = 1 if "launch" in more else 0
         more[place:place] = ["--max_restarts", str(restarts)]
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "ACCELERATE_"))}
+    clean = clean_environment()
     command = [str(BIN / program), *more, f"{ROOT}/train.py", *FLAGS, *flags]
     with Path("out.txt").open("w") as out:
         _STARTED.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=clean))

@@ -174,18 +174,8 @@ class Slurm:
         """Start a node; it takes a few seconds until SLURM knows."""
         daemon = f"slurmd -N {node}" if node in NODES else "slurmctld"
         shell = _NODE.format(name=node, folder=self.folder, daemon=daemon)
-        inside = [
-            "unshare",
-            "--uts",
-            "--mount",
-            "--pid",
-            "--fork",
-            "--kill-child",
-            "--mount-proc",
-            "sh",
-            "-c",
-        ]
-        self._spawn(node, "nsenter", f"--net=/run/netns/{node}", *inside, shell)
+        inside = "unshare --uts --mount --pid --fork --kill-child --mount-proc sh -c"
+        self._spawn(node, "nsenter", f"--net=/run/netns/{node}", *inside.split(), shell)
 
     def _start_munge(self) -> None:
         folder = self.folder / "munge"

@@ -2,12 +2,14 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 import train
-from helpers.ranks import returned, run_ranks
+from helpers.ranks import Outcome, returned, run_ranks
 from helpers.waiting import PATIENCE, records_so_far, until
 from utils.models.weight_average import WeightAverage
 from utils.report.html import template
@@ -31,6 +33,16 @@ BIN = Path(sys.executable).parent
 def words(text: str) -> list[str]:
     """The words of a command line."""
     return text.split()
+
+
+def full(*values: Any):
+    """A case of a parametrised test that `make test` leaves out."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
+def codes(outcomes: Iterable[Outcome]) -> list[int]:
+    """The exit codes of ranks."""
+    return [outcome.code for outcome in outcomes]
 
 
 # 4 updates an epoch, without the page, which takes longer than a few updates
@@ -90,16 +102,31 @@ def slow_train(flags: list[str], pause: float = 0.01, hold_at: int | None = None
     Before update `hold_at`, counted from 0, the ranks wait, so that the run does not end before the
     test has acted on it.
     """
-    update = train.train_update
 
-    def slow(run, batches):
+    def slow(run):
         if run.state.step == hold_at:
             hold(run)
         time.sleep(pause)
-        update(run, batches)
 
-    train.train_update = slow
+    train_watched(flags, slow)
+
+
+def train_watched(flags: Iterable[str], before=lambda run: None, after=lambda run: None) -> None:
+    """Train in runs/run, and call these with the run before and after each update."""
+    update = train.train_update
+
+    def watched(run, batches):
+        before(run)
+        update(run, batches)
+        after(run)
+
+    train.train_update = watched
     train.main(["--run_name", "run", *flags])
+
+
+def kill_myself(number: int = signal.SIGKILL) -> None:
+    """Send this rank a signal."""
+    os.kill(os.getpid(), number)
 
 
 def await_save(run) -> None:
