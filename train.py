@@ -13,7 +13,6 @@ from utils.output import exit_with, guard_output  # the first import: see its do
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
-from typing import Any
 
 from accelerate import Accelerator
 from torch.profiler import profile
@@ -200,7 +199,7 @@ def evaluate(run: Run) -> dict | None:
 
     With --ema_decay, their average is evaluated too, and its metrics are returned.
     """
-    state, average, result = run.state, run.average, dict[str, Any]()
+    state, average, result = run.state, run.average, {}
     state.owes_evaluation = True
     if run.stopping.agreed:
         return None
@@ -221,7 +220,7 @@ def evaluate(run: Run) -> dict | None:
     return result
 
 
-def log(run: Run, kind: str, record: Mapping[str, Any]) -> None:
+def log(run: Run, kind: str, record: Mapping) -> None:
     """Append a record to log.jsonl, then send its numbers to the trackers of --report_to."""
     run.log.write(kind, **record)
     with run.trackers.guarded():
