@@ -15,7 +15,6 @@ import logging
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from utils.config.cli import parse_args
 from utils.config.scripts import ExportConfig
@@ -29,7 +28,7 @@ from utils.ranks.session import distributed_session
 from utils.runs.inference import find_saved
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def main(argv: Sequence[str] | None = None) -> dict:
     """Export with these arguments, and return what was measured."""
     guard_output()
     logging.disable(logging.WARNING)  # of the exporters

@@ -13,7 +13,6 @@ from utils.output import guard_output  # the first import: see its docstring
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -53,7 +52,7 @@ from utils.tasks.task import Task
 from utils.training.evaluation import Evaluator, check_outputs, make_eval_loader
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def main(argv: Sequence[str] | None = None) -> dict:
     """Predict with these arguments; returns the number of images and, on the main process, their
     rows.
     """

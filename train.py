@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
-from typing import Any
 
 from accelerate import Accelerator
 from torch.profiler import profile
@@ -218,7 +217,7 @@ def evaluate(run: Run) -> dict | None:
 
     With --ema_decay, their average is evaluated too, and its metrics are returned.
     """
-    state, average, result = run.state, run.average, dict[str, Any]()
+    state, average, result = run.state, run.average, {}
     state.owes_evaluation = True
     if run.stopping.agreed:
         return None
@@ -239,7 +238,7 @@ def evaluate(run: Run) -> dict | None:
     return result
 
 
-def log(run: Run, kind: str, record: Mapping[str, Any]) -> None:
+def log(run: Run, kind: str, record: Mapping) -> None:
     """Append a record to log.jsonl, then send its numbers to the trackers of --report_to."""
     run.log.write(kind, **record)
     with run.trackers.guarded():

@@ -127,9 +127,7 @@ def _open_checked(config: TrainConfig, samples: SampleList | None) -> Source:
     return source
 
 
-def _choose_splits(
-    source: Source, config: TrainConfig
-) -> tuple[tuple[Split, Split], tuple[Split, Split]]:
+def _choose_splits(source: Source, config: TrainConfig) -> tuple[tuple[Split, Split], ...]:
     """The samples to train on and to evaluate on, each with the whole split that they were taken
     from.
     """

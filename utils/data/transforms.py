@@ -6,7 +6,7 @@ add it to AUTO_AUGMENTS: its parameters with a default are what --auto_augment_a
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import permutations
 
@@ -194,7 +194,7 @@ class FillBox(Transform):
         self.height, self.width = spec.size
         self.fill = tuple(min(255, max(0, round(255 * mean))) for mean in spec.mean)
 
-    def boxes(self, random: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def boxes(self, random: Tensor) -> Sequence[Tensor]:
         """The first row and column of each box, and the row and column after its end, integers of
         any dtype [n] each, from random numbers, float64, so that rounding is the same on any
         device.
@@ -229,7 +229,7 @@ class RandomErasing(FillBox):
         super().__init__(spec)
         self.probability = probability
 
-    def boxes(self, random: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def boxes(self, random: Tensor) -> Sequence[Tensor]:
         areas, aspects = random[:, 3 : 3 + _TRIES], random[:, 3 + _TRIES :]
         (low, high), pixels = _AREA, self.height * self.width
         side = (areas * ((high - low) * pixels) + low * pixels).sqrt_()
@@ -260,7 +260,7 @@ class Cutout(FillBox):
         super().__init__(spec)
         self.side = side
 
-    def boxes(self, random: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def boxes(self, random: Tensor) -> Sequence[Tensor]:
         row, column = random.unbind(1)
         top = (row * self.height).long() - self.side // 2
         left = (column * self.width).long() - self.side // 2

@@ -128,20 +128,20 @@ def names_as_in(names: Sequence[str]) -> list[str]:
     Without it, all 1,000 classes are needed; ImageNet's order is that of the sorted synsets. Raises
     UserError for other names.
     """
-    orders = [CLASSES]
+    orders, has_all = [CLASSES], len(names) == len(CLASSES)
     if importlib.util.find_spec("timm"):
         from timm.data import ImageNetInfo
 
         known: Any = ImageNetInfo("imagenet-1k")
         orders += [known.label_names(), known.label_descriptions()]
-    elif len(names) == len(CLASSES) and [min(names), max(names)] == _ENDS:
+    elif has_all and [min(names), max(names)] == _ENDS:
         orders.append(sorted(names))
     for order in orders:
         if all(order.count(name) == 1 for name in names):
             return order
     # torchvision changed a few names, because they would occur twice
     same = [a in b.split(", ") for a, b in zip(CLASSES, names, strict=False)]
-    if len(names) == len(CLASSES) and sum(same) > 0.9 * len(CLASSES):
+    if has_all and sum(same) > 0.9 * len(CLASSES):
         return list(names)
     unknown = min({*names} - {*CLASSES}, default=names[0])
     problem = f"the class {unknown!r} of --data is not a class of ImageNet"

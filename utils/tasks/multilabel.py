@@ -140,9 +140,7 @@ class MultiLabel(Task):
     def most_likely(self, outputs: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return torch.zeros(len(outputs), 0, dtype=torch.int64, device=outputs.device), outputs
 
-    def name_classes(
-        self, top: np.ndarray, scores: np.ndarray, count: int
-    ) -> tuple[list, np.ndarray, np.ndarray]:
+    def name_classes(self, top: np.ndarray, scores: np.ndarray, count: int) -> tuple:
         top = np.argsort(-scores, 1, kind="stable")[:, :count]
         found = map(np.flatnonzero, scores > self.cut)
         predicted = [[self.class_names[index] for index in row] for row in found]
@@ -179,14 +177,12 @@ class Binary(MultiLabel):
     def _rows(self, targets: Tensor) -> Tensor:
         return targets[:, None] if targets.ndim == 1 else targets[:, -1:]
 
-    def decide(self, top: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def decide(self, top: np.ndarray, scores: np.ndarray) -> tuple:
         logits = scores[:, 0]
         positive = logits > self.cut
         return positive.astype(np.int64), sigmoid(np.where(positive, logits, -logits))
 
-    def name_classes(
-        self, top: np.ndarray, scores: np.ndarray, count: int
-    ) -> tuple[list, np.ndarray, np.ndarray]:
+    def name_classes(self, top: np.ndarray, scores: np.ndarray, count: int) -> tuple:
         own_classes, _ = self.decide(top, scores)
         both = np.concatenate([-scores, scores], 1)
         _, top, probabilities = super().name_classes(top, both, count)

@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from utils.config.bounds import require
 from utils.console import printable, table
-from utils.errors import UserError
 
 
 class Predictions(NamedTuple):
@@ -93,11 +93,9 @@ class Task:
 
     def check_predictions(self) -> None:
         """Raise UserError if the outputs have no known meaning as classes."""
-        if not self.activation:
-            problem = (
-                f"predict.py, export.py and --predictions do not support {type(self).__name__}"
-            )
-            raise UserError(problem, "set its `activation` if its outputs are scores of classes")
+        problem = f"predict.py, export.py and --predictions do not support {type(self).__name__}"
+        fix = "set its `activation` if its outputs are scores of classes"
+        require(self.activation, problem, fix)
 
     def most_likely(self, outputs: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """`top` and `scores` of `outputs` [n, outputs], see `Predictions`."""

@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from utils.config.settings import TrainConfig
 from utils.config.table import Table
@@ -21,7 +22,7 @@ from utils.errors import UserError
 from utils.training.groups import Groups, parameter_groups
 
 
-class MuonAndAdamW(torch.optim.Optimizer):
+class MuonAndAdamW(Optimizer):
     """torch's Muon on the groups with `hidden`, and torch's AdamW on the others.
 
     Muon sees a convolution kernel as the matrix [out, in * height * width] (Jordan et al., 2024).
@@ -73,7 +74,7 @@ _NOT_ARGUMENTS = {"params", "lr", "momentum", "weight_decay"}
 _NOT_ARGUMENTS |= {"maximize", "foreach", "capturable", "differentiable", "fused"}
 
 
-def sgd(groups: Groups, config: TrainConfig, nesterov: bool = True) -> torch.optim.Optimizer:
+def sgd(groups: Groups, config: TrainConfig, nesterov: bool = True) -> Optimizer:
     """SGD with Nesterov momentum, see --momentum."""
     momentum, nesterov = config.momentum, nesterov and config.momentum > 0
     return torch.optim.SGD(groups, config.lr, momentum, nesterov=nesterov, fused=True)
@@ -85,7 +86,7 @@ def muon(
     adamw_lr: float = 1.0,
     betas: Sequence[float] = (0.9, 0.999),
     adjust_lr_fn: str = "match_rms_adamw",
-) -> torch.optim.Optimizer:
+) -> Optimizer:
     """Muon for hidden matrices and kernels, and AdamW, whose learning rate is `adamw_lr` times
     --lr, for the rest.
 
@@ -101,14 +102,14 @@ def muon(
     return MuonAndAdamW(groups, config.lr, of_muon, {"betas": (beta1, beta2), "fused": True})
 
 
-def of_torch(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+def of_torch(kind: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
     """The optimizer function of a class of torch.optim; --optimizer_args may set the arguments of
     the class.
     """
     parameters = inspect.signature(kind).parameters
     fused = {"fused": True} if kind in (torch.optim.Adam, torch.optim.AdamW) else {}
 
-    def build(groups: Groups, config: TrainConfig, **arguments) -> torch.optim.Optimizer:
+    def build(groups: Groups, config: TrainConfig, **arguments) -> Optimizer:
         for name, value in arguments.items():  # torch ignores surplus values
             default = parameters[name].default
             if isinstance(default, tuple) and len(value) != len(default):
@@ -131,7 +132,7 @@ OPTIMIZERS = Table(
 )
 
 
-def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
     """The optimizer that --optimizer names.
 
     Raises ValueError if it does not accept --optimizer_args.
@@ -153,15 +154,13 @@ def _try_arguments(config: TrainConfig) -> None:
     optimizer.step()
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
     """Set the learning rate of each group to `lr` times the group's `lr_scale`."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
 
 
-def init_optimizer(
-    prepared: AcceleratedOptimizer, accelerator: Accelerator
-) -> torch.optim.Optimizer:
+def init_optimizer(prepared: AcceleratedOptimizer, accelerator: Accelerator) -> Optimizer:
     """The optimizer that the loop uses, after `Accelerator.prepare`: only fp16 needs its wrapper,
     which is slower.
 
