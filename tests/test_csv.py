@@ -3,6 +3,7 @@
 import os
 import shutil
 import unicodedata
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -28,17 +29,17 @@ LISTED = ["--data", "photos/labels.csv", *FLAGS]
 MORE = words("9 --run_name run --resume auto")
 
 
-def write(text: str | bytes, name: str = "labels.csv") -> str:
+def write(text, name="labels.csv"):
     Path(name).parent.mkdir(exist_ok=True)
     Path(name).write_bytes(text if isinstance(text, bytes) else text.encode())
     return name
 
 
-def opened(data: str, **settings):
+def opened(data, **settings):
     return open_source(TrainConfig(data=data, **settings))
 
 
-def samples(source, split: str = "train") -> list[tuple[str, str]]:
+def samples(source, split="train"):
     """The path of each image, relative to the working directory, and the name of its class."""
     found = source.split(split)
     paths = [os.path.relpath(found.images.paths[row]) for row in found.image_index]
@@ -47,9 +48,9 @@ def samples(source, split: str = "train") -> list[tuple[str, str]]:
     ]
 
 
-def error(text: str | bytes, **settings) -> str:
+def error(text):
     with pytest.raises(ValueError) as caught:
-        source = opened(write(text), **settings)
+        source = opened(write(text))
         for split in source.openers:
             source.split(split)
     assert "\n" not in str(caught.value)
@@ -78,33 +79,25 @@ FILES = {
 def test_the_columns_path_and_label_are_the_samples(kind):
     source = opened(write(FILES[kind]))
     assert samples(source) == EXPECTED and source.class_names == ["cat", "dog, small"]
-    assert list(source.openers) == ["train"] and source.split("train").images.names == [
-        path for path, _ in EXPECTED
-    ]
+    assert list(source.openers) == ["train"]
+    assert source.split("train").images.names == [path for path, _ in EXPECTED]
 
 
 def test_other_columns_are_named_by_flags_and_other_suffixes_are_known():
     for name in ("list.tsv", "LIST.CSV"):
-        source = opened(
-            write("image,label,species\nx.png,1,cat\n", name),
-            image_column="image",
-            label_column="species",
-        )
+        data = write("image,label,species\nx.png,1,cat\n", name)
+        source = opened(data, image_column="image", label_column="species")
         assert samples(source) == [("x.png", "cat")]
 
 
 def test_paths_are_relative_to_the_file_or_absolute(monkeypatch):
     Path("elsewhere").mkdir()
     far, near = Path("elsewhere/x.png").resolve(), Path("photos/near.png").resolve()
-    write(
-        f"path,label\n{far},cat\n{near},cat\n../elsewhere/y.png,dog\nz.png,dog\n", "photos/list.csv"
-    )
-    files = opened("photos/list.csv").split("train").images
+    rows = f"{far},cat\n{near},cat\n../elsewhere/y.png,dog\nz.png,dog\n"
+    files = opened(write("path,label\n" + rows, "photos/list.csv")).split("train").images
     assert files.names == [str(far), "near.png", "../elsewhere/y.png", "z.png"]
-    assert [Path(path).resolve() for path in files.paths[2:]] == [
-        far.with_name("y.png"),
-        near.with_name("z.png"),
-    ]
+    expected = [far.with_name("y.png"), near.with_name("z.png")]
+    assert [Path(path).resolve() for path in files.paths[2:]] == expected
     Path("linked.csv").symlink_to("photos/list.csv")
     saved = absolute_data("linked.csv")
     assert samples(opened(saved))[3] == ("z.png", "dog")  # next to the link, which keeps its suffix
@@ -113,12 +106,10 @@ def test_paths_are_relative_to_the_file_or_absolute(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("labels", "order"),
+    "labels, order",
     [
-        ("10 9 1 2 9", "1 2 9 10"),
-        ("07 7 8", "07 7 8"),
-        ("10 9 b B 1", "1 10 9 B b"),
-        ("-1 3 10", "-1 10 3"),
+        ("10 9 1 07 9", "1 07 9 10"),
+        ("10 9 b B -1", "-1 10 9 B b"),
         ("NA null 1", "1 NA null"),
     ],
 )
@@ -131,17 +122,13 @@ def test_classes_are_in_numeric_order_if_all_are_numbers_and_else_in_the_order_o
     assert [label for _, label in samples(source)] == labels.split()
 
 
-@pytest.mark.parametrize(
-    ("written", "name"),
-    [("val", "val"), ("Valid", "valid"), ("dev", "validation"), ("fold 2", "fold 2")],
-)
+@pytest.mark.parametrize("written, name", [("Dev", "validation"), ("fold 2", "fold 2")])
 def test_splits_have_the_names_that_folders_may_have(written, name):
     write(f"path,label,split\na.png,cat,Training\nb.png,dog,Training\nc.png,cat,{written}\n")
     source = opened("labels.csv")
     assert list(source.openers) == ["train", name] and source.class_names == ["cat", "dog"]
-    assert samples(source) == [("a.png", "cat"), ("b.png", "dog")] and samples(source, name) == [
-        ("c.png", "cat")
-    ]
+    assert samples(source) == [("a.png", "cat"), ("b.png", "dog")]
+    assert samples(source, name) == [("c.png", "cat")]
     assert source.aliases["Training"] == "train" and source.aliases.get(written, name) == name
 
 
@@ -153,9 +140,8 @@ def test_the_training_split_that_is_asked_for_defines_the_classes():
 def test_rows_of_an_unusual_split_are_said_to_be_left_out_unless_a_flag_names_it():
     image_folder("photos", {"cat": 10, "dog": 10})
     rows = [
-        f"{c}/{n:03}.png,{c},{'fold 2' if n > 7 else 'train'}\n"
-        for c in ("cat", "dog")
-        for n in range(10)
+        f"{name}/{number:03}.png,{name},{'fold 2' if number > 7 else 'train'}\n"
+        for name, number in product(("cat", "dog"), range(10))
     ]
     data = write("path,label,split\n" + "".join(rows), "photos/labels.csv")
     (note,) = load(data).train.notes
@@ -188,9 +174,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_a_file_that_cannot_be_right_is_refused_with_its_name_and_row(text):
-    assert error(text).startswith(
-        f"{Path('labels.csv').resolve()}{REFUSED[text].replace('CWD', os.getcwd())}"
-    )
+    line = error(text).replace(os.getcwd(), "CWD")
+    assert line.startswith("CWD/labels.csv" + REFUSED[text])
 
 
 def test_an_image_that_is_listed_in_two_spellings_is_refused_as_in_one():
@@ -198,15 +183,9 @@ def test_an_image_that_is_listed_in_two_spellings_is_refused_as_in_one():
     os.symlink("real", "linked")
     os.symlink("real/a", "short")  # short/.. is real, and not this folder
     found = Path("real").resolve()
-    for second in (
-        "./real/a/x.png",
-        "real/a/../a/x.png",
-        f"{found}/../linked/a/x.png",
-        "short/../a/x.png",
-    ):
-        line = error(
-            f"path,label,split\nreal/a/x.png,cat,train\ny.png,dog,train\n{second},dog,val\n"
-        )
+    for second in ("real/a/../a/x.png", f"{found}/../linked/a/x.png", "short/../a/x.png"):
+        rows = f"real/a/x.png,cat,train\ny.png,dog,train\n{second},dog,val\n"
+        line = error("path,label,split\n" + rows)
         assert f"labels.csv, row 4: {os.path.join(os.getcwd(), second)} is also in row 2" in line
     text = "path,label\nx.png,cat\nshort/../x.png,dog\nreal/a/x.png,dog\nREAL/a/x.png,cat\nnone/../y.png,cat\n"
     assert len(opened(write(text)).split("train")) == 5
@@ -220,7 +199,7 @@ def test_paths_with_backslashes_or_without_endings_are_refused_with_the_file_mea
         assert f"row 3: there is no file {os.getcwd()}/{written}, but {meant};" in line
 
 
-@pytest.mark.parametrize("folder", ["Übung/é", "./Übung/é", "dog/../Übung/é"])
+@pytest.mark.parametrize("folder", ["Übung/é", "dog/../Übung/é"])
 def test_a_file_under_another_unicode_form_of_its_path_is_found_and_named(folder):
     Path("dog").mkdir()
     paths = image_folder(unicodedata.normalize("NFD", "Übung"), {"é": 2})
@@ -234,14 +213,13 @@ def test_a_file_under_another_unicode_form_of_its_path_is_found_and_named(folder
 # ------------------------------------------------------------------------------------------------------------
 
 
-def write_list(*, relabelled: tuple[int, ...] = (), more: str = "") -> None:
+def write_list(relabelled=(), more=""):
     """photos/labels.csv with the 60 images of photos/, in the order of the folder."""
     rows = [
-        f"{c}/{n:03}.bmp,{'cat' if n in relabelled else c}\n"
-        for c in ("cat", "dog")
-        for n in range(30)
+        f"{name}/{number:03}.bmp,{'cat' if number in relabelled else name}"
+        for name, number in product(("cat", "dog"), range(30))
     ]
-    write("path,label\n" + "".join(rows) + more, "photos/labels.csv")
+    write("\n".join(["path,label", *rows, more]), "photos/labels.csv")
 
 
 @pytest.fixture(scope="module")
@@ -263,43 +241,34 @@ def trained(own_folders, finished, monkeypatch):
 
 
 def test_a_run_on_the_list_is_the_run_on_the_folder(trained):
-    for kind in ("train", "eval"):
-        whole, folder = (
-            [(line["loss"], line["accuracy"]) for line in records(name, kind)]
-            for name in ("whole", "folder")
-        )
-        assert whole == folder
-    assert len(records("whole", "train")) == 9 and same_tensors(weights("whole"), weights("folder"))
+    for kind, key in product(("train", "eval"), ("loss", "accuracy")):
+        whole, folder = ([r[key] for r in records(run, kind)] for run in ("whole", "folder"))
+        assert whole and whole == folder
+    assert same_tensors(weights("whole"), weights("folder"))
 
 
 def test_a_resumed_run_on_a_list_that_moved_continues_with_the_same_bits(trained):
     before = evaluated()[0]
     os.rename("photos", "elsewhere")
     found = evaluated("--data", "elsewhere/labels.csv")[0]
-    names = ("loss", "accuracy", "count", "split")
-    assert [found[name] for name in names] == [before[name] for name in names] and found[
-        "count"
-    ] == 6
+    assert all(found[name] == before[name] for name in words("loss accuracy count split"))
+    assert found["count"] == 6
     train_run(2, "run", "--data", "elsewhere/labels.csv", *FLAGS, *MORE)
     assert same_tensors(weights("run"), weights("whole"))
 
 
-CHANGES = {
-    "changed class: dog/010.bmp": lambda: write_list(relabelled=(10, 11)),
-    "changed: cat/007.bmp": lambda: invert("photos/cat/007.bmp"),
-    "the classes changed since training (new: emu": lambda: write_list(more="x.png,emu\n"),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_resume_reports_what_changed_in_the_list_or_the_images(trained, change):
-    shutil.copy("photos/cat/000.bmp", "photos/x.png")
-    CHANGES[change]()
-    assert change in refused(train.main, *LISTED, *MORE)
+def test_a_resume_reports_what_changed_in_the_list_or_the_images(trained):
+    write_list(relabelled=(10, 11))
+    invert("photos/cat/007.bmp")
+    line = refused(train.main, *LISTED, *MORE)
+    assert "changed class: dog/010.bmp" in line and "changed: cat/007.bmp" in line
 
 
 def test_rows_that_are_new_or_in_another_order_do_not_move_samples(trained):
     shutil.copy("photos/cat/000.bmp", "photos/a.bmp")
+    write_list(more="a.bmp,ant\n")
+    out = evaluated()[1]  # the names of the classes are compared, not their numbers
+    assert "the classes changed" in out and "changed class" not in out
     write_list(more="a.bmp,dog\n")
     header, *rows = Path("photos/labels.csv").read_text().splitlines()
     write("\n".join([header, *reversed(rows)]), "photos/labels.csv")
@@ -313,12 +282,12 @@ def test_another_list_is_evaluated_whole_or_by_its_splits(trained):
     write("path,label\ncat/000.bmp,cat\ndog/000.bmp,dog\ndog/001.bmp,dog\n", "photos/flat.csv")
     write(f"{header}{rows}dog/001.bmp,dog,fold 2\n", "photos/odd.csv")
     write(f"{header}{rows}dog/000.bmp,dog,val\ndog/001.bmp,dog,val\n", "photos/val.csv")
-    for name, flags, count, split in (
-        ("flat", (), 3, "all images"),
-        ("odd", (), 2, "train"),
-        ("val", (), 2, "val"),
-        ("val", ("--split", "validation"), 2, "val"),
+    for name, more, count, split in (
+        ("flat", "", 3, "all images"),
+        ("odd", "", 2, "train"),
+        ("val", "", 2, "val"),
+        ("val", "--split validation", 2, "val"),
     ):
-        found, out = evaluated("--data", f"photos/{name}.csv", *flags)
+        found, out = evaluated("--data", f"photos/{name}.csv", *words(more))
         assert (found["count"], found["split"]) == (count, split)
         assert f"data             {Path(f'photos/{name}.csv').resolve()}, {split}\n" in out

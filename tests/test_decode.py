@@ -16,15 +16,12 @@ from helpers.ranks import returned
 from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngInfo
 from sklearn.datasets import load_sample_image
-from torchvision.transforms import InterpolationMode, v2
 
 from utils.config.settings import TrainConfig
-from utils.data.augment import crop_box
 from utils.data.cache import decode_all, make_dataset
 from utils.data.decode import LARGE, decode, peek
 from utils.data.order import Microbatch
 from utils.data.selection import load_data
-from utils.data.spec import InputSpec
 from utils.data.splits import Files, whole_split
 from utils.data.tables import Table
 from utils.models.zoo import input_spec
@@ -78,22 +75,6 @@ def test_grey_image_of_16_bits_is_scaled_not_clipped(kind):
         assert (pixels_of(encoded(deep[..., 0], kind), channels) == deep // 256).all()
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_exif_orientation_is_applied(kind):
-    upright = np.zeros((16, 32, 3), np.uint8)
-    upright[:8, :8] = 255  # one white corner tells all eight apart
-    upright[:8, 16:] = 128
-    turned = [  # how a camera that writes the orientation 1, 2, ... has stored the picture
-        *(upright, upright[:, ::-1], upright[::-1, ::-1], upright[::-1]),
-        *(upright.transpose(1, 0, 2), np.rot90(upright, 1)),
-        *(upright[::-1, ::-1].transpose(1, 0, 2), np.rot90(upright, -1)),
-    ]
-    for orientation, stored in enumerate(turned, 1):
-        options = {"quality": 100} if kind == "JPEG" else {}
-        raw = encoded(stored.copy(), kind, exif=exif_of(orientation), **options)
-        assert np.abs(pixels_of(raw, 3) - upright).max() <= 3, orientation
-
-
 def exif_of(orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -104,10 +85,11 @@ XMP = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="%
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_an_orientation_in_xmp_data_is_applied_as_pillow_does_where_exif_data_has_none(kind):
+def test_an_orientation_in_exif_data_or_else_in_xmp_data_is_applied_as_pillow_does(kind):
     description = Image.Exif()
     description[0x010E] = "EXIF data without an orientation"
-    for number, exif in product((3, 6), (Image.Exif(), description, exif_of(8))):
+    given = [*product((3, 6), (Image.Exif(), description)), *((6, exif_of(n)) for n in range(1, 9))]
+    for number, exif in given:
         more = {"exif": exif, "quality": 100, "xmp": XMP % number}
         if kind == "PNG":
             more["pnginfo"] = PngInfo()
@@ -297,20 +279,6 @@ def test_photographs_are_evaluated_as_torchvision_or_timm_does_for_its_weights(n
         raw = photograph(*shape)
         differences = (evaluated(raw, spec) - own(raw)).abs()
         assert differences.max() < most and differences.mean() < 0.2
-
-
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_training_crops_are_resized_as_the_weights_were(interpolation):
-    raw, microbatch = photograph(427, 640), Microbatch(0, 0, 0, np.arange(1))
-    spec = InputSpec(224, 224, 3, [0.5] * 3, [0.5] * 3, interpolation=interpolation)
-    dataset = make_dataset(split_of([raw]), spec, TrainConfig(seed=3), True, iter)
-    random = dataset.augmentation.draw(microbatch)[0][0].tolist()
-    top, left, rows, columns = crop_box(427, 640, random, 0.08)
-    planes = decode(split_of([raw]), 0, 3).permute(2, 0, 1)
-    part = planes[:, top : top + rows, left : left + columns]
-    mode = InterpolationMode(interpolation)
-    expected = v2.functional.resize(part.contiguous(), [224, 224], mode, antialias=True)
-    assert torch.equal(dataset.__getitems__(microbatch).images[0].permute(2, 0, 1), expected)
 
 
 def test_peek_tells_grey_from_colour_and_one_size_from_many():

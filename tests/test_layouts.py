@@ -22,7 +22,7 @@ from utils.training.summary import classes_row, warn_about_data
 SHORT = words("--model mlp --max_steps 2 --eval_every 2 --global_batch_size 16")
 
 
-def pets(*folders: str, count: int = 10) -> dict[str, int]:
+def pets(*folders, count=10):
     """Images of cats and dogs in each of these folders."""
     return {f"{folder}/{name}": count for folder in folders for name in ("cat", "dog")}
 

