@@ -151,7 +151,8 @@ def test_links_are_followed_but_not_in_circles():
     image_folder("folder", {"dog/sub": 6})
     os.symlink("../elsewhere/cat", "folder/cat")
     os.symlink(paths[-1].resolve(), "folder/dog/linked.png")
-    for link, target in (("dog/up", "../dog"), ("dog/zzz", "sub"), ("cat/self", ".")):
+    links = [("dog/up", "../dog"), ("dog/zzz", "sub"), ("cat/self", "."), ("self", ".")]
+    for link, target in [*links, ("dog/top", ".."), ("dog/cats", "../cat")]:
         os.symlink(target, f"folder/{link}")
     data = load()
     assert data.class_names == ["cat", "dog"] and len(data.train.images.paths) == 13
@@ -271,3 +272,9 @@ def test_integer_labels_that_occur_are_the_classes():
     table([0, 500, -3, 500, 0], Value("int64")).save_to_disk("negative")
     line = "image 2 of split 'train' has the label -1, outside 0..1"
     assert error_of("negative").startswith(line)
+
+
+def test_a_link_that_gives_a_class_two_names_is_refused():
+    image_folder("folder", pets("train"))
+    os.symlink("cat", "folder/train/kitten")
+    assert "links give a class two names" in error_of()

@@ -193,6 +193,23 @@ def test_a_table_to_evaluate_on_that_changed_is_refused_by_a_resume():
     assert "split 'test' had 20 samples and now has 18" in evaluated()[1]
 
 
+def test_a_split_that_appears_later_does_not_change_the_samples_of_a_run():
+    parquet("data", train=table([0, 1] * 30, NAMED))
+    train_run(1, "run", *FLAGS, "6")
+    for name in ("test", "validation"):
+        parquet("data", **{name: table([0, 1] * 20, NAMED)})
+    train_run(1, "run", *MORE)
+    assert {each["count"] for each in records("run", "eval")} == {6}
+    assert evaluated()[0]["count"] == 6
+    assert evaluated("--split", "train")[0]["count"] == 54
+
+
+def test_a_run_that_evaluates_on_its_training_split_is_evaluated_on_it():
+    parquet("data", train=table([0, 1] * 30, NAMED))
+    train_run(1, "run", "--eval_split", "train", *FLAGS, "2")
+    assert evaluated()[0]["count"] == 60
+
+
 def test_arrays_in_memory_are_known_by_their_content():
     """A data set of torchvision may hold its images as one array."""
     train_run(1, "run", "--data", "digits", *FLAGS[2:], "6")

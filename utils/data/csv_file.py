@@ -97,6 +97,8 @@ def _read(file: Path, config: TrainConfig) -> Any:
     import pandas
 
     try:
+        if b"\0" in file.read_bytes():  # as after a power failure
+            raise ValueError("null characters")
         with file.open(encoding="utf-8-sig") as lines:
             delimiter = max(",;\t", key=lines.readline().count)
         table = pandas.read_csv(

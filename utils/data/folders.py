@@ -20,6 +20,7 @@ import numpy as np
 from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
+from utils.config.bounds import require
 from utils.config.settings import TrainConfig
 from utils.console import join_names
 from utils.data.splits import (
@@ -154,7 +155,13 @@ def _without_repeat(folder: Path) -> Path:
 
 def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
     scan, children = Scan(), folders_in(folder)
-    images = {child.name: scan.images(files_below(child.path)) for child in children}
+    real = {os.path.realpath(child.path): child.name for child in children}
+    problem = f"{folder}: links give a class two names; its folders are those of {join_names(real.values())}"
+    require(len(real) == len(children), problem, "remove the link")
+    images = {  # links to other classes are not followed
+        child.name: scan.images(files_below(child.path, _with_parents(child.path) | real.keys()))
+        for child in children
+    }
     found = [class_name for class_name, paths in images.items() if paths]
     numbers = indices_in(class_names, found)
     if (numbers < 0).any():
@@ -203,16 +210,25 @@ def notes(folder: str | Path, left_out: dict[str, object]) -> tuple[str, ...]:
 
 
 def folders_in(folder: str | Path) -> list[os.DirEntry]:
-    """The folders in a folder, by name, without hidden ones."""
-    return [entry for entry in _visible(folder) if is_folder(entry)]
+    """The folders in a folder, by name, without hidden ones and links to folders above it."""
+    parents = _with_parents(folder)
+    found = [entry for entry in _visible(folder) if is_folder(entry)]
+    return [e for e in found if not e.is_symlink() or os.path.realpath(e.path) not in parents]
+
+
+def _with_parents(folder: str | os.PathLike) -> set[str]:
+    """The folder and all folders above it, without links."""
+    real = Path(os.path.realpath(folder))
+    return {str(path) for path in (real, *real.parents)}
 
 
 def files_below(folder: str | Path, entered: set[str] | None = None) -> Iterator[os.DirEntry]:
     """The files in and below a folder, by name, without hidden ones.
 
-    Links to folders are followed, but no folder is entered twice: links can form circles.
+    Links to folders are followed, but no folder is entered twice, and none of `entered` or, by
+    default, above the folder: links can form circles.
     """
-    entered = {os.path.realpath(folder)} if entered is None else entered
+    entered = _with_parents(folder) if entered is None else entered
     for entry in _visible(folder):
         if not is_folder(entry):
             yield entry

@@ -1,5 +1,5 @@
-"""SampleList in checkpoints which samples a run trains and evaluates on, find them again later, and
-report changes.
+"""List in checkpoints which samples a run trains and evaluates on, find them again later, and report
+changes.
 
 Image files are listed by name, so new files do not move other samples, and missing files are
 detected. The rows of a table have no names, so tables are only compared as a whole.

@@ -45,6 +45,7 @@ def load_data(config: TrainConfig, samples: SampleList | None = None) -> Data:
     else:
         skip = config.bad_images == "skip"
         splits, changes = _find_again(source, config, samples, samples.parts, skip)
+        changes += _class_changes(samples.class_names, source.class_names)
         fix = (
             "a resumed run needs the same images and labels: restore them, or start a new run "
             "(--bad_images skip replaces changed files)"
@@ -91,7 +92,7 @@ def load_split(
         problem = f"{'; '.join(changes)}; the held-out samples cannot be found again"
         fix = f"evaluate all samples with --data {config.data} --split {part.source}"
         require(not (changes and is_lost), problem, fix)
-        for text in changes:
+        for text in [*_class_changes(samples.class_names, source.class_names), *changes]:
             say(text)
         shown = split.name
     else:
@@ -172,12 +173,19 @@ def _find_again(
 ) -> tuple[list[Split], list[str]]:
     """These parts of a run's samples, and lines about what has changed since it listed them."""
     wholes = [source.split(_existing(source, part.source, "the run used split")) for part in parts]
-    changes = _class_changes(samples.class_names, source.class_names)
+    changes: list[str] = []
     if samples.train.names is None:
-        chosen = zip(samples.parts, _choose_splits(source, config), strict=True)
+        train, evaluation = (part.source for part in samples.parts)
+        # not another split that has appeared since
+        if train == evaluation and config.eval_split is None:
+            config = replace(config, eval_fraction=config.eval_fraction or 0.1)
+        else:
+            config = replace(config, eval_split=evaluation, eval_fraction=None)
+        pairs = _choose_splits(source, replace(config, train_split=train))
+        chosen = zip(samples.parts, pairs, strict=True)
         for part, whole in zip(parts, wholes, strict=True):
             changes += table_changes(part, whole)
-        return [split for part, (split, _) in chosen if part in parts], changes
+        return [split for own, (split, _) in chosen if any(own is p for p in parts)], changes
     splits = []
     for part, whole in zip(parts, wholes, strict=True):
         split, lines, new = match_files(samples, part, whole, source.class_names, skip_changed)

@@ -46,7 +46,8 @@ def open_digits(_rest: str, _config: TrainConfig) -> Source:
 
 def open_synthetic(numbers: str, _config: TrainConfig) -> Source:
     """Generated images, optionally with CLASSESxSIZExCOUNT after the slash."""
-    sizes = [int(n) for n in (numbers or "10x32x10000").split("x") if n.isdecimal()]
+    words = (numbers or "10x32x10000").split("x")
+    sizes = [int(word) for word in words if all(map(str.isdecimal, words))]
     require(
         len(sizes) == 3 and min(sizes) > 0,
         f"--data synthetic/{numbers}: must be synthetic/CLASSESxSIZExCOUNT, each number at least 1",

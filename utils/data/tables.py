@@ -100,7 +100,9 @@ def table_source(splits, config: TrainConfig) -> Source:
         labels, found = _labels(name, dataset, label_column, classes, train_names)
         images = Table(dataset, image_column)
         files = [file for file in images.files() if Path(file).is_file()]
-        stamps = [(file, *stamp_of(file)) for file in files]
+        stamps: list = [(file, *stamp_of(file)) for file in files]
+        if not dataset.cache_files:  # the table is in memory
+            stamps += images.many(range(len(images)))
         split = whole_split(name, images, labels, fingerprint_of(name, image_column, *stamps))
         return replace(split, notes=note_forms(classes, found))
 

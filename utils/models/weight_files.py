@@ -7,6 +7,7 @@ import argparse
 import re
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -37,8 +38,8 @@ _SAVE = "save only the state dict: torch.save(model.state_dict(), FILE)"
 def read_weights(path: Path, fix: str = "use another checkpoint") -> dict[str, Tensor]:
     """The tensors in a safetensors file. Raises UserError with this fix if it is not one."""
     try:
-        return load_file(path)
-    except OSError:  # the file system cannot map files into memory
+        with suppress(OSError):  # the file system cannot map files into memory
+            return load_file(path)
         return load(path.read_bytes())
     except SafetensorError as error:
         problem = f"{path} is not a safetensors file ({one_line(error)[:80]})"
