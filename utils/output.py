@@ -37,9 +37,8 @@ def guard_output() -> None:
             with suppress(ValueError):  # a stream that is not a file
                 guarded = _Guarded(stream.fileno(), "w", closefd=False)
                 guarded.is_plain, guarded.stream = name == "stdout", stream
-                encoding, errors = stream.encoding, "backslashreplace"
-                text = io.TextIOWrapper(guarded, encoding, errors, line_buffering=True)
-                setattr(sys, name, text)
+                options = stream.encoding, "backslashreplace"
+                setattr(sys, name, io.TextIOWrapper(guarded, *options, line_buffering=True))
 
 
 def exit_with(code: int) -> NoReturn:

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         require(flags.out or len(folders) == 1, "--out is missing", "name the file of the page")
         if flags.out:
             check_output_file("--out", out)
-        if flags.plugin is not None:
+        if flags.plugin:
             load_plugin(flags.plugin)
         for folder in folders:
             check_log(folder)

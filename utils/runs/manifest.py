@@ -64,7 +64,7 @@ def find_checkpoint(path: Path) -> Path:
     # a training run may move it and delete its checkpoint
     for name in ("best", "best", "latest", "latest"):
         found = read_pointer(folder, name)
-        if found is not None and found.is_dir():
+        if found and found.is_dir():
             return found
     fix = "use a run folder that has one, or for a file of weights eval.py --model NAME --weights FILE"
     require(bool(checkpoints_of(folder)), f"{path}: holds no checkpoint", fix)
