@@ -95,12 +95,12 @@ def load_split(
             say(text)
         shown = split.name
     else:
-        asked = name or _eval_name(source, "", None)
-        default = "train" if len(source.openers) > 1 else next(iter(source.openers))
+        asked, several = name or _eval_name(source, "", None), len(source.openers) > 1
+        default = "train" if several else next(iter(source.openers))
         split = source.split(_existing(source, asked or default, "--split"))
         if samples:
             _report_trained_on(samples, split)
-        shown = split.name if asked or len(source.openers) > 1 else "all images"
+        shown = split.name if asked or several else "all images"
     split = random_subset(_drop_unreadable(split, config), config.max_eval_samples, config.seed)
     check_kind(split, config)
     if callable(class_names):
@@ -171,15 +171,16 @@ def _find_again(
     skip_changed: bool = False,
 ) -> tuple[list[Split], list[str]]:
     """These parts of a run's samples, and lines about what has changed since it listed them."""
-    wholes = [source.split(_existing(source, part.source, "the run used split")) for part in parts]
+    flag = "the run used split"
+    pairs = [(part, source.split(_existing(source, part.source, flag))) for part in parts]
     changes = _class_changes(samples.class_names, source.class_names)
     if samples.train.names is None:
         chosen = zip(samples.parts, _choose_splits(source, config), strict=True)
-        for part, whole in zip(parts, wholes, strict=True):
+        for part, whole in pairs:
             changes += table_changes(part, whole)
         return [split for part, (split, _) in chosen if part in parts], changes
     splits = []
-    for part, whole in zip(parts, wholes, strict=True):
+    for part, whole in pairs:
         split, lines, new = match_files(samples, part, whole, source.class_names, skip_changed)
         splits.append(split)
         changes += lines

@@ -58,7 +58,7 @@ def check_sharding(config: TrainConfig, ranks: Ranks) -> None:
     for refused, problem, fix in (
         (environ.get("FSDP_VERSION") != "2", "FSDP 1 is not supported",
          "set fsdp_version: 2 in fsdp_config, or FSDP_VERSION=2"),
-        (config.microbatches is not None, order, without),
+        (config.microbatches, order, without),
         (config.optimizer == "muon", f"--optimizer muon {_FULL}", "use adamw, or train without FSDP"),
         (config.optimizer == "adafactor", f"--optimizer adafactor {_FULL}", "use adamw, or train without FSDP"),
         (config.find_unused_parameters, f"--find_unused_parameters {_OF_DDP}", without),
