@@ -26,7 +26,6 @@ from utils.console import say
 from utils.errors import UserError
 from utils.launch.command import precision_is_chosen
 from utils.launch.environment import is_set, shards_model
-from utils.ranks.batchnorm import restored_buffers
 from utils.ranks.ranks import Ranks
 
 _OF_SIZE_1 = (
@@ -228,7 +227,10 @@ def prepare_buckets(model: nn.Module, no_images: Tensor) -> None:
     # and kernels of one pixel this warning is wrong, because the stride of a dimension of size 1
     # has no meaning.
     warnings.filterwarnings("ignore", message=_OF_SIZE_1)
-    # do not compile for an empty batch
-    with restored_buffers(model), torch.compiler.set_stance("force_eager"):
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    with torch.compiler.set_stance("force_eager"):  # do not compile for an empty batch
         model(no_images).sum().backward()
     model.zero_grad()
+    with torch.no_grad():
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
