@@ -179,8 +179,8 @@ def resolve_batch(
     if config.microbatches:
         return _largest_microbatch(config.microbatches, processes, total or default)
     steps = accum or 1
-    if batch is not None:
-        if accum is None and total and total % (batch * processes) == 0:
+    if batch:
+        if not accum and total and total % (batch * processes) == 0:
             steps = total // (batch * processes)
         product = batch * processes * steps
         if total not in (None, product):

@@ -96,12 +96,12 @@ def load_split(
             say(text)
         shown = split.name
     else:
-        asked = name or _eval_name(source, "", None)
-        default = "train" if len(source.openers) > 1 else next(iter(source.openers))
+        asked, several = name or _eval_name(source, "", None), len(source.openers) > 1
+        default = "train" if several else next(iter(source.openers))
         split = source.split(_existing(source, asked or default, "--split"))
         if samples:
             _report_trained_on(samples, split)
-        shown = split.name if asked or len(source.openers) > 1 else "all images"
+        shown = split.name if asked or several else "all images"
     split = random_subset(_drop_unreadable(split, config), config.max_eval_samples, config.seed)
     check_kind(split, config)
     if callable(class_names):
@@ -172,6 +172,7 @@ def _find_again(
     skip_changed: bool = False,
 ) -> tuple[list[Split], list[str]]:
     """These parts of a run's samples, and lines about what has changed since it listed them."""
+<<<<<<< HEAD
     wholes = [source.split(_existing(source, part.source, "the run used split")) for part in parts]
     changes: list[str] = []
     if samples.train.names is None:
@@ -184,10 +185,18 @@ def _find_again(
         pairs = _choose_splits(source, replace(config, train_split=train))
         chosen = zip(samples.parts, pairs, strict=True)
         for part, whole in zip(parts, wholes, strict=True):
+=======
+    flag = "the run used split"
+    pairs = [(part, source.split(_existing(source, part.source, flag))) for part in parts]
+    changes = _class_changes(samples.class_names, source.class_names)
+    if samples.train.names is None:
+        chosen = zip(samples.parts, _choose_splits(source, config), strict=True)
+        for part, whole in pairs:
+>>>>>>> 4230ef49588be4d9b77b9120083862af2d17c91a
             changes += table_changes(part, whole)
         return [split for own, (split, _) in chosen if any(own is p for p in parts)], changes
     splits = []
-    for part, whole in zip(parts, wholes, strict=True):
+    for part, whole in pairs:
         split, lines, new = match_files(samples, part, whole, source.class_names, skip_changed)
         splits.append(split)
         changes += lines

@@ -1,9 +1,9 @@
 """The device that a rank computes on, and the backend of its process group."""
 
+import os
 import re
 import subprocess
 from contextlib import suppress
-from os import environ
 
 import torch
 
@@ -14,7 +14,7 @@ from utils.launch.environment import Topology, is_set
 def cpu_is_requested(flag: bool) -> bool:
     """Whether --cpu, the accelerate config or the environment selects the CPU."""
     # as accelerate_configs/2cpu.yaml does
-    hidden = environ.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")
     return flag or hidden or is_set("ACCELERATE_USE_CPU")
 
 
@@ -30,7 +30,7 @@ def choose_device(topology: Topology, cpu: bool) -> torch.device:
         _check_unusable_gpus()
         return torch.device("cpu")
     gpus, number = torch.cuda.device_count(), topology.local_rank
-    chosen = environ.get("CUDA_VISIBLE_DEVICES") or topology.source in (
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES") or topology.source in (
         "SLURM",
         "Open MPI",
         "MPICH",
@@ -39,7 +39,7 @@ def choose_device(topology: Topology, cpu: bool) -> torch.device:
         # a scheduler or a wrapper may show each process only its own GPU; NCCL refuses a shared one
         number = 0
     # NCCL then accepts several ranks on one GPU, for tests
-    elif environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+    elif os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         number %= gpus
     elif topology.local_world_size > gpus:
         raise UserError(
@@ -56,7 +56,7 @@ def _check_unusable_gpus() -> None:
     """Raise UserError if PyTorch finds no GPU although nvidia-smi lists some and they are not
     hidden.
     """
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     # CUDA sees none after another word
     if visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible):
         return

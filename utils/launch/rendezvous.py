@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from urllib.parse import urlparse
 
-import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from utils.errors import UserError, one_line
 from utils.launch.environment import Topology, restart_count
@@ -42,9 +42,7 @@ class Member:
     master: str  # the IP address of MASTER_ADDR on this machine
 
 
-def rendezvous(
-    topology: Topology, init_method: str, timeout: float
-) -> tuple[dist.Store, list[Member]]:
+def rendezvous(topology: Topology, init_method: str, timeout: float) -> tuple[Store, list[Member]]:
     """Find the other processes; returns (the store of this session, its members in the order of the
     ranks).
 
@@ -70,10 +68,10 @@ def rendezvous(
                 f"rank 0 was started with {len(members)} processes, rank {member.rank} with {member.world_size}",
                 "start all with the same WORLD_SIZE (--num_processes)",
             )
-    return dist.PrefixStore(session, store), members
+    return PrefixStore(session, store), members
 
 
-def _open(store: dist.Store, me: Member, deadline: float, where: str) -> tuple[str, list[dict]]:
+def _open(store: Store, me: Member, deadline: float, where: str) -> tuple[str, list[dict]]:
     """Open a session as rank 0; returns its name and its members in the order of the ranks."""
     session = uuid.uuid4().hex
     store.set("session", session)
@@ -90,7 +88,7 @@ def _open(store: dist.Store, me: Member, deadline: float, where: str) -> tuple[s
     return session, answers
 
 
-def _join(store: dist.Store, me: Member, deadline: float, where: str) -> tuple[str, list[dict]]:
+def _join(store: Store, me: Member, deadline: float, where: str) -> tuple[str, list[dict]]:
     """The same for the other ranks, which join the session that rank 0 has opened."""
     joined = ""
     while time.monotonic() < deadline:
@@ -129,7 +127,7 @@ def _wait(condition: Callable[[], bool], deadline: float) -> bool:
     return True
 
 
-def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> dist.TCPStore:
+def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> TCPStore:
     """The store at an address. Rank 0 serves it, unless its launcher does."""
     if not topology.is_main or launcher_serves(address, port):
         return _reach(address, port, deadline)
@@ -139,7 +137,7 @@ def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> 
         raise UserError(f"{address} does not lead to {host}, where rank 0 was started", fix)
     try:
         size = topology.world_size
-        return dist.TCPStore(address, port, size, True, wait_for_workers=False, multi_tenant=True)
+        return TCPStore(address, port, size, True, wait_for_workers=False, multi_tenant=True)
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error):
             raise UserError(
@@ -162,7 +160,7 @@ def leads_to_this_machine(address: str, port: int) -> bool:
         return error.errno == errno.EADDRINUSE
 
 
-def _reach(address: str, port: int, deadline: float) -> dist.TCPStore:
+def _reach(address: str, port: int, deadline: float) -> TCPStore:
     """The store that another process serves."""
     seconds = max(1.0, deadline - time.monotonic())
     if not _wait(lambda: _listens(address, port), deadline):
@@ -173,9 +171,7 @@ def _reach(address: str, port: int, deadline: float) -> dist.TCPStore:
     # with a separate timeout: TCPStore waits forever for an answer from a different kind of server
     try:
         return call_with_timeout(
-            lambda: dist.TCPStore(
-                address, port, is_master=False, timeout=timedelta(seconds=seconds)
-            ),
+            lambda: TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds)),
             max(3.0, deadline - time.monotonic()),
         )
     except RuntimeError as error:
@@ -189,7 +185,7 @@ def _listens(address: str, port: int) -> bool:
     return False
 
 
-def launcher_store(timeout: float) -> dist.Store | None:
+def launcher_store(timeout: float) -> Store | None:
     """The store of torchrun or accelerate, which survives restarts; None if the launcher has none."""
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     return (
@@ -205,7 +201,7 @@ def launcher_serves(address: str, port: int | str) -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and own == (address, str(port))
 
 
-def wait_for_keys(store: dist.Store, keys: list[str], seconds: float) -> bool:
+def wait_for_keys(store: Store, keys: list[str], seconds: float) -> bool:
     """Wait until the store has the keys; False if it does not within `seconds`, or cannot be
     reached.
     """

@@ -1,7 +1,7 @@
 """What flags change in a model: --freeze, --grad_checkpointing and --tta."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from fnmatch import filter as fitting
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ from utils.config.bounds import require
 from utils.config.recipe import BACKBONE
 from utils.config.table import suggestion
 from utils.models.matching import head_prefixes
-from utils.ranks.batchnorm import restored_buffers
 
 
 def freeze(model: nn.Module, patterns: Sequence[str], new: Mapping[str, str] = {}) -> None:
@@ -115,6 +114,17 @@ def _compute_twice(block: nn.Module, forward: Callable, *inputs: Any, **named: A
         context_fn=lambda: (nullcontext(), restored_buffers(block)),
         **named,
     )
+
+
+@contextmanager
+def restored_buffers(module: nn.Module) -> Iterator[None]:
+    """Restore the buffers of a module, such as batch statistics, at the end."""
+    before = [buffer.clone() for buffer in module.buffers()]
+    try:
+        yield
+    finally:  # PyTorch ends the second pass of a block by an exception
+        for buffer, value in zip(module.buffers(), before, strict=True):
+            buffer.copy_(value)
 
 
 class TestTimeAugmentation(nn.Module):

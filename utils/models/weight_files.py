@@ -68,24 +68,20 @@ def read_any(file: Path) -> tuple[dict[str, Tensor], str]:
         open_regular(file).close()
     if file.suffix == ".safetensors":
         return plain_tensors(file, read_weights(file, "give another file")), ""
-    return _read_pickled(file)
-
-
-def _read_pickled(path: Path) -> tuple[dict[str, Tensor], str]:
     try:
         # in timm's checkpoints; holds only data
         with torch.serialization.safe_globals([argparse.Namespace]):
-            content = load_pickled(path)
+            content = load_pickled(file)
     except UnpicklingError as error:
         named = re.findall(r"(?:GLOBAL|class) (\S+)", str(error))
-        require(named, f"{path}: is not a file of torch.save", "give another file")
-        problem = f"{path}: is refused, because loading {named[0]} in it would execute code"
+        require(named, f"{file}: is not a file of torch.save", "give another file")
+        problem = f"{file}: is refused, because loading {named[0]} in it would execute code"
         raise UserError(problem, f"if you trust the file, load it and {_SAVE}") from error
     except UserError:
         raise
     # torch.load raises errors of many classes, such as those of struct and zipfile
     except Exception as error:
-        problem = f"{path}: its weights cannot be read ({one_line(error)[:160]})"
+        problem = f"{file}: its weights cannot be read ({one_line(error)[:160]})"
         fix = "give a safetensors file, or one of torch.save with a state dict"
         raise UserError(problem, fix) from error
     inside: list[str] = []
@@ -96,7 +92,7 @@ def _read_pickled(path: Path) -> tuple[dict[str, Tensor], str]:
         if not held:
             break
         inside, content = [*inside, f"{held[0]}"], content[held[0]]
-    return plain_tensors(path, content), ", ".join(inside)
+    return plain_tensors(file, content), ", ".join(inside)
 
 
 def _count(content: Any, kind: Any = Tensor) -> int:

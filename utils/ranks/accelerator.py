@@ -1,7 +1,7 @@
 """Set up Accelerate on top of the process group that `Ranks` creates."""
 
+import os
 import warnings
-from os import environ
 
 import torch
 from accelerate import Accelerator
@@ -26,7 +26,6 @@ from utils.console import say
 from utils.errors import UserError
 from utils.launch.command import precision_is_chosen
 from utils.launch.environment import is_set, shards_model
-from utils.ranks.batchnorm import restored_buffers
 from utils.ranks.ranks import Ranks
 
 _OF_SIZE_1 = (
@@ -36,7 +35,7 @@ _OF_SIZE_1 = (
 
 def check_precision(config: TrainConfig, ranks: Ranks) -> None:
     """Raise UserError for fp16 on the CPU, where Accelerate would silently train in fp32."""
-    asked = config.mixed_precision or environ.get("ACCELERATE_MIXED_PRECISION")
+    asked = config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
     if ranks.device.type == "cpu" and asked == "fp16":
         raise UserError("mixed precision fp16 needs a GPU", "use --mixed_precision bf16 or no")
 
@@ -52,13 +51,13 @@ def check_sharding(config: TrainConfig, ranks: Ranks) -> None:
     if not shards_model() or ranks.topology.world_size == 1:
         return
     on_gpu, without = ranks.device.type == "cuda", "leave it out, or train without FSDP"
-    asked = config.mixed_precision or environ.get("ACCELERATE_MIXED_PRECISION")
-    ignored = environ.get("FSDP_IGNORED_MODULES", "None") != "None"
+    asked = config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
+    ignored = os.environ.get("FSDP_IGNORED_MODULES", "None") != "None"
     order = "--microbatches adds gradients in a fixed order, but with FSDP the order depends on the number of processes"
     for refused, problem, fix in (
-        (environ.get("FSDP_VERSION") != "2", "FSDP 1 is not supported",
+        (os.environ.get("FSDP_VERSION") != "2", "FSDP 1 is not supported",
          "set fsdp_version: 2 in fsdp_config, or FSDP_VERSION=2"),
-        (config.microbatches is not None, order, without),
+        (config.microbatches, order, without),
         (config.optimizer == "muon", f"--optimizer muon {_FULL}", "use adamw, or train without FSDP"),
         (config.optimizer == "adafactor", f"--optimizer adafactor {_FULL}", "use adamw, or train without FSDP"),
         (config.find_unused_parameters, f"--find_unused_parameters {_OF_DDP}", without),
@@ -99,11 +98,11 @@ def make_accelerator(ranks: Ranks, config: TrainConfig) -> Accelerator:
 
 
 def _accelerator(ranks: Ranks, config: TrainConfig, precision: str | None) -> Accelerator:
-    if environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None):
+    if os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None):
         say("ACCELERATE_GRADIENT_ACCUMULATION_STEPS is ignored; use --grad_accum")
     # Accelerate would give DDP the local rank as its GPU, but a task of a scheduler may see only
     # one, number 0.
-    environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
+    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
     on_gpu, shards = ranks.device.type == "cuda", shards_model()
     if shards and ranks.topology.world_size == 1:
         say("FSDP has no effect: one process has the whole model")
@@ -185,7 +184,7 @@ def choose_kernels(device: torch.device, deterministic: bool, tf32: bool | None)
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
     if deterministic:
-        environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
     torch.use_deterministic_algorithms(deterministic)
     # PyTorch would fill new tensors with NaN, to find programs that read them. That takes a kernel
     # for each tensor.
@@ -228,7 +227,10 @@ def prepare_buckets(model: nn.Module, no_images: Tensor) -> None:
     # and kernels of one pixel this warning is wrong, because the stride of a dimension of size 1
     # has no meaning.
     warnings.filterwarnings("ignore", message=_OF_SIZE_1)
-    # do not compile for an empty batch
-    with restored_buffers(model), torch.compiler.set_stance("force_eager"):
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    with torch.compiler.set_stance("force_eager"):  # do not compile for an empty batch
         model(no_images).sum().backward()
     model.zero_grad()
+    with torch.no_grad():
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(before)

@@ -2,8 +2,6 @@
 does not support.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,17 +26,6 @@ def convert_batch_norm(module: nn.Module) -> nn.Module:
             require(is_plain, problem, "leave out the flag")
             layer.__class__ = _SyncBatchNorm
     return module
-
-
-@contextmanager
-def restored_buffers(module: nn.Module) -> Iterator[None]:
-    """Restore the buffers of a module, such as batch statistics, at the end."""
-    before = [buffer.clone() for buffer in module.buffers()]
-    try:
-        yield
-    finally:  # PyTorch ends the second pass of a block by an exception
-        for buffer, value in zip(module.buffers(), before, strict=True):
-            buffer.copy_(value)
 
 
 class _SyncBatchNorm(_BatchNorm):

@@ -55,8 +55,7 @@ def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
 
     After an error, all exit with code 2, and one rank prints one line.
     """
-    topology = None
-    ranks = None
+    topology = ranks = None
     try:
         topology = read_topology(init_method=launch.init_method)
         ranks = Ranks(topology, launch, prog)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
-import torch.distributed as dist
+from torch.distributed import Store
 
 from utils.launch.environment import attempts_left
 from utils.launch.exits import exit_now, how_to_resume, print_last_line, print_line
@@ -56,7 +56,7 @@ class Watch:
         self.rank, self.timeout, self.prog, self._is_orphan = rank, timeout, prog, is_orphan
         self.entered, self.place, self.waiting, self.no_timeout = 0, "", False, False
         self._patience = min(10.0 if attempts_left() else 60.0, max(2.0, timeout / 10))
-        self._store: dist.Store | None = None
+        self._store: Store | None = None
         self._members: list[Member] = []
         self._answered = math.inf  # when the store last answered
         # Each rank's last heartbeat, and when it arrived: the collectives it has entered, its
@@ -74,7 +74,7 @@ class Watch:
         """Start watching."""
         self._thread.start()
 
-    def connect(self, store: dist.Store, members: list[Member]) -> None:
+    def connect(self, store: Store, members: list[Member]) -> None:
         """From now on, exchange heartbeats with the other ranks."""
         self._members, self._store, self._answered = members, store.clone(), self._now
         self._store.set_timeout(timedelta(seconds=_ANSWER))
@@ -197,7 +197,7 @@ class Watch:
             print_line(self.prog, f"error: {text}")
             exit_now(2)
 
-    def _run_exchange(self, store: dist.Store) -> None:
+    def _run_exchange(self, store: Store) -> None:
         """Exchange heartbeats, in a thread of its own, because the store may never answer."""
         try:
             while not self._stop.wait(_TICK):
@@ -206,7 +206,7 @@ class Watch:
         except RuntimeError:  # not tried again, because PyTorch logs each failure
             self._answered = -math.inf
 
-    def _exchange(self, store: dist.Store) -> None:
+    def _exchange(self, store: Store) -> None:
         """Write this rank's heartbeat, and read why a rank has exited, if any, and the heartbeats
         that are needed.
         """

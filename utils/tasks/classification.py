@@ -116,7 +116,7 @@ class Classification(Task):
         classes = targets.argmax(1) if targets.is_floating_point() else targets
         return loss, (outputs.argmax(1) == classes).sum()
 
-    def evaluate(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def evaluate(self, outputs: Tensor, labels: Tensor) -> tuple:
         ranked = outputs.topk(min(5, outputs.shape[1]), dim=1).indices
         hits = ranked == labels[:, None]
         losses = self.losses(outputs, labels, 0.0, None)

@@ -124,7 +124,7 @@ class MultiLabel(Task):
     def training_sums(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
         return loss, *self._count(outputs, targets).sum(0)
 
-    def evaluate(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def evaluate(self, outputs: Tensor, labels: Tensor) -> tuple:
         rows = self._rows(labels).to(outputs.dtype)
         losses = self.losses(outputs, rows, None)
         return torch.cat([losses[:, None], self._count(outputs, labels)], 1), outputs
@@ -137,7 +137,7 @@ class MultiLabel(Task):
             [exact, (predicted & labelled).sum(1), predicted.sum(1), labelled.sum(1)], 1
         )
 
-    def most_likely(self, outputs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def most_likely(self, outputs: Tensor, count: int) -> tuple:
         return torch.zeros(len(outputs), 0, dtype=torch.int64, device=outputs.device), outputs
 
     def name_classes(self, top: np.ndarray, scores: np.ndarray, count: int) -> tuple:

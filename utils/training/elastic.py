@@ -24,10 +24,10 @@ def check_elastic(config: TrainConfig) -> None:
     given = f"--nnodes {nodes[0]}:{nodes[1]}"
     problem = f"{given}: all launchers would fail when a machine joins, because they share a store"
     require(not shared, problem, f"put {_VARIABLES} before torchrun on all machines")
-    depends = config.batch_size is not None and config.global_batch_size is None
+    depends = config.batch_size and not config.global_batch_size
     problem = "--batch_size is per process, so the global batch would depend on the number of machines at the start"
     require(not depends, problem, "set --global_batch_size instead")
-    again = config.run_name is not None and config.resume == "auto"
+    again = config.run_name and config.resume == "auto"
     problem = f"{given} restarts this command when a machine joins or leaves, as a new run"
     require(again, problem, "add --run_name NAME --resume auto to continue the run")
 

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from accelerate.utils import ProfileKwargs
+from torch.profiler import profile
 
 from utils.console import say
 from utils.errors import one_line
@@ -118,7 +119,7 @@ def times_of_ranks(run: Run, seconds: float) -> dict[str, list[float]]:
 WAIT, WARM_UP, ACTIVE = 8, 2, 10
 
 
-def make_profiler(run: Run) -> AbstractContextManager[torch.profiler.profile | None]:
+def make_profiler(run: Run) -> AbstractContextManager[profile | None]:
     """With --profile, a context that records ten updates of the loop, which calls `step` after each
     one.
     """
@@ -133,7 +134,7 @@ def make_profiler(run: Run) -> AbstractContextManager[torch.profiler.profile | N
     return run.accelerator.profile(ProfileKwargs(schedule_option=schedule, on_trace_ready=writing))
 
 
-def write_trace(run: Run, profiler: torch.profiler.profile) -> None:
+def write_trace(run: Run, profiler: profile) -> None:
     """Write the trace of this rank to the run folder."""
     path = run.folder / f"trace-rank{run.ranks.topology.rank}.json.gz"
     unfinished = path.with_name(f".partial-{path.name}")  # the suffix selects the compression

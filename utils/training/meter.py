@@ -70,7 +70,7 @@ class Meter:
         self.device, self.updates, self.taken = device, 0, torch.zeros((), device=device)
         scaled = getattr(optimizer, "optimizer", None)  # only fp16 has a wrapper around it
         self.scaled = scaled is not None
-        if scaled is not None:
+        if scaled:
             scaled.register_step_pre_hook(self._count_step)
         self.grad_norm: Tensor | None = None  # of the last update, on the device
         # since the last synchronisation

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from utils.config.settings import TrainConfig
@@ -32,8 +32,8 @@ class MuonAndAdamW(Optimizer):
 
     def __init__(self, groups: Groups, lr: float, muon: dict, adamw: dict):
         placeholder = [torch.zeros(1, 1)]  # the groups are given before each step
-        self._muon = torch.optim.Muon(placeholder, lr=lr, **muon)
-        self._adamw = torch.optim.AdamW(placeholder, lr=lr, **adamw)
+        self._muon = optim.Muon(placeholder, lr=lr, **muon)
+        self._adamw = optim.AdamW(placeholder, lr=lr, **adamw)
         own = {True: self._muon.defaults, False: self._adamw.defaults}
         super().__init__([own[group["hidden"]] | group for group in groups], {"lr": lr})
 
@@ -77,7 +77,7 @@ _NOT_ARGUMENTS |= {"maximize", "foreach", "capturable", "differentiable", "fused
 def sgd(groups: Groups, config: TrainConfig, nesterov: bool = True) -> Optimizer:
     """SGD with Nesterov momentum, see --momentum."""
     momentum, nesterov = config.momentum, nesterov and config.momentum > 0
-    return torch.optim.SGD(groups, config.lr, momentum, nesterov=nesterov, fused=True)
+    return optim.SGD(groups, config.lr, momentum, nesterov=nesterov, fused=True)
 
 
 def muon(
@@ -107,7 +107,7 @@ def of_torch(kind: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
     the class.
     """
     parameters = inspect.signature(kind).parameters
-    fused = {"fused": True} if kind in (torch.optim.Adam, torch.optim.AdamW) else {}
+    fused = {"fused": True} if kind in (optim.Adam, optim.AdamW) else {}
 
     def build(groups: Groups, config: TrainConfig, **arguments) -> Optimizer:
         for name, value in arguments.items():  # torch ignores surplus values
@@ -124,7 +124,7 @@ def of_torch(kind: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
     return build
 
 
-_FROM_TORCH = {name.lower(): of_torch(getattr(torch.optim, name)) for name in _OF_TORCH}
+_FROM_TORCH = {name.lower(): of_torch(getattr(optim, name)) for name in _OF_TORCH}
 OPTIMIZERS = Table(
     "optimizer",
     {"sgd": sgd, "muon": muon, **_FROM_TORCH},
@@ -170,7 +170,7 @@ def init_optimizer(prepared: AcceleratedOptimizer, accelerator: Accelerator) -> 
     optimizer = prepared.optimizer
     if accelerator.is_fsdp2:
         optimizer.state.clear()  # that of Adagrad belongs to parameters that FSDP2 has replaced
-    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
+    for group in optimizer.param_groups if isinstance(optimizer, optim.SGD) else ():
         if accelerator.is_fsdp2:
             group["fused"] = False  # fused SGD does not support DTensor
         for parameter in group["params"] if group["momentum"] else ():
