@@ -323,7 +323,7 @@ def fail(flags: list[str], step: int, on_rank: int, how: str, where: str) -> Non
 @pytest.mark.parametrize(
     ("how", "where", "step"),
     [
-        ("exit", "train_update", 5),
+        ("exit", "train_update", 4),
         pytest.param("exit", "evaluate", 7, marks=FULL),
         pytest.param("exit", "save", 20, marks=FULL),
         pytest.param("terminate", "train_update", 5, marks=FULL),
