@@ -72,7 +72,6 @@ def test_the_learning_rate_follows_optimizer_start_and_batch():
     tuned = {"pretrained": True, "model": "resnet18"}
     for samples, given, lr in (
         (120, {}, 0.05 * 16 / 128),
-        (120, {**tuned, "optimizer": "sgd"}, 0.01 / 8),
         (120, {**tuned, "freeze": ["backbone"]}, 0.05 / 8),
         (120, {"optimizer": "adamw"}, 1e-3 / math.sqrt(8)),
         (9999, {**tuned, "optimizer": "adamw"}, 1e-4),
@@ -89,7 +88,6 @@ def test_the_learning_rate_follows_optimizer_start_and_batch():
     ({}, ("sgd", None, None, None)),
     ({"pretrained": True}, ("adamw", 10.0, True, 0.35)),
     ({"init_from": "W.pth"}, ("adamw", 10.0, True, 0.35)),
-    ({"pretrained": True, "lr": 0.01}, ("adamw", 10.0, True, 0.35)),
     ({"pretrained": True, "optimizer": "sgd"}, ("sgd", None, None, 0.35)),
     ({"pretrained": True, "layer_decay": 0.8, "sync_batchnorm": True}, ("adamw", None, None, 0.35)),
     ({"pretrained": True, "freeze": ["backbone"]}, ("sgd", None, None, None)),
@@ -118,7 +116,7 @@ def test_a_run_on_cached_features_has_more_epochs_and_fewer_evaluations_and_chec
 
 
 @pytest.mark.parametrize(("samples", "settings", "every"), [
-    (120, {"max_steps": 28}, 7), (120, {}, 40), (1617, {}, 50), (8, {"epochs": 3}, 1), (480, {"max_steps": 200}, 50),
+    (120, {"max_steps": 28}, 7), (1617, {}, 50), (8, {"epochs": 3}, 1), (480, {"max_steps": 200}, 50),
 ])  # fmt: skip
 def test_a_short_run_has_at_least_four_train_records_or_one_for_each_update(
     samples, settings, every
@@ -224,10 +222,8 @@ MASKS = "dropout masks (unless processes x accumulation is 6)"
     ("mlp", {"comm_hook": "bf16"}, 1, ["gradients, rounded to bf16 (unless --comm_hook no)"]),
     ("mnist_cnn", {"model_args": {"dropout": 0.0}}, 1, []),
     ("resnet18", {}, 2, ["batch statistics (unless --sync_batchnorm)"]),
-    ("resnet18", {"sync_batchnorm": True}, 1, []),
     ("resnet18", {"sync_batchnorm": True}, 2, ["batch statistics (unless --grad_accum 1)"]),
     ("efficientnet_b0", {}, 1, ["batch statistics (unless --sync_batchnorm)", MASKS]),
-    ("convnext_tiny", {}, 1, [MASKS]),  # stochastic depth
     ("vit_b_16", {}, 1, []),
     ("vit_b_16", {"model_args": {"attention_dropout": 0.1}}, 1, [MASKS]),
 ])  # fmt: skip

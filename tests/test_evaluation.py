@@ -78,29 +78,6 @@ def test_one_to_four_processes_give_the_numbers_of_plain_pytorch(samples):
             assert accuracy == (pytest.approx(hits.mean()) if len(hits) else None)
 
 
-def test_training_evaluates_alike_on_every_topology():
-    flags = (*words("--eval_batch_size 32 --eval_every 5 --model_args"), "{hidden: 32}")
-    flags = [*FLAGS, "--global_batch_size", "120", *flags]
-    logs = [train_run(n, f"run{n}", *flags) for n in (1, 2, 3)]
-    evals = [[record for record in log if record["kind"] == "eval"] for log in logs]
-    assert [record["step"] for record in evals[0]] == [5, 10, 12]
-    for one, two, three in zip(*evals, strict=True):
-        assert one["accuracy"] == two["accuracy"] == three["accuracy"]
-        assert [two["loss"], three["loss"]] == pytest.approx([one["loss"]] * 2, abs=1e-6)
-
-
-def test_all_ranks_have_work_in_an_evaluation_of_few_samples():
-    train_run(1, "run", *FLAGS)
-    (alone, _), *ranks = (
-        found for n in (1, 4) for found in returned(n, _evaluate_and_count, "153")
-    )
-    expected = [16 * 3, 16 * 2 + 9, 16 * 2, 16 * 2]  # blocks in turn, the last one of 9
-    assert [count for _, [(count, _, _)] in ranks] == expected
-    for result, _ in ranks:
-        assert result["accuracy"] == alone["accuracy"]
-        assert result["loss"] == pytest.approx(alone["loss"], abs=1e-6)
-
-
 def _evaluate_and_count(samples: str, *flags: str) -> tuple[dict, list[tuple[int, int, int]]]:
     """The result, and for each gather the samples, rows and tensors of this rank."""
     counts = _count_gathers()
@@ -198,14 +175,6 @@ def test_metrics_equal_their_definitions():
     assert found["classes_evaluated"] == 4
     assert found["per_class_accuracy"][5] is None and found["per_class_accuracy"][3] is None
     assert found["per_class_accuracy"][:3] == pytest.approx(recall)
-
-
-def test_classes_without_samples_do_not_lower_the_macro_scores_and_are_reported():
-    train_run(1, "run", *words("--data synthetic/4x32x90 --model mlp --max_steps 2"))
-    image_folder("other", {"1": 9, "2": 9}, size=(32, 32))
-    found = run_ranks(2, eval.main, words("--ckpt runs/run --data other --json found.json"))[0]
-    assert found.code == 0 and "classes          2 of 4 with samples\n" in found.out
-    assert json.loads(Path("found.json").read_text())["classes_evaluated"] == 2
 
 
 def test_the_training_log_has_macro_scores_when_asked():
@@ -308,20 +277,6 @@ def _evaluate_and_meet_in_each_block(flags):
 
     Classification.evaluate, evaluation.SyncInterval.due = counted, lambda self, step: True
     eval.main(flags)
-
-
-@FULL
-def test_photographs_are_evaluated_with_the_share_that_the_run_or_the_flag_says():
-    image_folder("photos", {"cat": 12, "dog": 12}, size=(130, 160))
-    flags = words("--data photos --image_size 100 --model mlp --max_steps 1 --threads 1")
-    train_run(1, "usual", *flags)
-    train_run(1, "half", *flags, "--eval_crop", "0.5")  # the weights are the same
-    usual, half = (records(name, "eval")[-1]["loss"] for name in ("usual", "half"))
-    assert abs(usual - half) > 1e-4
-    evaluations = {("usual",): usual, ("half",): half, ("usual", "--eval_crop", "0.5"): half}
-    for (name, *more), loss in evaluations.items():
-        (result,) = returned(1, eval.main, ["--ckpt", f"runs/{name}", "--num_workers", "0", *more])
-        assert result["loss"] == pytest.approx(loss, rel=1e-6)
 
 
 def test_flags_of_eval_py_without_effect_are_reported():

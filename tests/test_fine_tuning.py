@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -271,24 +270,6 @@ def test_sources_that_do_not_fit_are_one_line(folder):
         ("runs/source --model mlp", "fits mlp, which has hidden.weight, hidden.bias"),
     ):
         assert line in refused(train.main, *words(f"--data first --threads 1 --init_from {where}"))
-
-
-def test_a_source_that_deletes_its_checkpoint_meanwhile_is_searched_again(folder):
-    shutil.copytree("runs/source", "runs/live")
-    moved = []
-
-    def move(event, details):  # the run moves on while the checkpoint is verified
-        if event == "open" and str(details[0]).endswith("model.safetensors") and not moved:
-            moved.append(Path(details[0]).parent)
-            moved[0].rename(moved[0].with_name("step-00000099"))
-            (moved[0].parent / "best").write_text("step-00000099\n")
-
-    def load():
-        sys.addaudithook(move)
-        return initial(init_from="runs/live")[1].name, len(moved)
-
-    ((name, times),) = returned(1, load)
-    assert Path(name).name == "step-00000099" and times == 1
 
 
 def test_a_new_layer_that_would_be_frozen_with_random_weights_is_refused(folder):

@@ -117,11 +117,7 @@ PLAIN = {
 }
 
 
-def test_each_optimizer_has_a_plain_one_to_compare_it_with():
-    assert {*PLAIN, "muon"} == set(OPTIMIZERS)
-
-
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", sorted({*OPTIMIZERS} - {"muon"}))
 def test_ten_updates_are_those_of_plain_pytorch_with_groups_decay_and_schedule(name):
     kind, options = PLAIN[name]
     plain, ours = tiny_vit(), tiny_vit()
@@ -327,7 +323,7 @@ RUN += words("--max_train_samples 480 --global_batch_size 120 --log_every 1 --sa
 RUN += words("--lr_schedule constant --warmup_steps 2 --layer_decay 0.7 --clip_value 0.02")
 RUN += words("--clip_norm 0.5 --eval_every 8 --keep 9 --max_steps 8")
 BASE = ["--lr", "0.001"]
-RATES = [0.0005, 0.001, 0.001, 0.001, 0.001, 0.001, 0.001, 0.001]
+RATES = [0.0005, *[0.001] * 7]
 
 
 @pytest.mark.parametrize("name", ["muon", *SLOW])

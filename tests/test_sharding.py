@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin
 from helpers.ranks import returned, run_ranks
 from helpers.training_runs import (
     ROOT,
@@ -19,6 +18,7 @@ from helpers.training_runs import (
     records,
     refused,
     same_tensors,
+    steps,
     train_run,
     weights,
     words,
@@ -31,23 +31,17 @@ import eval
 import train
 from utils.config.settings import LaunchConfig, TrainConfig
 from utils.errors import UserError
-from utils.launch.environment import Topology, read_topology
-from utils.ranks.accelerator import check_sharding, use_fsdp
+from utils.launch.environment import Topology
+from utils.ranks.accelerator import check_sharding
 from utils.ranks.ranks import Ranks
 from utils.runs.manifest import sha256_of
 from utils.training.optim import OPTIMIZERS
 
 BOTH = words("--data digits --image_size 32 --threads 1 --max_train_samples 100 --log_every 1")
 BOTH += words("--max_eval_samples 30 --eval_batch_size 8 --report false --eval_every 7 --keep 9")
-VIT = [
-    *BOTH,
-    "--model",
-    "timm/test_vit",
-    "--model_args",
-    "{img_size: 32}",
-    *words("--optimizer adamw --lr 0.002"),
-]
-VIT += ["--global_batch_size", "24"]  # per epoch: four updates of 24 samples and one of 4
+# per epoch: four updates of 24 samples and one of 4
+VIT = [*BOTH, *words("--model timm/test_vit --optimizer adamw --lr 0.002 --global_batch_size 24")]
+VIT += ["--model_args", "{img_size: 32}"]
 # 42, 42 and 16 samples. With FSDP2, convolution weights cannot be channels_last. Contiguous weights
 # use other kernels, which round differently, so DDP does not use channels_last here either. With
 # --lr 0.02, rounding errors of 1e-7 would become 0.05 within 20 updates.
@@ -83,18 +77,16 @@ CASES = {
         *STATISTICS,
         *words("--global_batch_size 36 --grad_accum 2 --clip_norm 0.5"),
     ],
-    "mixing": [*VIT, *words("--mixup 0.2 --label_smoothing 0.1 --layer_decay 0.8")],
     "frozen layers": [
         *VIT,
-        *words("--freeze blocks.0 --weight_decay 0.1 --clip_value 0.01"),
+        *words("--freeze blocks.0 --weight_decay 0.1 --clip_value 0.01 --layer_decay 0.8"),
     ],
-    "checkpointed blocks": [*VIT, "--grad_checkpointing", "--drop_path", "0.2"],
+    "checkpointed blocks": [*VIT, *words("--grad_checkpointing --drop_path 0.2")],
     "bfloat16": [*VIT, *words("--mixed_precision bf16 --ema_decay 0.9")],
     "shared statistics": [*STATISTICS, "--sync_batchnorm", "--ema_decay", "0.9"],
-    "channels last": [*STATISTICS, *words("--channels_last true --lr 0.0002")],
 }
 # whose losses are also those of one process
-ON_ONE = ("transformer", "mixing", "frozen layers", "shared statistics")
+ON_ONE = ("transformer", "frozen layers", "shared statistics")
 
 
 @pytest.mark.parametrize(
@@ -139,7 +131,7 @@ OPTIMIZER["sgd"] = unfused(torch.optim.SGD, momentum=0.9, nesterov=True)
 def test_two_processes_are_bit_for_bit_those_of_ddp(flags, optimizer, monkeypatch):
     monkeypatch.setitem(OPTIMIZERS, optimizer, OPTIMIZER[optimizer])
     flags = [*flags, "--optimizer", optimizer, *words("--lr 0.002 --ema_decay 0.9")]
-    run_both(2, [*flags, "--max_steps", "10"])
+    run_both(2, [*flags, "--max_steps", "6"])
     assert losses("fsdp").equal(losses("ddp"))
     for file in ("model.safetensors", "optimizer.bin", "ema.safetensors"):
         assert same_tensors(weights("ddp", file=file), weights("fsdp", file=file)), file
@@ -163,13 +155,11 @@ def die_after(step: int, flags: list[str], with_fsdp: bool = True) -> None:
 
 def check_evaluation(name: str) -> None:
     """eval.py gives the numbers that the run logged for its newest checkpoint, on one process."""
-    step = int(
-        (Path("runs") / name / "checkpoints/latest").read_text().strip().removeprefix("step-")
-    )
-    checkpoint = f"runs/{name}/checkpoints/step-{step:08}"
-    flags = ["--ckpt", checkpoint, *words("--weights raw --max_eval_samples 30")]
+    latest = Path(f"runs/{name}/checkpoints/latest").read_text().strip()
+    flags = words(f"--ckpt runs/{name}/checkpoints/{latest} --weights raw --max_eval_samples 30")
     (found,) = returned(1, eval.main, flags)
-    logged = next(r for r in records(name, "eval") if r["step"] == step and r["weights"] == "raw")
+    evaluations = [r for r in records(name, "eval") if r["weights"] == "raw"]
+    (logged,) = [r for r in evaluations if r["step"] == found["step"]]
     assert found["count"] == logged["count"]
     assert found["accuracy"] == logged["accuracy"]
     assert found["loss"] == pytest.approx(logged["loss"], abs=1e-5)
@@ -178,6 +168,7 @@ def check_evaluation(name: str) -> None:
 MOVED = [*VIT, *words("--ema_decay 0.9 --eval_every 3 --save_every 3"), *LENGTH]
 
 
+@FULL
 def test_a_run_moves_between_fsdp_ddp_and_one_process():
     train_run(1, "whole", *MOVED)
     flags, resumed = ["--run_name", "run", *MOVED], ["--resume", "auto"]
@@ -194,20 +185,21 @@ def test_a_run_moves_between_fsdp_ddp_and_one_process():
     check_evaluation("run")
     starts = [(record["processes"], record["step"]) for record in records("run", "start")]
     assert starts == [(3, 0), (2, 3), (1, 6), (2, 12)]
-    assert [record["step"] for record in records("run", "train")] == [*range(1, 21)]
+    assert steps("run", "train") == [*range(1, 21)]
     torch.testing.assert_close(losses("run"), losses("whole"), rtol=0, atol=1e-5)
 
 
 def test_a_killed_run_ends_with_the_bits_of_a_whole_one():
-    flags = [*VIT, *words("--ema_decay 0.9 --save_every 3 --max_steps 9")]
+    flags = [*VIT, *words("--ema_decay 0.9 --save_every 2 --max_steps 5")]
     returned(2, sharded, ["--run_name", "whole", *flags])
-    run_ranks(2, die_after, 5, ["--run_name", "run", *flags])
+    run_ranks(2, die_after, 3, ["--run_name", "run", *flags])
     returned(2, sharded, [*words("--run_name run --resume auto"), *flags])
     for file in ("model.safetensors", "optimizer.bin", "ema.safetensors"):
-        ends = [Path(f"runs/{name}/checkpoints/step-00000009") / file for name in ("run", "whole")]
+        ends = [Path(f"runs/{name}/checkpoints/step-00000005") / file for name in ("run", "whole")]
         assert sha256_of(ends[0]) == sha256_of(ends[1]), file
 
 
+@FULL
 def test_a_resume_has_the_bits_of_the_checkpoint_and_of_a_whole_run():
     """With Adagrad, whose state exists before FSDP2 replaces the parameters."""
     flags = [*VIT, *words("--optimizer adagrad --lr 0.001 --lr_schedule constant --save_every 2")]
@@ -259,20 +251,7 @@ def test_settings_that_do_not_work_are_refused(text, monkeypatch):
     check_sharding(config, ranks)  # one process does not shard
 
 
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        ([*VIT, "--microbatches", "4"], "--microbatches adds gradients in a fixed order"),
-        (
-            [*VIT, *words("--freeze backbone --feature_views 1")],
-            "features cannot be cached, because the model is sharded",
-        ),
-    ],
-)
-def test_a_refusal_is_one_line_of_one_rank(flags, text):
-    assert text in refused(sharded, *flags, processes=2)
-
-
+@FULL
 def test_different_weights_at_the_start_are_refused():
     def differing(flags: list[str]) -> None:
         build = train.build_model
@@ -294,45 +273,19 @@ def test_different_weights_at_the_start_are_refused():
     returned(2, differing, [*flags, "--resume", "auto"])  # the checkpoint replaces them
 
 
+@FULL
 def test_microbatches_of_a_sharded_model_are_added_up_at_once(monkeypatch):
     monkeypatch.setattr(Accelerator, "no_sync", None)  # a rank would keep the full gradient
     returned(2, sharded, ["--run_name", "run", *VIT, *words("--grad_accum 2 --max_steps 2")])
 
 
-def test_one_process_has_the_whole_model():
-    outcome = run_ranks(1, sharded, ["--run_name", "one", *VIT, "--max_steps", "2"])[0]
-    assert outcome.code == 0 and "FSDP has no effect" in outcome.out
-    assert "sharding " not in outcome.out
-
-
-def test_the_start_table_has_units_and_bytes():
-    outcome = run_ranks(2, sharded, ["--run_name", "run", *VIT, "--max_steps", "2"])[0]
-    (row,) = [line for line in outcome.out.splitlines() if line.startswith("sharding")]
+def test_a_dry_run_computes_an_update_and_the_start_table_has_units_and_bytes():
+    alone, outcome = (run_ranks(n, sharded, [*VIT, "--dry_run"])[0].out for n in (1, 2))
+    assert "FSDP has no effect" in alone and "sharding " not in alone
+    (row,) = [line for line in outcome.splitlines() if line.startswith("sharding")]
     numbers = "parameters 1.1 MB, on each rank at most 0.5 MB"
     assert row.endswith(f"FSDP2, 8 units; {numbers}")  # six blocks, the normalisation, and the rest
-
-
-def test_accelerate_chooses_fsdp_on_gpus_only():
-    """If a new version of Accelerate shards on CPUs by itself, `use_fsdp` is not needed any more."""
-
-    def types() -> list:
-        os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
-        ranks = Ranks(read_topology(), LaunchConfig())
-        ranks.join()
-        alone = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
-        found = [alone.is_fsdp2]
-        use_fsdp(FullyShardedDataParallelPlugin(fsdp_version=2))
-        module = torch.nn.Linear(4, 4)
-        found.append(alone.is_fsdp2)
-        model, _ = alone.prepare(module, torch.optim.SGD(module.parameters()))
-        ranks.finish()
-        return [*found, isinstance(model.weight, DTensor)]
-
-    assert returned(2, types) == [[False, True, True]] * 2
-
-
-def test_a_dry_run_computes_an_update_and_saves_nothing():
-    assert "nothing was saved" in run_ranks(2, sharded, [*VIT, "--dry_run"])[0].out
+    assert "nothing was saved" in outcome
 
 
 BY_CLASS = {
@@ -350,7 +303,7 @@ def test_the_doctor_checks_a_sharded_step():
     assert "gradients   ✓ equal those of one process" in outcome.out
 
 
-def fail(flags: list[str], step: int, on_rank: int, how: str, where: str = "train_update") -> None:
+def fail(flags: list[str], step: int, on_rank: int, how: str, where: str) -> None:
     """Train with FSDP; rank `on_rank` fails as `how` says, in the function `where` of train.py,
     after update `step`.
     """
@@ -368,32 +321,28 @@ def fail(flags: list[str], step: int, on_rank: int, how: str, where: str = "trai
 
 
 @pytest.mark.parametrize(
-    ("how", "codes", "text"),
+    ("how", "where", "step"),
     [
-        ("exit", (2, 1), "another process of this run exited or stopped answering"),
-        ("terminate", (75, 75), ""),
+        ("exit", "train_update", 4),
+        pytest.param("exit", "evaluate", 7, marks=FULL),
+        pytest.param("exit", "save", 20, marks=FULL),
+        pytest.param("terminate", "train_update", 5, marks=FULL),
     ],
 )
-def test_faults_of_a_rank_end_all_as_under_ddp(how, codes, text):
+def test_faults_of_a_rank_end_all_as_under_ddp(how, where, step):
     flags = ["--run_name", "run", *VIT, *LENGTH]
-    outcomes = run_ranks(2, fail, flags, 5, 1, how)
-    assert tuple(outcome.code for outcome in outcomes) == codes
-    assert text in "".join(outcome.err for outcome in outcomes)
-    if how == "terminate":
-        saved = records("run", "train")[-1]["step"]
-        assert Path(f"runs/run/checkpoints/step-{saved:08}").is_dir()
-        returned(2, sharded, [*flags, "--resume", "auto"])
-        assert [record["step"] for record in records("run", "train")] == [*range(1, 21)]
-
-
-@FULL
-@pytest.mark.parametrize(("where", "step"), [("evaluate", 7), ("save", 20)])
-def test_a_rank_that_exits_while_others_evaluate_or_save_ends_all(where, step):
-    outcomes = run_ranks(2, fail, ["--run_name", "run", *VIT, *LENGTH], step, 1, "exit", where)
-    assert [outcome.code for outcome in outcomes] == [2, 1]
-    (line,) = outcomes[0].err.splitlines()
-    assert "another process of this run exited or stopped answering" in line
-    assert not Path(f"runs/run/checkpoints/step-{step:08}").exists(), "half a checkpoint"
+    outcomes = run_ranks(2, fail, flags, step, 1, how, where)
+    codes = [outcome.code for outcome in outcomes]
+    if how == "exit":
+        assert codes == [2, 1]
+        (line,) = outcomes[0].err.splitlines()
+        assert "another process of this run exited or stopped answering" in line
+        assert not Path(f"runs/run/checkpoints/step-{step:08}").exists(), "half a checkpoint"
+        return
+    assert codes == [75, 75]
+    assert Path(f"runs/run/checkpoints/step-{steps('run', 'train')[-1]:08}").is_dir()
+    returned(2, sharded, [*flags, "--resume", "auto"])
+    assert steps("run", "train") == [*range(1, 21)]
 
 
 @FULL
@@ -456,16 +405,17 @@ def test_settings_of_the_accelerate_config_are_taken_or_ignored_aloud():
 
 
 @pytest.mark.parametrize(
-    ("variables", "text"),
+    ("variables", "flags", "text"),
     [
-        ({"FSDP_AUTO_WRAP_POLICY": "LAYERS"}, "Invalid auto wrap policy: LAYERS"),
-        (BY_CLASS | {"FSDP_TRANSFORMER_CLS_TO_WRAP": "Other"}, "layer class Other in the model"),
+        ({"FSDP_AUTO_WRAP_POLICY": "LAYERS"}, "", "Invalid auto wrap policy: LAYERS"),
+        (BY_CLASS | {"FSDP_TRANSFORMER_CLS_TO_WRAP": "Other"}, "", "class Other in the model"),
+        ({}, "--freeze backbone --feature_views 1", "because the model is sharded"),
     ],
 )
-def test_what_accelerate_refuses_is_one_line(variables, text, monkeypatch):
+def test_what_cannot_be_sharded_is_one_line_of_one_rank(variables, flags, text, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert text in refused(sharded, *VIT, processes=2)
+    assert text in refused(sharded, *VIT, *words(flags), processes=2)
 
 
 @FULL

@@ -343,7 +343,6 @@ def test_a_hold_out_of_sets_of_labels_is_random_and_has_its_share_of_each():
     ("kind", "lists", "names"),
     [
         ("string", [["b", "a"], [], ["c"]], ["a", "b", "c"]),
-        ("int32", [[2], [0, 2, 2], []], ["0", "2"]),
         ("int32", [[10], [20000, 10], [5]], ["5", "10", "20000"]),
     ],
 )
@@ -360,7 +359,6 @@ def test_labels_that_do_not_suit_the_task_are_refused():
     several = List(one)
     for lists, feature, task, error in (
         ([[]] * 30, several, "auto", "no image of split 'train' has a label"),
-        ([[0], None] * 15, several, "auto", "split 'train' has null labels"),
         ([[0, 1], [], [2, None]] * 9, several, "auto", "split 'train' has null labels"),
         ([[0], [1], [2, -1]] * 9, several, "auto", "no class -1"),
         ([[0], [1, 2]] * 15, several, "classification", "train with --task multilabel"),
@@ -375,11 +373,8 @@ def test_labels_that_do_not_suit_the_task_are_refused():
     ("flags", "error"),
     [
         ("--task binary", "--task binary: --data digits has 10 classes"),
-        ("--task multi", "did you mean multilabel?"),
         ("--pos_weight 1 0 2", "--pos_weight must be above 0"),
-        ("--pos_weight balance", "--pos_weight must be a number, balanced or numbers"),
         ("--threshold 1", "--threshold must be below 1"),
-        ("--best_metric mAP", "--best_metric mAP: no such metric; use one of loss, accuracy"),
     ],
 )
 def test_wrong_settings_are_refused_on_one_line(flags, error):
