@@ -495,13 +495,8 @@ def test_a_thousand_classes_make_a_small_page(tmp_path):
         ("a a", "--out is missing"),
     ],
 )
-<<<<<<< HEAD
-def test_mistakes_in_the_command_are_one_line(words, error, capsys):
-    made_up(Path("a")), made_up(Path("odd"), task="mine")
-=======
 def test_mistakes_in_the_command_are_one_line(command, error, capsys):
-    made_up(Path("a"))
->>>>>>> 0d92e2f035c72cadf386233cdd93ccd11052a08e
+    made_up(Path("a")), made_up(Path("odd"), task="mine")
     lines = (made_up(Path("cut")) / "log.jsonl").read_text().splitlines(True)
     Path("cut/log.jsonl").write_text("".join([*lines[:2], "5\n", *lines[2:]]))
     (made_up(Path("list")) / "report.json").write_text("[]")

@@ -172,8 +172,8 @@ def _find_again(
     skip_changed: bool = False,
 ) -> tuple[list[Split], list[str]]:
     """These parts of a run's samples, and lines about what has changed since it listed them."""
-<<<<<<< HEAD
-    wholes = [source.split(_existing(source, part.source, "the run used split")) for part in parts]
+    flag = "the run used split"
+    pairs = [(part, source.split(_existing(source, part.source, flag))) for part in parts]
     changes: list[str] = []
     if samples.train.names is None:
         train, evaluation = (part.source for part in samples.parts)
@@ -182,17 +182,9 @@ def _find_again(
             config = replace(config, eval_fraction=config.eval_fraction or 0.1)
         else:
             config = replace(config, eval_split=evaluation, eval_fraction=None)
-        pairs = _choose_splits(source, replace(config, train_split=train))
-        chosen = zip(samples.parts, pairs, strict=True)
-        for part, whole in zip(parts, wholes, strict=True):
-=======
-    flag = "the run used split"
-    pairs = [(part, source.split(_existing(source, part.source, flag))) for part in parts]
-    changes = _class_changes(samples.class_names, source.class_names)
-    if samples.train.names is None:
-        chosen = zip(samples.parts, _choose_splits(source, config), strict=True)
+        splits_now = _choose_splits(source, replace(config, train_split=train))
+        chosen = zip(samples.parts, splits_now, strict=True)
         for part, whole in pairs:
->>>>>>> 4230ef49588be4d9b77b9120083862af2d17c91a
             changes += table_changes(part, whole)
         return [split for own, (split, _) in chosen if any(own is p for p in parts)], changes
     splits = []
