@@ -51,7 +51,7 @@ only with that or --deterministic; --init_from needs its old weights""".replace(
 Layers = list[tuple[str, bool, bool]]  # name, and whether the inputs and the outputs are finite
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def main(argv: Sequence[str] | None = None) -> dict:
     """Show a microbatch, and return the numbers that were shown."""
     guard_output()
     flags = parse_args(ReplayConfig, "replay.py", argv)
@@ -121,7 +121,7 @@ def recompute(run: Run, batches: Iterator[Batch], until: int) -> None:
             train.log(run, "train", training_record(run))
 
 
-def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig) -> dict[str, Any]:
+def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig) -> dict:
     """Compute the losses of the next update's microbatches, then print and return the details of
     one of them.
 

@@ -38,8 +38,7 @@ from utils.data.selection import load_data
 from utils.data.splits import Files, Split
 from utils.report.__main__ import main
 from utils.report.analysis import BINS, MATRIX, analyse, calibration, intervals
-from utils.report.folder import read_run
-from utils.report.page import line_chart, lines_of, write_page
+from utils.report.page import line_chart, lines_of, read_run, write_page
 from utils.report.writing import write_report
 from utils.tasks.classification import Classification
 from utils.tasks.multilabel import Binary, MultiLabel

@@ -16,9 +16,15 @@ from utils.data.splits import Split
 from utils.errors import one_line
 from utils.files import write_file
 from utils.report.analysis import analyse
-from utils.report.folder import ANALYSIS, read_analysis, read_run, without_places
 from utils.report.html import thumbnail
-from utils.report.page import PAGE, write_page
+from utils.report.page import (
+    ANALYSIS,
+    PAGE,
+    read_analysis,
+    read_run,
+    without_places,
+    write_page,
+)
 from utils.runs.log import finite
 from utils.tasks.task import Predictions, Task
 from utils.training.run import Run

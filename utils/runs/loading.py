@@ -99,7 +99,7 @@ def trained_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     return tensors
 
 
-def read_optimizer(checkpoint: Path) -> tuple[list[str], dict[str, dict[str, Any]]]:
+def read_optimizer(checkpoint: Path) -> tuple[list[str], dict[str, dict]]:
     """The names of all parameters of a saved optimizer, and the state of those that have one, by
     name.
 
@@ -188,7 +188,7 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _copy_state(
-    names: list[str], states: dict[str, dict[str, Any]], optimizer: torch.optim.Optimizer
+    names: list[str], states: dict[str, dict], optimizer: torch.optim.Optimizer
 ) -> None:
     """Copy the saved `states` of these parameters. A step with zero gradients creates their places."""
     here, early = _by_name(optimizer.param_groups), {*optimizer.state}
@@ -226,7 +226,7 @@ def _is_plain(value: Any) -> bool:
 _PLAIN = (bool, int, float, str, list, tuple, dict)
 
 
-def _by_name(groups: list[dict[str, Any]]) -> dict[str, Any]:
+def _by_name(groups: list[dict]) -> dict:
     """The parameters of an optimizer, or what stands for them in a saved state, by name."""
     pairs = [zip(group["param_names"], group["params"], strict=True) for group in groups]
     return dict(chain.from_iterable(pairs))
@@ -244,7 +244,7 @@ def _step_with_zeros(optimizer: torch.optim.Optimizer, parameters: list[nn.Param
         parameter.grad = None
 
 
-def _shapes(values: Mapping[str, Any]) -> dict[str, str]:
+def _shapes(values: Mapping) -> dict[str, str]:
     """The shape of each tensor, and the type of each other value except None, in words."""
     return {
         name: f"shape {shape_of(value)}" if isinstance(value, Tensor) else type(value).__name__
@@ -253,7 +253,7 @@ def _shapes(values: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _difference(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+def _difference(saved: Mapping, own: Mapping) -> str:
     """The first name whose shapes differ, in words; empty if none does."""
     there, here = _shapes(saved), _shapes(own)
     for name in [*here, *there]:

@@ -38,14 +38,20 @@ from utils.runs.checkpoint import check_run_folder
 from utils.runs.loading import load_weights
 from utils.runs.manifest import MODEL
 from utils.runs.metadata import Checkpoint
-from utils.runs.resume import choose_batch, keep_settings, restore_state, resume_lines
+from utils.runs.resume import (
+    check_elastic,
+    check_elastic_sizes,
+    choose_batch,
+    keep_settings,
+    restore_state,
+    resume_lines,
+)
 from utils.runs.source import InitialWeights, absolute_source, load_initial_weights
 from utils.runs.state import TrainState
 from utils.runs.trackers import TRACKERS
 from utils.tasks.classification import LOSSES
 from utils.tasks.table import TASKS, make_task
 from utils.tasks.task import Task
-from utils.training.elastic import check_elastic, check_elastic_sizes
 from utils.training.optim import OPTIMIZERS
 from utils.training.schedule import SCHEDULES, total_updates
 
