@@ -124,7 +124,8 @@ def report_alone(
 
 def report(title: str, findings: Sequence[Finding], file: str | None) -> None:
     """Print the table and a summary; if `file` is set, then write the findings to it as JSON."""
-    wrong, judged = sum(f.red for f in findings), sum(f.ok is not None for f in findings)
+    wrong = sum(f.red for f in findings)
+    judged = sum(f.ok is not None for f in findings)
     summary = (
         f"{wrong} of {judged} checks are red"
         if wrong

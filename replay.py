@@ -87,7 +87,8 @@ def make_settings(flags: ReplayConfig, records: list[dict], scratch: str) -> Tra
     starts = [each for each in records if each["kind"] == "start" and each["step"] < flags.update]
     problem = f"--run {folder}: the log begins after update {flags.update}"
     require(bool(starts), problem, "name a later update")
-    start, config = starts[-1], read_config(folder / "config.yaml")
+    start = starts[-1]
+    config = read_config(folder / "config.yaml")
     saved = checkpoints_of(folder / "checkpoints")
     good = (
         each for each in reversed(saved) if step_of(each) < flags.update and not damage_of(each)
@@ -127,7 +128,8 @@ def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig) -> dict:
 
     By default, this is the first one with a NaN or infinite loss, else number 0.
     """
-    losses, samples = list[float](), 0
+    losses = list[float]()
+    samples = 0
     with restored_buffers(run.module), torch.no_grad():
         for number in range(run.plan.microbatches):
             microbatch = next(batches)

@@ -16,7 +16,8 @@ class UserError(ValueError):
 
     def __init__(self, problem: str, fix: str = ""):
         super().__init__(problem, fix)
-        self.problem, self.fix = problem, fix
+        self.problem = problem
+        self.fix = fix
 
     def __str__(self) -> str:
         return f"{self.problem}; {self.fix}" if self.fix else self.problem

@@ -190,7 +190,8 @@ def lock(folder: Path, patience: float) -> TextIO:
     and process ID.
     """
     file = (folder / LOCK).open("a+")
-    deadline, printed = time.monotonic() + patience, False
+    deadline = time.monotonic() + patience
+    printed = False
     while True:
         try:
             # Unlike an flock lock, a POSIX lock is not inherited by loader workers, which may

@@ -36,7 +36,8 @@ def guard_output() -> None:
                 stream.flush()
             with suppress(ValueError):  # a stream that is not a file
                 guarded = _Guarded(stream.fileno(), "w", closefd=False)
-                guarded.is_plain, guarded.stream = name == "stdout", stream
+                guarded.is_plain = name == "stdout"
+                guarded.stream = stream
                 options = stream.encoding, "backslashreplace"
                 setattr(sys, name, io.TextIOWrapper(guarded, *options, line_buffering=True))
 

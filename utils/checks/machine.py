@@ -38,7 +38,8 @@ def check_launch(config: DoctorConfig) -> tuple[Finding, Topology | None]:
     """Check that the launcher's environment variables are consistent, and that this machine has the
     devices.
     """
-    before, topology = dict(os.environ), None
+    before = dict(os.environ)
+    topology = None
     try:
         topology = read_topology(init_method=config.init_method)
         # raises the same errors as in train.py
@@ -64,7 +65,8 @@ def check_leftovers() -> Finding:
     found: dict[int, str] = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it has ended, or is another user's
-            scripts, parent = _scripts_of(process), process.parent()
+            scripts = _scripts_of(process)
+            parent = process.parent()
             waited_for = scripts & (_scripts_of(parent) if parent else set())
             if scripts and not waited_for and is_launched(process.environ()):
                 found[process.pid] = (

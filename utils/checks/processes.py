@@ -41,7 +41,8 @@ def facts_of_all(ranks: Ranks) -> list[dict]:
     """Machine, device, memory, network and versions of each rank, in the order of the ranks;
     collective.
     """
-    gpu, device = ranks.device.type == "cuda", ranks.device
+    gpu = ranks.device.type == "cuda"
+    device = ranks.device
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -66,7 +67,8 @@ def facts_of_all(ranks: Ranks) -> list[dict]:
 
 def code_hash() -> str:
     """A short hash of train.py and utils/."""
-    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    root = Path(__file__).parents[2]
+    digest = hashlib.sha256()
     for path in [root / "train.py", *sorted((root / "utils").rglob("*.py"))]:
         digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
@@ -201,7 +203,8 @@ def gradients(ranks: Ranks) -> Finding:
     """Check that a training step of a small model on all ranks has the gradients of one process
     with the same batch.
     """
-    count, rank = ranks.topology.world_size, ranks.topology.rank
+    count = ranks.topology.world_size
+    rank = ranks.topology.rank
     accelerator = make_accelerator(ranks, TrainConfig(mixed_precision="no"))
     torch.manual_seed(0)  # the same samples and weights on all ranks
     samples, targets = (torch.randn(4 * count + 3, size, dtype=torch.float64) for size in (20, 5))
@@ -220,7 +223,8 @@ def gradients(ranks: Ranks) -> Finding:
         values.tensor_split(count)[rank].to(ranks.device) for values in (samples, targets)
     )
     ((model(mine) - wanted) ** 2).sum().mul(count / len(samples)).backward()  # DDP and FSDP average
-    expected, found = _gradient(single), _gradient(module)
+    expected = _gradient(single)
+    found = _gradient(module)
     error = ((expected - found).norm() / expected.norm()).item()
     worst = max(ranks.gather(error if math.isfinite(error) else math.inf))
     fix = "training would differ from that on one process; try another --backend, or another version of torch or "

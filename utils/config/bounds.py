@@ -104,10 +104,12 @@ def read_fields(cls: Any, values: Any) -> Any:
     whose type is a class with `from_dict` is read by that.
     """
     values = values if isinstance(values, dict) else {}
-    hints, found = get_type_hints(cls, include_extras=True), {}
+    hints = get_type_hints(cls, include_extras=True)
+    found = {}
     for each in fields(cls):
         name = each.name
-        kind, value = hints[name], values.get(name, MISSING)
+        kind = hints[name]
+        value = values.get(name, MISSING)
         if value is MISSING and each.metadata.get("optional"):
             continue
         try:
@@ -155,7 +157,8 @@ def fit(value: Any, hint: Any) -> Any:
 
     Raises TypeError if it is of another, and ValueError if it is out of bounds.
     """
-    origin, parts = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    parts = get_args(hint)
     if origin is Annotated:
         value = fit(value, parts[0])
         for bound in parts[1:]:

@@ -62,7 +62,8 @@ def choose_sizes(
         batch //= 2
     batch = resolve_batch(config, processes, batch)[2]
     is_default = not (config.global_batch_size or config.batch_size)
-    rest, drop_last = samples % batch, config.drop_last
+    rest = samples % batch
+    drop_last = config.drop_last
     chosen: dict = {}
     if drop_last is None:  # a small last batch gives poor batch statistics
         is_small = is_default and batch < min(LARGEST_BATCH, samples)
@@ -166,7 +167,9 @@ def resolve_batch(
     microbatches of a process. `default` is the global batch if neither batch size is set. Raises
     UserError, with values that work, if the settings contradict each other or are not divisible.
     """
-    batch, accum, total = config.batch_size, config.grad_accum, config.global_batch_size
+    batch = config.batch_size
+    accum = config.grad_accum
+    total = config.global_batch_size
     if config.shares and (len(config.shares), sum(config.shares)) != (
         processes,
         config.microbatches,
@@ -191,9 +194,11 @@ def resolve_batch(
             )
         return batch, steps, product
     name = "--global_batch_size" if total else "the default global batch"
-    total, parts = total or default, processes * steps
+    total = total or default
+    parts = processes * steps
     if total % parts:
-        below, above = total // parts * parts, (total // parts + 1) * parts
+        below = total // parts * parts
+        above = (total // parts + 1) * parts
         raise UserError(
             f"{name} {total} is not divisible by {processes} processes x {steps} accumulation steps",
             f"set --global_batch_size to {f'{below} or ' * bool(below)}{above}, or use a different number of processes",
@@ -226,7 +231,8 @@ def advice(
     augment them. `has_momentum`: whether --momentum applies to the optimizer. `centre`: whether
     only the centre of images is used.
     """
-    alone, targets = processes == 1, config.task == "classification"
+    alone = processes == 1
+    targets = config.task == "classification"
     unused = (
         ("momentum", not has_momentum, f"{config.optimizer} does not use it"),
         ("comm_hook find_unused_parameters", alone, "a single process exchanges no gradients"),

@@ -28,7 +28,9 @@ class Table(dict):
         trial: Callable[[Any], object] | None = None,
     ):
         super().__init__(functions)
-        self.what, self.others, self.trial = what, others, trial
+        self.what = what
+        self.others = others
+        self.trial = trial
 
     def choose(self, name: str) -> Any:
         """The function of this name.
@@ -49,7 +51,8 @@ class Table(dict):
 
         Raises UserError if it does not accept these arguments.
         """
-        function, arguments = self.choose(getattr(config, self.what)), self._arguments(config)
+        function = self.choose(getattr(config, self.what))
+        arguments = self._arguments(config)
         return self._attempt(config, lambda: function(*given, **arguments))
 
     def check(self, config: Any) -> None:
@@ -60,10 +63,12 @@ class Table(dict):
         if self.others:
             return
         if getattr(config, self.what) is None:
-            used, fix = self._arguments(config), f"set --{self.what} to {self.describe_values()}"
+            used = self._arguments(config)
+            fix = f"set --{self.what} to {self.describe_values()}"
             require(not used, f"--{self.what}_args has no effect without --{self.what}", fix)
             return
-        function, arguments = self.choose(getattr(config, self.what)), self._arguments(config)
+        function = self.choose(getattr(config, self.what))
+        arguments = self._arguments(config)
         parameters = inspect.signature(function).parameters
         defaults = _defaults(parameters)
         flag = self._flag(config)
@@ -121,7 +126,8 @@ def suggestion(name: str, names: Iterable[str], otherwise: str, prefix: str = ""
     The first of these that exist: the name in another spelling, names that begin with it, contain
     it, or resemble it.
     """
-    given, known = re.sub(r"[-\s]", "_", name.lower()), {known.lower(): known for known in names}
+    given = re.sub(r"[-\s]", "_", name.lower())
+    known = {known.lower(): known for known in names}
     similar = (
         [given] if given in known else [word for word in known if given and word.startswith(given)]
     )

@@ -73,12 +73,14 @@ class ShiftAndFlip(Transform):
     def batch(self, images: Tensor, random: Tensor) -> Tensor:
         n, height, width, channels = images.shape
         padding = self.padding
-        padded_height, padded_width = height + 2 * padding, width + 2 * padding
+        padded_height = height + 2 * padding
+        padded_width = width + 2 * padding
         sources = images.new_zeros(n * (1 + self.flip), padded_height, padded_width, channels)
         inner = sources[:, padding : padding + height, padding : padding + width]
         inner[:n] = images
         shifts = (random * (2 * padding + 1)).long()  # without padding, 0
-        top, left = shifts[:, 0], shifts[:, 1 if padding else 0]
+        top = shifts[:, 0]
+        left = shifts[:, 1 if padding else 0]
         image, rows = (torch.arange(count, device=images.device) for count in (n, height))
         step: Any = padded_width
         first = (image * padded_height + top) * padded_width + left

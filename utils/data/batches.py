@@ -74,7 +74,8 @@ class Mixing:
         The samples 2k and 2k + 1 are a pair. A sample without a partner, or with itself as its
         partner, is not mixed.
         """
-        config, (_, epoch, _, indices, occurrences) = self.config, microbatch
+        config = self.config
+        (_, epoch, _, indices, occurrences) = microbatch
         if config.mix_off_epoch is not None and epoch >= config.mix_off_epoch:
             return None
         first = np.arange(0, len(indices) - 1, 2)  # its draws are those of the pair
@@ -83,7 +84,8 @@ class Mixing:
         streams = ("mix", "mix_which", "mix_share", "mix_row", "mix_column")
         random = Draws(config.seed, epoch, indices[first], turns).uniform(*streams).double().numpy()
         is_mixed = random[:, 0] < config.mix_prob
-        first, (_, which, quantile, row, column) = first[is_mixed], random[is_mixed].T
+        first = first[is_mixed]
+        (_, which, quantile, row, column) = random[is_mixed].T
         is_cut = (which < 0.5) | (config.mixup == 0) if config.cutmix else which < 0
         alpha = np.where(is_cut, config.cutmix, config.mixup)
         # a Beta variate, by its inverse CDF
@@ -95,11 +97,14 @@ class Mixing:
         share = np.where(is_cut, area / (height * width), share)
         box = np.where(is_cut[:, None], box, [0, height, 0, width])
         # Both images of a pair have the same numbers; those of unmixed images are 0.
-        pairs, partner = np.stack([first, first + 1]), np.arange(len(indices))
+        pairs = np.stack([first, first + 1])
+        partner = np.arange(len(indices))
         partner[pairs] = pairs[::-1]
         weights, shares = np.zeros((2, len(indices)), np.float32)
         boxes = np.zeros((len(indices), 4), np.int64)
-        weights[pairs], shares[pairs], boxes[pairs] = weight, share, box
+        weights[pairs] = weight
+        shares[pairs] = share
+        boxes[pairs] = box
         mixed = [torch.from_numpy(numbers) for numbers in (partner, weights, shares, boxes)]
         return Mix(*mixed) if config.cutmix else Mix(*mixed[:3])
 
@@ -145,7 +150,8 @@ class DeviceLoader:
         self.mixing = Mixing(config, spec, outputs) if training and config.mixes else None
         self.format = torch.channels_last if config.channels_last else torch.contiguous_format
         std = torch.tensor(spec.std, device=device)
-        scale, shift = 1 / (255 * std), -torch.tensor(spec.mean, device=device) / std
+        scale = 1 / (255 * std)
+        shift = -torch.tensor(spec.mean, device=device) / std
         # One value for each channel of a whole row of pixels, so that inner loops are long.
         self.scale, self.shift = scale.repeat(spec.width), shift.repeat(spec.width)
         self.channels = spec.channels
@@ -167,7 +173,8 @@ class DeviceLoader:
         is_resident = isinstance(self.dataset, DeviceDataset)
         for batch in self._drawn(loaded) if is_resident else self._streamed(loaded):
             self.error = batch.error or self.error
-            mix, labels = None, batch.labels
+            mix = None
+            labels = batch.labels
             if self.mixing and (mix := _to(self.mixing.draw(batch.microbatch), self.device)):
                 labels = mix.targets(labels, self.mixing.outputs)
             labels = labels.float() if labels.ndim == 2 else labels  # copied to the device as bytes
@@ -213,7 +220,8 @@ def _upload(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     stream = torch.cuda.Stream(device)
     for batch in batches:
         with torch.cuda.stream(stream):
-            uploaded, copied = _to(batch, device), stream.record_event()
+            uploaded = _to(batch, device)
+            copied = stream.record_event()
         yield _wait_for_copy(uploaded, copied, device)
 
 

@@ -62,7 +62,8 @@ def cached(
 
 
 # Images and bytes of a chunk; /dev/shm, sometimes only 64 MB, holds several.
-_CHUNK, _CHUNK_BYTES = 256, 2**19
+_CHUNK = 256
+_CHUNK_BYTES = 2**19
 _LEAST, _MOST = 2000, 32  # fewest images per worker process, and most worker processes
 
 

@@ -66,7 +66,8 @@ def _stamps(split: Split) -> tuple[list, dict[int, str]]:
     """
     if not isinstance(split.images, Files):
         return [split.cache_key], {}
-    stamps, errors = [], {}
+    stamps = []
+    errors = {}
     for row, file in enumerate(split.images.paths):
         try:
             stamps.append((file, *stamp_of(file)))
@@ -130,7 +131,8 @@ class _Checks(Dataset):
         """
         if isinstance(self.split.images, Files):
             with open(self.split.images.paths[row], "rb", buffering=0) as file:
-                size, head = os.fstat(file.fileno()).st_size, file.read(_HEAD)
+                size = os.fstat(file.fileno()).st_size
+                head = file.read(_HEAD)
                 file.seek(max(0, size - _TAIL))
                 return size, head, file.read(_TAIL)
         if raw is None:  # some tables have only the path of a file

@@ -114,10 +114,12 @@ class PhotoDataset(_Labelled):
         return self.spec.height * self.spec.width * self.spec.channels
 
     def __getitems__(self, microbatch: Microbatch) -> Batch:
-        spec, indices = self.spec, microbatch.indices.tolist()
+        spec = self.spec
+        indices = microbatch.indices.tolist()
         images = torch.empty(len(indices), *spec.size, spec.channels, dtype=torch.uint8)
         batch = Batch(images, torch.from_numpy(self.labels[microbatch.indices]), microbatch)
-        random, crop = self.augmentation.draw(microbatch), self.augmentation.transforms[0]
+        random = self.augmentation.draw(microbatch)
+        crop = self.augmentation.transforms[0]
         try:
             encoded = self.split.read_ahead(indices)
             for place, (position, raw) in enumerate(zip(indices, encoded, strict=True)):
@@ -170,7 +172,8 @@ class DeviceDataset(CachedDataset):
             count += len(microbatch.indices)
             if group and (microbatch.epoch != group[0].epoch or count > most):
                 yield _joined(group), group
-                group, count = [], len(microbatch.indices)
+                group = []
+                count = len(microbatch.indices)
             group.append(microbatch)
         if group:
             yield _joined(group), group
@@ -215,7 +218,8 @@ class Features(_Labelled):
         return torch.cat([self._image(Microbatch(0, view, 0, index)) for index, view in chosen])
 
     def _image(self, microbatch: Microbatch) -> Tensor:
-        images, augmentation = self.images.__getitems__(microbatch).images, self.images.augmentation
+        images = self.images.__getitems__(microbatch).images
+        augmentation = self.images.augmentation
         if self.images.in_loader:
             return images
         return augmentation.apply(images, augmentation.draw(microbatch))
@@ -238,7 +242,8 @@ def keep_on_device(
     Images that loader processes augment stay in host memory.
     """
     decoded = [each for each in sets if isinstance(each, CachedDataset) and not each.in_loader]
-    size, how = sum(each.pixels.nbytes for each in decoded), config.data_on_device
+    size = sum(each.pixels.nbytes for each in decoded)
+    how = config.data_on_device
     # on a CPU they are already there
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else size
     if how == "no" or (how == "auto" and size > _SHARE * free):

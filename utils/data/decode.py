@@ -153,7 +153,8 @@ def peek(split: Split) -> tuple[int, tuple[int, int] | None, int, float]:
     Raises UserError for an image that cannot be read.
     """
     sizes = []
-    grey, largest = True, 0
+    grey = True
+    largest = 0
     for position in np.unique(np.linspace(0, len(split) - 1, 64).astype(int)).tolist():
         pixels = decode(split, position, 3)
         sizes.append((pixels.shape[0], pixels.shape[1]))

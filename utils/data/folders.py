@@ -108,7 +108,8 @@ def name_splits(where: str | Path, written: Iterable[str]) -> dict[str, str]:
     names = {}
     words: dict[str, str] = {}
     for text in written:
-        word, lower = split_word(text), text.lower()
+        word = split_word(text)
+        lower = text.lower()
         if word and words.setdefault(word, text) != text:
             raise UserError(
                 f"{where}: the splits {words[word]} and {text} may be the same",
@@ -154,7 +155,8 @@ def _without_repeat(folder: Path) -> Path:
 
 
 def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
-    scan, children = Scan(), folders_in(folder)
+    scan = Scan()
+    children = folders_in(folder)
     real = {os.path.realpath(child.path): child.name for child in children}
     problem = f"{folder}: links give a class two names; its folders are those of {join_names(real.values())}"
     require(len(real) == len(children), problem, "remove the link")
@@ -189,7 +191,8 @@ def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
 def _no_images(folder: Path, loose: int, scan: Scan) -> UserError:
     tables = [child.path for child in folders_in(folder) if has_tables(Path(child))]
     if tables:
-        problem, fix = "no images in it", f"for the tables below it, give {join_names(tables)}"
+        problem = "no images in it"
+        fix = f"for the tables below it, give {join_names(tables)}"
     elif loose:
         problem = f"has images but no class folders ({loose} found)"
         fix = (
@@ -200,7 +203,8 @@ def _no_images(folder: Path, loose: int, scan: Scan) -> UserError:
         problem = f"no images of a supported type, only {scan.kinds()}"
         fix = f"convert them to one of {join_names(ENDINGS)}"
     else:
-        problem, fix = "no images in it", "an image folder holds CLASS/IMAGE.jpg"
+        problem = "no images in it"
+        fix = "an image folder holds CLASS/IMAGE.jpg"
     return UserError(f"{folder}: {problem}", fix)
 
 

@@ -95,7 +95,8 @@ class Plan:
 
     def ranges(self, processes: int) -> list[range]:
         """The numbers of the microbatches that each rank computes: contiguous ranges."""
-        count, own = self.microbatches, self.shares
+        count = self.microbatches
+        own = self.shares
         ends = (
             accumulate(own, initial=0)
             if own
@@ -210,7 +211,9 @@ class UpdateSampler(MicrobatchSampler):
     """
 
     def __init__(self, plan: Plan, processes: int, updates: int, start: int = 0):
-        self.plan, self.updates, self.start = plan, updates, start
+        self.plan = plan
+        self.updates = updates
+        self.start = start
         self.largest = max(plan.microbatch_sizes(0))
         # -1 stands for no microbatch: all ranks must get the same number of batches.
         self.numbers = list(chain.from_iterable(zip_longest(*plan.ranges(processes), fillvalue=-1)))
@@ -223,7 +226,8 @@ class UpdateSampler(MicrobatchSampler):
         for update in range(self.start, self.start + self.updates):
             epoch, position = plan.at(update)
             if epoch != drawn:
-                draws, drawn = plan.draws(epoch), epoch
+                draws = plan.draws(epoch)
+                drawn = epoch
             ends = list(accumulate(plan.microbatch_sizes(position), initial=position))
             for number in self.numbers:
                 begin, end = ends[number : number + 2] if number >= 0 else (0, 0)
@@ -239,7 +243,9 @@ class BlockSampler(MicrobatchSampler):
     """
 
     def __init__(self, samples: int, block_size: int, epoch: int = 0):
-        self.samples, self.block_size, self.epoch = samples, block_size, epoch
+        self.samples = samples
+        self.block_size = block_size
+        self.epoch = epoch
         self.largest = min(samples, block_size)
 
     def __len__(self) -> int:

@@ -52,7 +52,8 @@ class ListedSplit:
         """Describe `split`, which was taken from `whole`."""
         if not isinstance(split.images, Files):
             return cls(split.name, whole.name, len(whole), whole.label_fingerprint, whole.content)
-        names, labels = split.images.names, split.labels.tolist()
+        names = split.images.names
+        labels = split.labels.tolist()
         if split.labels.ndim == 2:
             labels = [np.flatnonzero(row).tolist() for row in split.labels]
         return cls(
@@ -69,9 +70,12 @@ class ListedSplit:
     def check(self, classes: int) -> None:
         """Raise ValueError if a field is invalid."""
         texts = [self.name, self.source, self.labels, self.content]
-        names, ends, labels = self.names or [], self.ends or [], self.classes or []
+        names = self.names or []
+        ends = self.ends or []
+        labels = self.classes or []
         flat = list(chain(*labels)) if _is_list(labels, list) else labels
-        is_text, is_int = _is_list([*texts, *names], str), _is_list([self.count, *ends, *flat], int)
+        is_text = _is_list([*texts, *names], str)
+        is_int = _is_list([self.count, *ends, *flat], int)
         sizes = {len(names), len(ends), len(labels), self.count if names else 0}
         fits = is_text and is_int and len(sizes) == 1
         if not fits or not all(0 <= label < classes for label in flat):
@@ -129,7 +133,8 @@ def read_samples(path: Path) -> SampleList:
         if len(data) > _LARGEST:
             raise ValueError("too large")
         values = json.loads(data)
-        train, evaluation = ListedSplit(**values["train"]), ListedSplit(**values["evaluation"])
+        train = ListedSplit(**values["train"])
+        evaluation = ListedSplit(**values["evaluation"])
         samples = SampleList(train, evaluation, values["class_names"], dict(values["choices"]))
         samples.check()
         return samples
@@ -151,7 +156,8 @@ def match_files(
     `skip_changed`, changed images do too, instead of being reported.
     """
     listed = _listed_labels(samples, part, class_names)
-    files, names = whole.images, part.names or []
+    files = whole.images
+    names = part.names or []
     if not isinstance(files, Files) or listed.ndim != whole.labels.ndim:
         problem = (
             f"split {whole.name!r} has other kinds of images or labels than when the run started"

@@ -96,7 +96,8 @@ def load_split(
             say(text)
         shown = split.name
     else:
-        asked, several = name or _eval_name(source, "", None), len(source.openers) > 1
+        asked = name or _eval_name(source, "", None)
+        several = len(source.openers) > 1
         default = "train" if several else next(iter(source.openers))
         split = source.split(_existing(source, asked or default, "--split"))
         if samples:
@@ -256,7 +257,8 @@ def renumber(split: Split, class_names: list[str], wanted: list[str]) -> Split:
     """
     if class_names == wanted:
         return split
-    numbers, is_multi = indices_in(wanted, class_names), split.labels.ndim == 2
+    numbers = indices_in(wanted, class_names)
+    is_multi = split.labels.ndim == 2
     present = np.flatnonzero(split.labels.any(0)) if is_multi else np.unique(split.labels)
     if unknown := sorted(class_names[label] for label in present if numbers[label] < 0):
         problem = (
@@ -271,7 +273,8 @@ def check_kind(split: Split, config: TrainConfig) -> None:
     """Raise ValueError if the labels of a split do not suit --task, or if none of its images has
     one.
     """
-    several, task = split.labels.ndim == 2, config.task
+    several = split.labels.ndim == 2
+    task = config.task
     problem = f"--task multilabel: each image of --data {config.data} has one label"
     fix = "use lists of labels, or train with --task classification"
     require(several or task != "multilabel", problem, fix)

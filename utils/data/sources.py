@@ -133,14 +133,16 @@ def absolute_data(name: str) -> str:
 
 def has_columns(data: str) -> bool:
     """Whether the images and labels of this --data are columns of a table."""
-    key, path = _find(data)[0], expand(data)
+    key = _find(data)[0]
+    path = expand(data)
     return key.startswith(".") or (not key and (not path.is_dir() or has_tables(path)))
 
 
 def check_source(config: TrainConfig) -> None:
     """Raise ValueError if what --data names does not exist, or has no --data_dir. Does not open it."""
     (key, rest), path = _find(config.data), expand(config.data)
-    needed, problem = key == "torchvision/", "--data_dir is for --data torchvision/NAME only"
+    needed = key == "torchvision/"
+    problem = "--data_dir is for --data torchvision/NAME only"
     require(not config.data_dir or needed, problem, "name a folder of your own with --data")
     problem = f"--data {config.data}: no such"
     if key == "torchvision/" and rest not in TORCHVISION:

@@ -66,7 +66,8 @@ class InputSpec:
         return self.crop**2 * min(change, 1 / change)
 
     def describe(self) -> str:
-        colours, other = "grey" if self.channels == 1 else "colour", self.for_evaluation()
+        colours = "grey" if self.channels == 1 else "colour"
+        other = self.for_evaluation()
         text = f"{self.height}x{self.width} {colours} images"
         if other.size == self.size:
             return text

@@ -75,8 +75,10 @@ class Split:
         is no such image.
         """
         _, kinds = np.unique(self.labels, return_inverse=True, axis=0)
-        order, index = permutation(len(self), 0, 0), self.image_index.copy()
-        is_usable, kinds = self.readable[order], kinds[order]
+        order = permutation(len(self), 0, 0)
+        index = self.image_index.copy()
+        is_usable = self.readable[order]
+        kinds = kinds[order]
         for place in np.flatnonzero(~is_usable):
             same = np.flatnonzero(is_usable & (kinds == kinds[place]))
             problem = "no other image has the same label and can be used"
@@ -210,7 +212,8 @@ class Source:
         Raises ValueError if it is empty or a label is out of range.
         """
         if name not in self.opened:
-            split, classes = self.openers[name](), len(self.class_names)
+            split = self.openers[name]()
+            classes = len(self.class_names)
             fix = "choose another one with --train_split or --eval_split"
             require(len(split), f"split {name!r} is empty", fix)
             wrong = np.flatnonzero((split.labels < 0) | (split.labels >= classes))
@@ -276,7 +279,8 @@ def lacks_class(label: Any, classes: Iterable, split: str, found: Iterable) -> s
     the label's split.
     """
     form = repr if str(label) in map(str, classes) else str  # '0' is not 0
-    only, own = join_names(map(form, classes)), join_names(map(form, found))
+    only = join_names(map(form, classes))
+    own = join_names(map(form, found))
     return f"the training split has no class {label!r}, only {only} (split {split!r}: {own})"
 
 

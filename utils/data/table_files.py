@@ -50,13 +50,15 @@ def _read(path: Path):
     hide_bars_without_terminal()
     if any((path / name).exists() for name in _SAVED):
         return load_from_disk(str(path))
-    files, data_files = [path], {"train": [str(path)]}
+    files = [path]
+    data_files = {"train": [str(path)]}
     if not path.is_file():
         files = _visible(path, "*.parquet") or _visible(path, "*.arrow")
         _check_shards(files)
         data_files = _files_by_split(files)
     # The cache of `datasets` compares only paths and times, which another file can have, too.
-    kind, stamps = files[0].suffix[1:], fingerprint_of(*map(stamp_of, files))
+    kind = files[0].suffix[1:]
+    stamps = fingerprint_of(*map(stamp_of, files))
     splits: dict = {}
     # each alone, because all would get the class names of one of them
     for name, paths in data_files.items():

@@ -138,7 +138,8 @@ def _choose(
 
     Raises ValueError if there is none, or if its type is not `fitting`.
     """
-    fix, flag = f"set --{kind}_column to one of {join_names(features)}", f"--{kind}_column"
+    fix = f"set --{kind}_column to one of {join_names(features)}"
+    flag = f"--{kind}_column"
     if wanted is None:
         require(found != [], f"there is no {kind} column", fix)
         require(len(found) == 1, f"each of {join_names(found)} may be the {kind} column", fix)
@@ -185,7 +186,8 @@ def _labels(
     nulls = values.null_count + (0 if counts is None else counts.null_count)
     fix = "fill them in (if a label is a list, with an empty one), or choose another split"
     require(nulls == 0, f"split {split!r} has null labels ({nulls})", fix)
-    own, unique = names_of_feature(dataset.features[column]), values.unique().to_pylist()
+    own = names_of_feature(dataset.features[column])
+    unique = values.unique().to_pylist()
     called = dict(enumerate(own or names))
     found = [called.get(value, value) for value in unique]
     numbers = indices_in(classes, found)

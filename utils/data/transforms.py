@@ -48,7 +48,8 @@ class ColorJitter(ColorTransform):
     adjust = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation)
 
     def __init__(self, strength: float):
-        self.low, self.high = max(0.0, 1 - strength), 1 + strength
+        self.low = max(0.0, 1 - strength)
+        self.high = 1 + strength
 
     def planes(self, x: Tensor, random: list[float]) -> Tensor:
         for place in _ORDERS[int(random[0] * len(_ORDERS))]:
@@ -143,7 +144,8 @@ class ThreeAugment(ColorTransform):
         pass
 
     def planes(self, x: Tensor, random: list[float]) -> Tensor:
-        operation, sigma = int(random[0] * 3), 0.1 + 1.9 * random[1]
+        operation = int(random[0] * 3)
+        sigma = 0.1 + 1.9 * random[1]
         if operation == 0:
             return F.rgb_to_grayscale(x, len(x)) if len(x) > 1 else x
         if operation == 1:
@@ -207,7 +209,8 @@ class FillBox(Transform):
         top, left, bottom, right = (edge[:, None] for edge in self.boxes(random.double()))
         row = torch.arange(self.height, device=images.device)
         column = torch.arange(self.width, device=images.device).repeat_interleave(len(self.fill))
-        rows, columns = (row >= top) & (row < bottom), (column >= left) & (column < right)
+        rows = (row >= top) & (row < bottom)
+        columns = (column >= left) & (column < right)
         # Inside the box, `images ^ (images ^ fill)` is `fill`. On a CPU, bitwise operations on
         # whole rows take an eighth of the time of torch.where.
         pixels = images.flatten(2)
@@ -230,12 +233,14 @@ class RandomErasing(FillBox):
         self.probability = probability
 
     def boxes(self, random: Tensor) -> Sequence[Tensor]:
-        areas, aspects = random[:, 3 : 3 + _TRIES], random[:, 3 + _TRIES :]
+        areas = random[:, 3 : 3 + _TRIES]
+        aspects = random[:, 3 + _TRIES :]
         (low, high), pixels = _AREA, self.height * self.width
         side = (areas * ((high - low) * pixels) + low * pixels).sqrt_()
         low, high = (limit / 2 for limit in _ASPECT)
         shape = (aspects * (high - low) + low).exp_()
-        heights, widths = (side * shape).round_(), (side / shape).round_()
+        heights = (side * shape).round_()
+        widths = (side / shape).round_()
         fits = (heights < self.height) & (widths < self.width)
         first = fits.byte().argmax(1, keepdim=True)
         fits &= random[:, :1] < self.probability

@@ -20,7 +20,8 @@ TOLERANCE = 1e-5  # in probability
 
 def config_of(loaded: Loaded) -> dict:
     """The contents of config.json: architecture, classes and preprocessing."""
-    config, task = loaded.saved.config, loaded.task
+    config = loaded.saved.config
+    task = loaded.task
     shape = asdict(loaded.spec)
     del shape["evaluation"]  # it is this one
     return {
@@ -47,7 +48,9 @@ def compare(loaded: Loaded, code: Code, folder: Path) -> float:
     """
     names: dict = {}
     exec(definitions(loaded, code, repr(str(folder))), names)
-    spec, random, worst = loaded.spec, np.random.default_rng(0), 0.0
+    spec = loaded.spec
+    random = np.random.default_rng(0)
+    worst = 0.0
     for count in (1, 2, 7):
         images = random.integers(0, 256, (count, *spec.size, spec.channels), np.uint8)
         with torch.inference_mode():
@@ -66,7 +69,8 @@ def card(loaded: Loaded, code: Code, difference: float) -> str:
 
     `difference` is the result of `compare`.
     """
-    saved, title = loaded.saved, f"{loaded.saved.config.model} trained on {data_name(loaded)}"
+    saved = loaded.saved
+    title = f"{loaded.saved.config.model} trained on {data_name(loaded)}"
     weights = "the moving average of its weights" if loaded.is_average else "the model"
     return f"""---
 pipeline_tag: image-classification
@@ -149,7 +153,9 @@ def preprocessing(spec: InputSpec) -> str:
 
     See `center` of utils/data/decode.py.
     """
-    height, width, shorter = spec.height, spec.width, min(spec.height, spec.width)
+    height = spec.height
+    width = spec.width
+    shorter = min(spec.height, spec.width)
     resized = spec.resize or shorter / spec.crop
     rows, columns = (f"{side * resized / shorter:.17g}" for side in (height, width))
     if spec.squash and spec.resize:
@@ -176,7 +182,8 @@ def data_name(loaded: Loaded) -> str:
 
 
 def _facts(loaded: Loaded) -> list[tuple[str, Any]]:
-    task, names = loaded.task, loaded.task.class_names
+    task = loaded.task
+    names = loaded.task.class_names
     change = getattr(loaded.model, "stem_change", "").partition(" (")[0]
     output = f"the probability of {'each' if task.outputs == len(names) else 'the second'} class ({task.activation})"
     if task.cut is not None:
@@ -203,11 +210,13 @@ def _measured(loaded: Loaded) -> str:
 
     With --ema_decay, state.json has only those of the average.
     """
-    saved, precision = loaded.saved, loaded.saved.config.mixed_precision
+    saved = loaded.saved
+    precision = loaded.saved.config.mixed_precision
     if not saved.evaluation:
         return "The checkpoint has no evaluation of these weights."
     assert saved.samples
-    found, split = saved.evaluation, printable(saved.samples.evaluation.name)
+    found = saved.evaluation
+    split = printable(saved.samples.evaluation.name)
     where = f"`{data_name(loaded)}`, split `{split}`, {found['count']} images, each counted once"
     if precision in ("bf16", "fp16"):
         where += f", in {precision}"

@@ -55,8 +55,10 @@ class Probabilities(nn.Module):
     def __init__(self, loaded: Loaded):
         super().__init__()
         self.model, self.activation = loaded.model, loaded.task.activation
-        std, mean = torch.tensor(loaded.spec.std), torch.tensor(loaded.spec.mean)
-        self.scale, self.shift = 1 / (255 * std), -mean / std
+        std = torch.tensor(loaded.spec.std)
+        mean = torch.tensor(loaded.spec.mean)
+        self.scale = 1 / (255 * std)
+        self.shift = -mean / std
 
     def forward(self, images: Tensor) -> Tensor:
         values = (images.float() * self.scale + self.shift).permute(0, 3, 1, 2)
@@ -85,7 +87,9 @@ def write_timm(loaded: Loaded, folder: Path) -> Code:
     """
     import timm
 
-    model, spec, arguments = loaded.model, loaded.spec, loaded.saved.config.model_args
+    model = loaded.model
+    spec = loaded.spec
+    arguments = loaded.saved.config.model_args
     name = loaded.saved.config.model
     if not name.startswith("timm/"):
         shape: dict = {"num_classes": loaded.task.outputs, "in_chans": spec.channels}

@@ -91,7 +91,8 @@ def precision_is_chosen() -> bool:
 
     Accelerate's launcher exports `no` if the user has not.
     """
-    exported, command = os.environ.get("ACCELERATE_MIXED_PRECISION"), _command_of(os.getppid())
+    exported = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    command = _command_of(os.getppid())
     start = next(
         (i for i, word in enumerate(command[:3], 1) if Path(word).name.startswith("accelerate")),
         None,

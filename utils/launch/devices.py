@@ -29,7 +29,8 @@ def choose_device(topology: Topology, cpu: bool) -> torch.device:
     if not torch.cuda.is_available():
         _check_unusable_gpus()
         return torch.device("cpu")
-    gpus, number = torch.cuda.device_count(), topology.local_rank
+    gpus = torch.cuda.device_count()
+    number = topology.local_rank
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES") or topology.source in (
         "SLURM",
         "Open MPI",

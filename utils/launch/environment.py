@@ -106,7 +106,8 @@ def read_topology(init_method: str = "env://") -> Topology:
     if not 0 <= rank < world_size or not 0 <= local_rank < local_world_size <= world_size:
         problem = f"contradictory environment: {_present(names)}"
         raise UserError(problem, "ranks start at 0 and are below their world size")
-    address, port = "", 0
+    address = ""
+    port = 0
     if world_size > 1 and init_method == "env://":
         address, port = _address_of_rank_0(source, local_world_size == world_size)
     return Topology(rank, world_size, local_rank, local_world_size, address, port, source)

@@ -17,7 +17,8 @@ def set_interface(seen: list[str], wanted: str | None, several_machines: bool) -
     itself it may be a loopback address, as Debian sets in /etc/hosts, so the address found by
     another machine is used.
     """
-    names, host = ", ".join(sorted(psutil.net_if_addrs())), socket.gethostname()
+    names = ", ".join(sorted(psutil.net_if_addrs()))
+    host = socket.gethostname()
     name = wanted or os.environ.get("GLOO_SOCKET_IFNAME")
     if name is None:
         outside = next((address for address in seen if address and not _is_loopback(address)), None)

@@ -50,10 +50,14 @@ def rendezvous(topology: Topology, init_method: str, timeout: float) -> tuple[St
     """
     deadline = time.monotonic() + timeout
     place = urlparse(init_method)
-    address, port = topology.address, topology.port
+    address = topology.address
+    port = topology.port
     if place.scheme == "tcp":
-        address, port = place.hostname or "", place.port or 0
-    host, nonce, master = socket.gethostname(), uuid.uuid4().hex, resolve(address)
+        address = place.hostname or ""
+        port = place.port or 0
+    host = socket.gethostname()
+    nonce = uuid.uuid4().hex
+    master = resolve(address)
     me = Member(topology.rank, topology.world_size, host, os.getpid(), nonce, master)
     store = _tcp_store(topology, address, port, deadline)
     begin = _open if me.rank == 0 else _join
@@ -187,7 +191,8 @@ def _listens(address: str, port: int) -> bool:
 
 def launcher_store(timeout: float) -> Store | None:
     """The store of torchrun or accelerate, which survives restarts; None if the launcher has none."""
-    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    address = os.environ.get("MASTER_ADDR", "")
+    port = os.environ.get("MASTER_PORT", "")
     return (
         _reach(address, int(port), time.monotonic() + timeout)
         if launcher_serves(address, port)

@@ -27,7 +27,9 @@ def check_output(model: nn.Module, config: TrainConfig, spec: InputSpec, classes
 
     Raises UserError for a model that does not take these images or has other outputs.
     """
-    name, other, training = config.model, spec.for_evaluation(), model.training
+    name = config.model
+    other = spec.for_evaluation()
+    training = model.training
     usual = cfg.input_size[1] if (cfg := timm_weights(name)) else MINIMUM_SIZE.get(name, 224)
     tries = [(spec, 1, f"try --image_size {usual}")]
     tries += [(other, 1, "leave out --eval_size")] * (other.size != spec.size)
@@ -122,7 +124,8 @@ def _sum_bits(tensor: Tensor) -> Tensor:
     fits = values.nbytes % 8 == values.storage_offset() * values.itemsize % 8 == 0
     words = values.view(torch.int64 if fits else torch.uint8)  # larger words are faster
     end = len(words) // _COLUMNS * _COLUMNS
-    sums, rest = words[:end].view(-1, _COLUMNS).sum(0), words[end:]
+    sums = words[:end].view(-1, _COLUMNS).sum(0)
+    rest = words[end:]
     sums[: len(rest)] += rest
     sums ^= sums >> 31  # otherwise two changed signs would cancel
     # odd: no change of one word is lost

@@ -29,8 +29,10 @@ def find_last_part(model: nn.Module, spec: InputSpec) -> tuple[nn.Module | None,
     name = ".".join(common)
     if not name:
         return None, "the trained layers are in several modules"
-    part, was_training = model.get_submodule(name), model.training
-    inputs, outputs = list[tuple](), list[Tensor]()
+    part = model.get_submodule(name)
+    was_training = model.training
+    inputs = list[tuple]()
+    outputs = list[Tensor]()
     images = torch.rand(2, spec.channels, *spec.size, generator=torch.Generator().manual_seed(0))
     # layers may change it
     before = part.register_forward_pre_hook(lambda _, given: inputs.append(deepcopy(given)))
@@ -51,7 +53,8 @@ class FrozenPart(nn.Module):
 
     def __init__(self, model: nn.Module, part: nn.Module):
         super().__init__()
-        self.model, self.part = model, part
+        self.model = model
+        self.part = part
 
     def forward(self, images: Tensor) -> Tensor:
         found: list[Tensor] = []

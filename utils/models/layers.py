@@ -29,7 +29,8 @@ def freeze(model: nn.Module, patterns: Sequence[str], new: Mapping[str, str] = {
     is left to train. `new` has parameters that --init_from did not set, with the reason; they would
     stay random.
     """
-    parameters, heads = dict(model.named_parameters()), head_prefixes(model)
+    parameters = dict(model.named_parameters())
+    heads = head_prefixes(model)
     for pattern in patterns:
         matching = [*fitting(parameters, pattern), *fitting(parameters, f"{pattern}.*")]
         if pattern == BACKBONE:
@@ -89,7 +90,8 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     """The modules with sublayers, in a list or among siblings of one class, that hold at most one
     other such module.
     """
-    containers, found = nn.Sequential | nn.ModuleList, []
+    containers = nn.Sequential | nn.ModuleList
+    found = []
     in_list = (
         isinstance(module, containers) or len({type(child) for child in module.children()}) == 1
     )

@@ -78,7 +78,8 @@ def fit_names(
     of rows. Also returns the names of tensors without the prefix, which are left out. Raises
     UserError if `order` is set and the shapes differ.
     """
-    own, heads = model.state_dict(), head_prefixes(model)
+    own = model.state_dict()
+    heads = head_prefixes(model)
     prefix = _prefix_of(tensors, own)
     left_out = [each for each in tensors if not each.startswith(prefix)]
     fitting = {
@@ -153,7 +154,10 @@ def copy_matching(
     the model. If both are known, the rows of the head are copied by class name; names that occur
     twice are left out.
     """
-    state, heads, new, copied = model.state_dict(), head_prefixes(model), {}, None
+    state = model.state_dict()
+    heads = head_prefixes(model)
+    new = {}
+    copied = None
     counts = Counter(map(nfc, there))
     row_of = {nfc(name): row for row, name in enumerate(there) if counts[nfc(name)] == 1}
     rows = [row for row, name in enumerate(here) if nfc(name) in row_of]

@@ -128,7 +128,8 @@ def names_as_in(names: Sequence[str]) -> list[str]:
     Without it, all 1,000 classes are needed; ImageNet's order is that of the sorted synsets. Raises
     UserError for other names.
     """
-    orders, has_all = [CLASSES], len(names) == len(CLASSES)
+    orders = [CLASSES]
+    has_all = len(names) == len(CLASSES)
     if importlib.util.find_spec("timm"):
         from timm.data import ImageNetInfo
 
@@ -178,7 +179,8 @@ def copy_published(model: Any, config: TrainConfig, arguments: dict, names: Sequ
     of the head are copied by class name.
     """
     zero_heads(model)
-    tensors, there = published_model(config, **arguments).state_dict(), []
+    tensors = published_model(config, **arguments).state_dict()
+    there = []
     if names and published_outputs(config.model) == len(CLASSES):
         with suppress(UserError):
             there = names_as_in(names)

@@ -93,7 +93,8 @@ class FastNet(nn.Module):
         super().__init__()
         problem = f"fastnet takes images of up to 96 pixels, got {spec.height}x{spec.width}"
         require(spec.small, problem, "try --image_size 32, or --model resnet18")
-        self.spec, self.scaling = spec, scaling
+        self.spec = spec
+        self.scaling = scaling
         self.whiten = nn.Conv2d(spec.channels, 8 * spec.channels, 2)
         self.whiten.requires_grad_(False)  # then its activation, the largest, needs no gradients
         ends = [self.whiten.out_channels, *widths]
@@ -113,7 +114,9 @@ class FastNet(nn.Module):
         the number of threads.
         """
         std, mean = (np.repeat(values, 4) for values in (self.spec.std, self.spec.mean))
-        count, total, products = 0, np.zeros(len(std)), np.zeros((len(std), len(std)))
+        count = 0
+        total = np.zeros(len(std))
+        products = np.zeros((len(std), len(std)))
         for part in np.array_split(pixels, -(-len(pixels) // 100)):
             # [n, H - 1, W - 1, C, 2, 2]
             windows = np.lib.stride_tricks.sliding_window_view(part, (2, 2), axis=(1, 2))

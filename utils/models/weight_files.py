@@ -91,7 +91,8 @@ def read_any(file: Path) -> tuple[dict[str, Tensor], str]:
         held = [name for name in (*WRAPPERS, *others) if _count(content.get(name), Tensor | dict)]
         if not held:
             break
-        inside, content = [*inside, f"{held[0]}"], content[held[0]]
+        inside = [*inside, f"{held[0]}"]
+        content = content[held[0]]
     return plain_tensors(file, content), ", ".join(inside)
 
 

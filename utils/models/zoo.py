@@ -42,7 +42,8 @@ def check_model(config: TrainConfig) -> None:
     name = config.model
     if name is None:  # chosen from the data
         return
-    known, is_timm = [*OWN_MODELS, *torchvision_models()], name.startswith("timm/")
+    known = [*OWN_MODELS, *torchvision_models()]
+    is_timm = name.startswith("timm/")
     has_weights = name not in OWN_MODELS
     if name not in known:  # importing timm takes a second
         has_timm = importlib.util.find_spec("timm")
@@ -130,7 +131,8 @@ def build_model(
     """
     check_model(config)  # again: the data may have chosen the model
     torch.manual_seed(fold_in(config.seed, "weights"))
-    name, arguments = config.model, dict(config.model_args)
+    name = config.model
+    arguments = dict(config.model_args)
     if name.startswith("timm/"):
         arguments = {"in_chans": spec.channels} | arguments
         arguments |= {} if config.drop_path is None else {"drop_path_rate": config.drop_path}
@@ -147,9 +149,11 @@ def build_model(
     except UserError:
         raise
     except Exception as error:  # invalid arguments can cause errors of any class
-        what, fix = "--model", "use another --model or --image_size"
+        what = "--model"
+        fix = "use another --model or --image_size"
         if config.model_args:
-            what, fix = "--model_args for", "change or remove these arguments"
+            what = "--model_args for"
+            fix = "change or remove these arguments"
         elif not isinstance(error, TypeError | ValueError | RuntimeError):
             raise
         problem = f"{what} {name}: {type(error).__name__}: {one_line(error)[:200]}"

@@ -50,7 +50,8 @@ def check_sharding(config: TrainConfig, ranks: Ranks) -> None:
     """
     if not shards_model() or ranks.topology.world_size == 1:
         return
-    on_gpu, without = ranks.device.type == "cuda", "leave it out, or train without FSDP"
+    on_gpu = ranks.device.type == "cuda"
+    without = "leave it out, or train without FSDP"
     asked = config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
     ignored = os.environ.get("FSDP_IGNORED_MODULES", "None") != "None"
     order = "--microbatches adds gradients in a fixed order, but with FSDP the order depends on the number of processes"
@@ -103,7 +104,8 @@ def _accelerator(ranks: Ranks, config: TrainConfig, precision: str | None) -> Ac
     # Accelerate would give DDP the local rank as its GPU, but a task of a scheduler may see only
     # one, number 0.
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
-    on_gpu, shards = ranks.device.type == "cuda", shards_model()
+    on_gpu = ranks.device.type == "cuda"
+    shards = shards_model()
     if shards and ranks.topology.world_size == 1:
         say("FSDP has no effect: one process has the whole model")
         shards = False

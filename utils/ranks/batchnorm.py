@@ -46,7 +46,8 @@ class _SyncBatchNorm(_BatchNorm):
             return self._normalise(input)
 
     def _normalise(self, input: Tensor) -> Tensor:
-        channels, shape = input.shape[1], [1, -1, *[1] * (input.ndim - 2)]
+        channels = input.shape[1]
+        shape = [1, -1, *[1] * (input.ndim - 2)]
         values = input.double() if input.device.type == "cpu" else input.float()
         dims = [0, *range(2, input.ndim)]
         count = values.new_full((1,), input.numel() // channels)  # does not wait

@@ -45,7 +45,9 @@ class Ranks:
     """
 
     def __init__(self, topology: Topology, launch: LaunchConfig, prog: str = "train.py"):
-        self.topology, self.launch, self.prog = topology, launch, prog
+        self.topology = topology
+        self.launch = launch
+        self.prog = prog
         self.device = choose_device(topology, launch.cpu)
         # The number of threads changes the bits of sums on the CPU, so with --microbatches it must
         # not follow from the number of processes.
@@ -91,7 +93,8 @@ class Ranks:
 
     def join(self) -> None:
         """Create the process group, which Accelerate then uses, if there are several processes."""
-        topology, launch = self.topology, self.launch
+        topology = self.topology
+        launch = self.launch
         if self.device.type == "cpu" and not cpu_is_requested(launch.cpu):
             several = (
                 f", {topology.world_size} processes over gloo" if topology.world_size > 1 else ""
@@ -247,7 +250,8 @@ class Ranks:
 
     def store_get(self, key: str) -> str:
         """The text that an earlier attempt stored; empty if there is none. Not collective."""
-        store, key = self._launchers_store, f"lockstep-{key}"
+        store = self._launchers_store
+        key = f"lockstep-{key}"
         return store.get(key).decode() if store and store.check([key]) else ""
 
     def finish(self) -> None:
@@ -271,7 +275,8 @@ class Ranks:
 
         Not collective.
         """
-        place, late = self.watch.place, self.watch.describe_late()
+        place = self.watch.place
+        late = self.watch.describe_late()
         self.watch.end(one_line(error))
         return as_lost_rank(error, place, late)
 
@@ -280,7 +285,8 @@ class Ranks:
         """What the rounding of this rank depends on: its processor, its threads and its version of
         PyTorch.
         """
-        processor, known = torch.backends.cpu.get_cpu_capability(), Path("/proc/cpuinfo")
+        processor = torch.backends.cpu.get_cpu_capability()
+        known = Path("/proc/cpuinfo")
         if self.device.type == "cuda":
             processor = torch.cuda.get_device_name(self.device)
         elif known.exists() and (found := re.search(r"model name\s*:(.*)", known.read_text())):

@@ -71,7 +71,8 @@ def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
             # ends.
             ranks.watch.end()
         if dist.is_initialized():
-            raised, connected = sys.exception(), ranks and ranks.store
+            raised = sys.exception()
+            connected = ranks and ranks.store
             if raised is None or (connected and "nccl" not in dist.get_backend()):
                 dist.destroy_process_group()
             else:

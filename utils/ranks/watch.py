@@ -53,8 +53,14 @@ class Watch:
     """
 
     def __init__(self, rank: int, timeout: float, prog: str, is_orphan: Callable[[], bool]):
-        self.rank, self.timeout, self.prog, self._is_orphan = rank, timeout, prog, is_orphan
-        self.entered, self.place, self.waiting, self.no_timeout = 0, "", False, False
+        self.rank = rank
+        self.timeout = timeout
+        self.prog = prog
+        self._is_orphan = is_orphan
+        self.entered = 0
+        self.place = ""
+        self.waiting = False
+        self.no_timeout = False
         self._patience = min(10.0 if attempts_left() else 60.0, max(2.0, timeout / 10))
         self._store: Store | None = None
         self._members: list[Member] = []
@@ -66,7 +72,8 @@ class Watch:
         self._ended: tuple[float, str] | None = None  # when another rank exited, and why
         self._now = 0.0  # the seconds that this process has run, without pauses
         # when this rank has entered the last collective; see `_look_at_ranks`
-        self._began, self._reported = 0.0, False
+        self._began = 0.0
+        self._reported = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -94,8 +101,11 @@ class Watch:
 
         With `no_timeout`, the wait may take any time.
         """
-        self.place, self.no_timeout, self.waiting = place or self.place, no_timeout, True
-        self._began, self._reported = self._now, False
+        self.place = place or self.place
+        self.no_timeout = no_timeout
+        self.waiting = True
+        self._began = self._now
+        self._reported = False
         self.entered += 1
 
     def end(self, text: str = "") -> None:
@@ -226,7 +236,8 @@ class Watch:
         These are the ranks that have entered fewer collectives or have been silent for `silence`
         seconds.
         """
-        parts, heard = [], self._heard
+        parts = []
+        heard = self._heard
         for member in self._members if heard else ():
             (entered, place, _), since = heard[member.rank]
             seconds = self._now - since

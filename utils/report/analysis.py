@@ -16,7 +16,8 @@ BINS = 15  # of the confidence, equally wide
 MATRIX = 30  # classes; with more, the page lists the most frequent confusions instead of a matrix
 PAIRS, ERRORS = 20, 24  # confusions in that list, and images in the gallery
 # With more classes or scores, intervals of mAP and AUC would take many seconds.
-_MOST_OUTPUTS, _MOST_SCORES = 10, 2 * 10**5
+_MOST_OUTPUTS = 10
+_MOST_SCORES = 2 * 10**5
 
 
 def analyse(found: Predictions, task: Task) -> dict:
@@ -39,7 +40,8 @@ def intervals(found: Predictions, task: Task) -> dict[str, tuple[float, float]]:
     over resamples, which are always the same. A metric that is NaN or infinite in all resamples has
     no interval; nor has one whose interval is a single point.
     """
-    samples, drawn = len(found.indices), defaultdict(list)
+    samples = len(found.indices)
+    drawn = defaultdict(list)
     ranks = task.cut is not None and (
         task.outputs <= _MOST_OUTPUTS and found.scores.size <= _MOST_SCORES
     )
@@ -69,7 +71,8 @@ def interval_of_share(share: float, count: int) -> tuple[float, float]:
     Unlike a bootstrap interval, it is wider than zero if the share is 0 or 1.
     """
     weight = 1.96**2 / count
-    centre, half = share + weight / 2, math.sqrt(weight * (share * (1 - share) + weight / 4))
+    centre = share + weight / 2
+    half = math.sqrt(weight * (share * (1 - share) + weight / 4))
     return (centre - half) / (1 + weight), (centre + half) / (1 + weight)
 
 
@@ -94,7 +97,8 @@ def calibration(confidence: np.ndarray, correct: np.ndarray) -> dict:
 
 def _of_classes(found: Predictions, task: Task) -> dict:
     """The analysis of images with one class each."""
-    names, labels = task.class_names, found.labels
+    names = task.class_names
+    labels = found.labels
     predicted, confidence = task.decide(found.top, found.scores)
     totals = Counter(labels.tolist())
     pairs = Counter(zip(labels.tolist(), predicted.tolist(), strict=True))
@@ -138,8 +142,11 @@ def _of_classes(found: Predictions, task: Task) -> dict:
 
 def _of_sets(found: Predictions, task: Task) -> dict:
     """The analysis of images with any number of classes."""
-    names, truth, errors = task.class_names, found.labels.astype(bool), []
-    chances, wrong = sigmoid(found.scores), (found.scores > task.cut) != truth
+    names = task.class_names
+    truth = found.labels.astype(bool)
+    errors = []
+    chances = sigmoid(found.scores)
+    wrong = (found.scores > task.cut) != truth
     rows = np.flatnonzero(wrong.any(1))
     for i in rows[np.argsort(-found.values[rows, 0], kind="stable")][:ERRORS]:
         c = int(np.argmax(np.abs(chances[i] - truth[i]) * wrong[i]))  # its largest error

@@ -105,7 +105,8 @@ def lines_of(runs: Sequence[dict], name: str, factor: float) -> list[dict]:
 
     Averaged weights have a line of their own.
     """
-    lines, several = [], len(runs) > 1
+    lines = []
+    several = len(runs) > 1
     for number, run in enumerate(runs):
         groups = defaultdict(list)
         for record in [*run["train"], *run["eval"]]:
@@ -137,11 +138,14 @@ def line_chart(name: str, title: str, lines: list[dict], marks: Sequence[int], u
     if not lines:
         return {}
     steps, values = zip(*(point for line in lines for point in line["points"]), strict=True)
-    low, high, end = min(values), max(values), max(steps) or 1
+    low = min(values)
+    high = max(values)
+    end = max(steps) or 1
     low = min(0, low) if name in _FROM_ZERO else low
     logarithmic = name == "loss" and 0 < 50 * low < high
     if low == high:
-        low, high = 0, 2 * high or 1
+        low = 0
+        high = 2 * high or 1
     scale = np.log10 if logarithmic else np.asarray
 
     def ticks(low: float, high: float, whole: bool) -> np.ndarray:
@@ -149,7 +153,8 @@ def line_chart(name: str, title: str, lines: list[dict], marks: Sequence[int], u
         return np.asarray(MaxNLocator(6, steps=steps, integer=whole).tick_values(low, high))
 
     low, high = scale([low, high]).tolist()
-    rows, columns = ticks(low, high, logarithmic), ticks(0, end, True)
+    rows = ticks(low, high, logarithmic)
+    columns = ticks(0, end, True)
     columns = columns[columns <= end]
 
     def across(steps: Any) -> list[float]:
@@ -181,11 +186,14 @@ def read_run(folder: Path, images: bool = True) -> dict:
     kinds: dict[str, list] = {"start": [], "train": [], "eval": []}
     for record in read_log(folder):
         kinds.setdefault(record["kind"], []).append(record)
-    settings, last = read_yaml(folder / "config.yaml"), (kinds["train"] or [{}])[-1]
-    metric, task = settings["best_metric"] or "", TASKS[settings["task"]]
+    settings = read_yaml(folder / "config.yaml")
+    last = (kinds["train"] or [{}])[-1]
+    metric = settings["best_metric"] or ""
+    task = TASKS[settings["task"]]
     highest = metric in task.highest_is_best
     best = best_evaluation(kinds["eval"], metric, highest)
-    analysis, value = read_analysis(folder), best.get(metric)
+    analysis = read_analysis(folder)
+    value = best.get(metric)
     record = analysis.get("record", {})
     if "checkpoint" not in record and record.get("step") != best.get("step"):
         analysis = {}
@@ -215,7 +223,8 @@ def best_evaluation(records: Sequence[dict], metric: str, highest: bool) -> dict
     """
     of_step = {record["step"]: record for record in records}
     known = [record for record in of_step.values() if record.get(metric) is not None]
-    choose, last = max if highest else min, records[-1] if records else {}
+    choose = max if highest else min
+    last = records[-1] if records else {}
     return choose(known, key=itemgetter(metric), default=last)
 
 

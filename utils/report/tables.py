@@ -94,9 +94,12 @@ def make_rows(task: Task, top: np.ndarray, scores: np.ndarray, count: int) -> li
 
 def rows_of_split(task: Task, split: Split, found: Predictions) -> list[dict]:
     """The rows of the file of a split: path or index, label, prediction and loss of each sample."""
-    names, images, rows = task.class_names, split.images, []
+    names = task.class_names
+    images = split.images
+    rows = []
     made = make_rows(task, found.top, found.scores, TOP)
-    places, losses = split.image_index[found.indices].tolist(), found.values[:, 0]
+    places = split.image_index[found.indices].tolist()
+    losses = found.values[:, 0]
     for place, label, row, loss in zip(places, found.labels, made, losses, strict=True):
         image = {"path": images.names[place]} if isinstance(images, Files) else {"index": place}
         own = [*compress(names, label)] if np.ndim(label) else names[label]

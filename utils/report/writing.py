@@ -42,7 +42,9 @@ def report_training(run: Run, result: Mapping | None = None) -> None:
     before the checkpoint is saved: if the run is killed while it writes, the resumed run evaluates
     and writes again.
     """
-    state, found, stored = run.state, run.evaluator.predictions, run.folder / _STORED
+    state = run.state
+    found = run.evaluator.predictions
+    stored = run.folder / _STORED
     if not run.config.report:
         return
     if run.ranks.is_main and result and found and state.best_step in (None, state.step):
@@ -91,7 +93,8 @@ def write_report(
     If `found` is None, the older analysis is kept.
     """
     if found:
-        analysis, names = analyse(found, task), task.class_names
+        analysis = analyse(found, task)
+        names = task.class_names
         for error in analysis["errors"]:
             error |= thumbnail(split, error["index"])
         common = common or read_analysis(folder).get("always", {}).get("class")

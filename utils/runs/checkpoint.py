@@ -75,7 +75,8 @@ class CheckpointManager:
     """
 
     def __init__(self, config: TrainConfig, ranks: Ranks):
-        self.config, self.ranks = config, ranks
+        self.config = config
+        self.ranks = ranks
         self.folder: Path | None = None  # of the run
         # its settings, if it has no checkpoint of its own; set by `newest`
         self.begun: TrainConfig | None = None
@@ -118,7 +119,8 @@ class CheckpointManager:
         settings; the name of a new folder contains the model. Raises ValueError, before any file is
         changed, if the tensors do not fit.
         """
-        self.config, self._tensors = config, (model, optimizer, average)
+        self.config = config
+        self._tensors = (model, optimizer, average)
         extend_save_state(accelerator, model, optimizer, average)
         if saved is not None:
             with self.ranks.agree():
@@ -159,7 +161,8 @@ class CheckpointManager:
         assert self.folder is not None
         folder = self.folder / "checkpoints"
         model, optimizer, average = self._tensors
-        partial, sharded = partial_of(folder, state.step), is_sharded(model)
+        partial = partial_of(folder, state.step)
+        sharded = is_sharded(model)
         error: Exception | None = None
         self.wait()
         with self.ranks.agree():
@@ -194,7 +197,8 @@ class CheckpointManager:
     def wait(self) -> None:
         """Wait until the last save is complete; if it has failed, all ranks raise its error."""
         with self.ranks.agree():
-            saving, self._saving = self._saving, None
+            saving = self._saving
+            self._saving = None
             if saving is not None:
                 saving.result()
 
@@ -227,7 +231,9 @@ class CheckpointManager:
         """The existing folder of the run, and the checkpoint and the settings to start from, if
         any, on the main process. The settings are those of a run without checkpoints.
         """
-        config, checkpoint, begun = self.config, None, None
+        config = self.config
+        checkpoint = None
+        begun = None
         before = self.ranks.store_get("run-folder")
         path = Path(before) if before else None
         if path is None:
@@ -271,7 +277,8 @@ def _beginning(folder: Path) -> tuple[Path | None, TrainConfig | None]:
     """The checkpoint of another run that a run without checkpoints started from, and its settings,
     as far as it has got.
     """
-    origin, settings = folder / _ORIGIN, folder / "config.yaml"
+    origin = folder / _ORIGIN
+    settings = folder / "config.yaml"
     if (folder / "log.jsonl").exists():
         check_log(folder)
     try:
@@ -303,7 +310,8 @@ def check_run_folder(config: TrainConfig, connected: bool = False) -> None:
     """
     if can_be_restarted() and not connected:
         return
-    folder, resume = _named_folder(config), config.resume
+    folder = _named_folder(config)
+    resume = config.resume
     path = expand(resume).resolve() if resume not in (None, "auto") else None
     if path:
         find_checkpoint(path)

@@ -66,7 +66,8 @@ def find_saved(ckpt: str, kind: str | None, ranks: Ranks, tries: int = 10) -> In
 
 def _read(path: Path, kind: str | None) -> Inference:
     """The weights of a verified checkpoint: by default the average, if it has one."""
-    saved, has_average = read_checkpoint(path), AVERAGE in files_of(path)
+    saved = read_checkpoint(path)
+    has_average = AVERAGE in files_of(path)
     fix = "use --weights raw, or train with --ema_decay"
     require(has_average or kind != "ema", f"{path}: has no average of the weights", fix)
     kind = kind or ("ema" if has_average else "raw")
@@ -125,7 +126,8 @@ def given_settings(flags: LaunchConfig) -> dict:
 
 def warn_about_flags(flags: EvalConfig | PredictConfig, found: Inference) -> list[str]:
     """Lines about given settings that have no effect."""
-    config, lines = found.config, []
+    config = found.config
+    lines = []
     if flags.threshold is not None and config.task == "classification":
         lines.append("--threshold has no effect: only multilabel and binary use it")
     small = found.spec.for_evaluation().small

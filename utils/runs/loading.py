@@ -92,7 +92,8 @@ def check_savable(optimizer: torch.optim.Optimizer) -> None:
 
 def trained_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The parameters, and the tensors of the optimizer's state, which are named PARAMETER, KEY."""
-    own, tensors = _unwrapped(optimizer), dict[str, Tensor](module.named_parameters())
+    own = _unwrapped(optimizer)
+    tensors = dict[str, Tensor](module.named_parameters())
     for name, parameter in _by_name(own.param_groups).items():
         state = own.state.get(parameter, {}).items()
         tensors |= {f"{name}, {key}": value for key, value in state if isinstance(value, Tensor)}
@@ -191,13 +192,15 @@ def _copy_state(
     names: list[str], states: dict[str, dict], optimizer: torch.optim.Optimizer
 ) -> None:
     """Copy the saved `states` of these parameters. A step with zero gradients creates their places."""
-    here, early = _by_name(optimizer.param_groups), {*optimizer.state}
+    here = _by_name(optimizer.param_groups)
+    early = {*optimizer.state}
     if unknown := sorted((here.keys() ^ names) | (states.keys() - here.keys())):
         raise ValueError(f"only one of both has {unknown[0]}")
     _step_with_zeros(optimizer, list(here.values()))
     missing: list[str] = []
     for name, parameter in here.items():
-        own, values = optimizer.state.pop(parameter, {}), states.get(name, {})
+        own = optimizer.state.pop(parameter, {})
+        values = states.get(name, {})
         if name not in states and not (states and parameter in early):
             missing += [name] * bool(own)
             continue
@@ -255,7 +258,8 @@ def _shapes(values: Mapping) -> dict[str, str]:
 
 def _difference(saved: Mapping, own: Mapping) -> str:
     """The first name whose shapes differ, in words; empty if none does."""
-    there, here = _shapes(saved), _shapes(own)
+    there = _shapes(saved)
+    here = _shapes(own)
     for name in [*here, *there]:
         # Files of old versions of PyTorch lack these counters, and loading creates them.
         if here.get(name) != there.get(name) and not name.endswith("num_batches_tracked"):

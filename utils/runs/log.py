@@ -23,7 +23,8 @@ class RunLog:
     """log.jsonl and the terminal of the main process. On other ranks, its methods do nothing."""
 
     def __init__(self, folder: Path, is_main: bool, state: TrainState, updates: int, task: Task):
-        self.path, self.is_main = folder / "log.jsonl", is_main
+        self.path = folder / "log.jsonl"
+        self.is_main = is_main
         self.error: OSError | None = None
         if is_main:
             self.file = _reopen(self.path, state)
@@ -75,7 +76,8 @@ def finite(record: Mapping) -> dict:
 
 def read_log(folder: Path) -> list[dict]:
     """The records in log.jsonl. Raises UserError if it is missing or a line is damaged."""
-    path, records = folder / "log.jsonl", []
+    path = folder / "log.jsonl"
+    records = []
     require(path.is_file(), f"{folder}: has no log.jsonl", "name a run folder, such as runs/NAME")
     # A run may be writing the last line, or was killed meanwhile.
     for number, line in enumerate(
@@ -111,7 +113,8 @@ def is_kept(record: Mapping, state: TrainState) -> bool:
 
     The run repeats later updates, a due evaluation, and the end.
     """
-    kind, step = record["kind"], record["step"]
+    kind = record["kind"]
+    step = record["step"]
     repeated = kind == "eval" and step == state.step and state.owes_evaluation
     return step <= state.step and kind != "end" and not repeated
 

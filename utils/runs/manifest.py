@@ -12,7 +12,9 @@ from utils.files import read_json, read_text, write_file
 
 MANIFEST = "manifest.json"
 # as Accelerate's `save_state` names them
-MODEL, OPTIMIZER, SCALER = "model.safetensors", "optimizer.bin", "scaler.pt"
+MODEL = "model.safetensors"
+OPTIMIZER = "optimizer.bin"
+SCALER = "scaler.pt"
 AVERAGE = "ema.safetensors"  # of the weights, with --ema_decay
 # a resume also needs OPTIMIZER
 NEEDED = (MODEL, "state.json", "config.yaml", SAMPLES)

@@ -45,7 +45,8 @@ def choose_batch(
     problem = f"{saved.path}: its global batch of {total} is not divisible by {processes} processes"
     fix = f"resume with {', '.join(works)} or {most} processes"
     require(total % processes == 0, problem, fix)
-    share, largest = total // processes, config.batch_size or saved.state.batch_size
+    share = total // processes
+    largest = config.batch_size or saved.state.batch_size
     batch_size = next(size for size in range(min(largest, share), 0, -1) if share % size == 0)
     return batch_size, share // batch_size, total
 
@@ -137,7 +138,8 @@ def restore_state(
         state.run_id = uuid.uuid4().hex
         state.best = state.best_step = None  # the best checkpoint belongs to the earlier run
         if metric != config.best_metric:
-            state.best_value, state.evaluations_since_best = None, 0
+            state.best_value = None
+            state.evaluations_since_best = 0
     elif metric != config.best_metric:
         problem = f"{saved.path}: its --best_metric is {metric}, not {config.best_metric}"
         raise UserError(problem, "use the same --best_metric, or give another --run_name")
@@ -174,7 +176,8 @@ def resume_lines(
 
     `config` has the batch sizes of this start as given.
     """
-    there, threads = saved.state_file, torch.get_num_threads()
+    there = saved.state_file
+    threads = torch.get_num_threads()
     before = vars(saved.config) | {"processes": there.processes, "threads": there.threads}
     now = vars(resolved) | {"processes": processes, "threads": threads}
     ignored = {*OF_THIS_MACHINE, "batch_size", "grad_accum"} - {"threads"}
@@ -187,7 +190,8 @@ def resume_lines(
             "if processes x accumulation steps differs, dropout masks and batch statistics differ too"
         )
     for name in ("batch_size", "grad_accum"):
-        value, used = getattr(config, name), plan.sizes(processes)[name]
+        value = getattr(config, name)
+        used = plan.sizes(processes)[name]
         if value not in (None, used):
             lines.append(f"--{name} {value} does not give the run's global batch; using {used}")
     return lines

@@ -157,7 +157,8 @@ def _download(flag: str, where: str) -> Path:
 
 def _of_run(saved: Inference) -> InitialWeights:
     """The weights of a run, with those of its settings that a run can take."""
-    config, spec = saved.config, saved.spec
+    config = saved.config
+    spec = saved.spec
     values = vars(spec) | {name: vars(config)[name] for name in (*_OF_MODEL, "eval_crop")}
     values["image_size"] = list(spec.size)
     if config.pretrained:
@@ -198,7 +199,8 @@ def _read_config(path: Path) -> tuple[list[str], dict]:
     """The class names and settings in config.json of timm or transformers, if it exists."""
     about = read_json(path) if path.is_file() else {}
     try:
-        by_id, cfg = about.get("id2label", {}), about.get("pretrained_cfg", {})
+        by_id = about.get("id2label", {})
+        cfg = about.get("pretrained_cfg", {})
         names = about.get("label_names") or [by_id[str(number)] for number in range(len(by_id))]
         values = input_of(cfg)
         if "architecture" in about:

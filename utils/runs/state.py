@@ -89,5 +89,6 @@ class TrainState:
             self.best, self.best_step = value, self.step
         self.evaluations_since_best += 1
         if improves(self.best_value):
-            self.best_value, self.evaluations_since_best = value, 0
+            self.best_value = value
+            self.evaluations_since_best = 0
         self.owes_evaluation = False

@@ -83,7 +83,9 @@ class RunTrackers:
 
         Raises UserError if a tracker cannot be started.
         """
-        accelerator, folder, names = self.accelerator, self.folder, self.config.trackers
+        accelerator = self.accelerator
+        folder = self.folder
+        names = self.config.trackers
         if not names:
             return
         projects = [os.environ.get(f"{name.upper()}_PROJECT") for name in names]

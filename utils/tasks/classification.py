@@ -106,7 +106,8 @@ class Classification(Task):
         self.weight = None
         if config.class_weights and labels is not None:
             self.weight = balanced_weights(labels, self.outputs)
-        equal_scores, any_class = torch.zeros(1, self.outputs), torch.zeros(1, dtype=torch.int64)
+        equal_scores = torch.zeros(1, self.outputs)
+        any_class = torch.zeros(1, dtype=torch.int64)
         self.uniform_loss = self.losses(equal_scores, any_class, 0.0, None).item()
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:

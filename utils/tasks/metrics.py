@@ -68,8 +68,10 @@ def class_metrics(scores: np.ndarray, labels: np.ndarray, cut: float) -> dict:
     """
     if not np.isfinite(scores).all():
         return {}
-    counts, predicted = labels.sum(0, dtype=np.int64), scores > cut
-    pairs, hits = predicted.sum(0) + counts, (predicted & (labels > 0)).sum(0)
+    counts = labels.sum(0, dtype=np.int64)
+    predicted = scores > cut
+    pairs = predicted.sum(0) + counts
+    hits = (predicted & (labels > 0)).sum(0)
     precisions = [
         float(average_precision_score(true, own)) if count else None
         for own, true, count in zip(scores.T, labels.T, counts, strict=True)

@@ -131,7 +131,8 @@ class MultiLabel(Task):
 
     def _count(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Whether each sample has all classes right, and its `_COUNTS`, int64 [n, 4]."""
-        predicted, labelled = outputs > self.cut, self._rows(targets) > 0.5
+        predicted = outputs > self.cut
+        labelled = self._rows(targets) > 0.5
         exact = (predicted == labelled).all(1)
         return torch.stack(
             [exact, (predicted & labelled).sum(1), predicted.sum(1), labelled.sum(1)], 1

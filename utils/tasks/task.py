@@ -134,7 +134,8 @@ class Task:
         """The result of eval.py as text: the metrics, `more` rows of the table, then the worst
         classes.
         """
-        evaluated, of = record.get("classes_evaluated", record["classes"]), record["classes"]
+        evaluated = record.get("classes_evaluated", record["classes"])
+        of = record["classes"]
         rows = [
             ("data", f"{printable(record['data'])}, {record['split']}"),
             *([("weights", record["weights"])] if "weights" in record else []),

@@ -212,7 +212,10 @@ def make_datasets(setup: Setup) -> tuple[ImageDataset, ImageDataset]:
 
     The first rank of a machine decodes small images.
     """
-    config, data, spec, ranks = setup.config, setup.data, setup.spec, setup.ranks
+    config = setup.config
+    data = setup.data
+    spec = setup.spec
+    ranks = setup.ranks
     bar = progress("decoding")
     with ranks.local_main_first("decoding images"):
         train_set = make_dataset(data.train, spec, config, True, bar)
@@ -229,7 +232,9 @@ def adapt_model(
     compile the model. Returns the model, and its last part if only this is trained, on features.
     Raises ValueError if weights do not fit, or if a batch is too small for batch statistics.
     """
-    config, ranks, accelerator = setup.config, setup.ranks, setup.accelerator
+    config = setup.config
+    ranks = setup.ranks
+    accelerator = setup.accelerator
     with ranks.agree("loading the weights"):
         new: Mapping[str, str] = {}
         if saved is not None:
@@ -263,10 +268,12 @@ def choose_last_part(model: nn.Module, setup: Setup) -> nn.Module | None:
     Raises UserError for settings that need images, and if --feature_views is given but features
     cannot be cached.
     """
-    config, views = setup.config, setup.config.feature_views
+    config = setup.config
+    views = setup.config.feature_views
     if views == 0 or not (views or config.freeze):
         return None
-    part, reason = None, "the model is sharded"
+    part = None
+    reason = "the model is sharded"
     if not setup.accelerator.is_fsdp2:
         part, reason = find_last_part(model, setup.spec)
     if part is None:
@@ -295,7 +302,8 @@ def load_source(
     Raises UserError if no parameter fits, or if a copied tensor is NaN or infinite.
     """
     tensors, source.tensors = source.tensors, {}  # they are not needed again
-    where, by_order = f"--init_from {source.name}", config.init_match == "order"
+    where = f"--init_from {source.name}"
+    by_order = config.init_match == "order"
     tensors, left_out = fit_names(tensors, module, where, config.model, by_order)
     zero_heads(module)
     if not source.class_names and count_outputs(tensors, module) == len(class_names):
@@ -306,7 +314,8 @@ def load_source(
     if bad := bad_tensors(module.state_dict()):
         raise UserError(f"{where}: {join_names(bad, 3)} is NaN or infinite", "use other weights")
     if not {key for key, _ in module.named_parameters()} & set(match.kept):
-        theirs, own = join_names(tensors, 3), join_names(module.state_dict(), 3)
+        theirs = join_names(tensors, 3)
+        own = join_names(module.state_dict(), 3)
         problem = f"{where}: none of its tensors ({theirs}) fits {config.model}, which has {own}"
         fix = "set --model to the model of these weights, use others, or try --init_match order"
         raise UserError(problem, fix)

@@ -47,7 +47,9 @@ def watch_loss(run: Run, kind: str, loss: float) -> None:
     """Report, once in a run, a loss of training above 10 times that of uniform predictions, or a
     loss of an evaluation that is NaN or infinite.
     """
-    state, limit, known = run.state, math.inf, ""
+    state = run.state
+    limit = math.inf
+    known = ""
     if kind == "training":
         limit = _EXPLODED * run.task.uniform_loss
         known = f", more than {_EXPLODED} times that of uniform predictions"
@@ -76,7 +78,8 @@ def compare_ranks(run: Run) -> None:
     round differently, this is said once, and the run continues. Buffers are not compared, because
     batch statistics are those of each rank's own samples.
     """
-    ranks, state = run.ranks, run.state
+    ranks = run.ranks
+    state = run.state
     if ranks.topology.world_size == 1 or is_sharded(run.module):
         return
     sums = sum_bits(trained_tensors(run.module, run.optimizer))

@@ -30,7 +30,8 @@ def trial(config: TrainConfig) -> TrainConfig:
     """
     if not config.dry_run:
         return config
-    resume, folder = config.resume, expand(config.output_dir) / (config.run_name or "")
+    resume = config.resume
+    folder = expand(config.output_dir) / (config.run_name or "")
     if resume == "auto":
         resume = str(folder) if (folder / "checkpoints" / "latest").exists() else None
     return replace(config, run_name=None, resume=resume, report_to=None)

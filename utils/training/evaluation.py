@@ -96,7 +96,8 @@ class Evaluator:
         them. Raises RuntimeError if a sample is missing or counted twice.
         """
         indices, *kept = self.in_order(gathered)
-        task, labels = self.task, self.batches.dataset.labels
+        task = self.task
+        labels = self.batches.dataset.labels
         result = self.summary | {"count": len(indices)}
         if self.needs_predictions:
             found, *kept = kept
@@ -127,8 +128,11 @@ class Evaluator:
         About once a second, the ranks agree whether to stop: if a rank could not read a sample,
         which raises ValueError, or, with `stopping`, if it was asked to stop, which returns no rows.
         """
-        device, was_training, stopped = self.accelerator.device, self.model.training, False
-        processes, labels = self.accelerator.num_processes, self.batches.dataset.labels
+        device = self.accelerator.device
+        was_training = self.model.training
+        stopped = False
+        processes = self.accelerator.num_processes
+        labels = self.batches.dataset.labels
         blocks = evaluation_blocks(len(labels), self.config.eval_batch_size)
         # Ranks take blocks in turn, so none has more blocks or rows than rank 0.
         sizes = [len(block.indices) for block in [*blocks][::processes]][:most]
@@ -165,7 +169,8 @@ class Evaluator:
         Raises RuntimeError if a sample is missing or counted twice.
         """
         seen, *rows = (part.cpu().numpy() for part in gathered)
-        order, samples = np.argsort(seen)[(seen < 0).sum() :], len(self.batches.dataset.labels)
+        order = np.argsort(seen)[(seen < 0).sum() :]
+        samples = len(self.batches.dataset.labels)
         if not np.array_equal(seen[order], np.arange(samples)):
             raise RuntimeError(
                 f"the evaluation did not count each of the {samples} samples once "
@@ -214,9 +219,11 @@ def model_rate(evaluator: Evaluator) -> float:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     from torch.utils.benchmark import Timer  # takes long to import
 
-    accelerator, spec = evaluator.accelerator, evaluator.spec
+    accelerator = evaluator.accelerator
+    spec = evaluator.spec
     shape = (evaluator.config.eval_batch_size, spec.channels, *spec.size)
-    fixing, layout = fix_for_memory(), evaluator.batches.format
+    fixing = fix_for_memory()
+    layout = evaluator.batches.format
     with evaluator.ranks.agree(), same_kernels(), accelerator.autocast(), fixing:
         images = torch.randn(shape, device=accelerator.device).contiguous(memory_format=layout)
         names = {"model": evaluator.model.eval(), "images": images}
@@ -228,7 +235,8 @@ def model_rate(evaluator: Evaluator) -> float:
 @contextmanager
 def same_kernels() -> Iterator[None]:
     """Do not let cuDNN choose kernels by measured time: ranks could get different results."""
-    before, cudnn.benchmark = cudnn.benchmark, False
+    before = cudnn.benchmark
+    cudnn.benchmark = False
     try:
         yield
     finally:

@@ -44,7 +44,9 @@ def features_of(
     The weights of its other layers must be final. Raises ValueError if an image cannot be read or
     memory is short.
     """
-    config, data, spec = setup.config, setup.data, setup.spec
+    config = setup.config
+    data = setup.data
+    spec = setup.spec
     cache = FeatureCache(setup, FrozenPart(model.to(setup.accelerator.device), last_part))
     augmented: list = []  # what random views depend on
     if config.feature_views:
@@ -83,12 +85,15 @@ class FeatureCache:
         self, images: ImageDataset, split: Split, spec: InputSpec, views: int, augmented: list
     ) -> Features:
         """The features of a split, which are computed if they are not cached; collective."""
-        config, ranks, start = self.setup.config, self.setup.ranks, time.perf_counter()
+        config = self.setup.config
+        ranks = self.setup.ranks
+        start = time.perf_counter()
         folder = expand(config.cache_dir) / "features"
         block_size = evaluation_blocks(len(images), config.eval_batch_size).block_size
         key = [*self._key, block_size, spec, views, *augmented]
         path = folder / f"v{VERSION}-{fingerprint_of(split.cache_key, key)}.npy"
-        array, origin = open_cached(path, (views, len(images)), "<f4"), f"found in {folder}"
+        array = open_cached(path, (views, len(images)), "<f4")
+        origin = f"found in {folder}"
         if ranks.any_rank(array is None):
             found = self._compute(images, spec, views)
             with ranks.local_main_first("writing features"):
@@ -106,7 +111,8 @@ class FeatureCache:
 
         Rounding depends on device, threads and versions.
         """
-        config, frozen = self.setup.config, self.frozen
+        config = self.setup.config
+        frozen = self.frozen
         trained = set(map(id, frozen.part.state_dict(keep_vars=True).values()))
         tensors = frozen.model.state_dict(keep_vars=True).values()
         weights = hash_tensors(tensor for tensor in tensors if id(tensor) not in trained)
@@ -126,8 +132,11 @@ class FeatureCache:
 
     def _compute(self, images: ImageDataset, spec: InputSpec, views: int) -> np.ndarray:
         """The features of all images, float32 [views, N, ...], on every rank; collective."""
-        setup, frozen = self.setup, self.frozen
-        config, ranks, accelerator = setup.config, setup.ranks, setup.accelerator
+        setup = self.setup
+        frozen = self.frozen
+        config = setup.config
+        ranks = setup.ranks
+        accelerator = setup.accelerator
         image = torch.zeros(1, spec.channels, *spec.size, device=accelerator.device)
         with torch.no_grad(), ranks.agree(), torch.compiler.set_stance("force_eager"):
             shape = frozen.eval()(image).shape[1:]

@@ -34,7 +34,8 @@ def write_first_batch(run: Run, batch: Batch) -> None:
 
 def picture(run: Run, batch: Batch) -> bytes:
     """The first images of a batch and their classes, as the bytes of a PNG file."""
-    dataset, spec = run.train_batches.dataset, run.spec
+    dataset = run.train_batches.dataset
+    spec = run.spec
     if isinstance(dataset, Features):
         pixels = dataset.pixels(batch.microbatch, _MOST)
     else:
@@ -63,7 +64,8 @@ def draw(pixels: np.ndarray, labels: Sequence, names: Sequence[str]) -> bytes:
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, _COLUMNS), ylim=(height, 0))
     axes.axis("off")
     for number, texts in enumerate(lines):
-        left, bottom = number % _COLUMNS, number // _COLUMNS * cell + image
+        left = number % _COLUMNS
+        bottom = number // _COLUMNS * cell + image
         extent = (left, left + width, bottom, bottom - image)
         axes.imshow(pixels[number], cmap="gray", vmin=0, vmax=255, aspect="auto", extent=extent)
         text = "\n".join(text[:24] for text in texts)

@@ -27,7 +27,9 @@ class ExchangeTimer:
     """The time of the exchanges of gradients. The host does not wait for the device."""
 
     def __init__(self, device: torch.device):
-        self.device, self.seconds, self.is_first = device, 0.0, True
+        self.device = device
+        self.seconds = 0.0
+        self.is_first = True
         self.marks: list[Any] = []  # the begin and the end of each exchange
 
     def mark(self) -> Any:
@@ -39,7 +41,8 @@ class ExchangeTimer:
 
     def add_up(self) -> None:
         """Add the seconds of the exchanges since the last call. A GPU must have completed them."""
-        on_gpu, marks = self.device.type == "cuda", self.marks
+        on_gpu = self.device.type == "cuda"
+        marks = self.marks
         for begin, end in zip(marks[::2], marks[1::2], strict=True):
             self.seconds += begin.elapsed_time(end) / 1e3 if on_gpu else end - begin
         marks.clear()
@@ -53,7 +56,9 @@ class Gradients:
     """
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, plan: Plan):
-        self.model, self.accelerator, self.plan = model, accelerator, plan
+        self.model = model
+        self.accelerator = accelerator
+        self.plan = plan
         self.steps = max(map(len, plan.ranges(accelerator.num_processes)))
         """Forward and backward passes of this rank in an update; the last may have no
         microbatch."""

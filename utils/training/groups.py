@@ -23,7 +23,8 @@ def parameter_groups(config: TrainConfig, model: nn.Module) -> Groups:
     A group has its `weight_decay`, and `lr_scale`, the factor of its learning rate. With muon,
     `hidden` is whether it has the matrices that Muon changes.
     """
-    undecayed, scales = names_without_decay(model), layer_scales(model, config.layer_decay)
+    undecayed = names_without_decay(model)
+    scales = layer_scales(model, config.layer_decay)
     of_head = head_prefixes(model)
     hidden = hidden_matrices(model) - undecayed if config.optimizer == "muon" else set()
     groups: dict[tuple, dict] = {}
@@ -82,7 +83,10 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
         from timm.models import group_parameters
 
         return group_parameters(model, matcher(coarse=False), reverse=True)
-    blocks, numbers, number, inside = {*find_blocks(model)}, dict[str, int](), -1, "."
+    blocks = {*find_blocks(model)}
+    numbers = dict[str, int]()
+    number = -1
+    inside = "."
     for path, module in model.named_modules():
         if path.startswith(inside):
             continue

@@ -25,7 +25,9 @@ def synchronise(run: Run, interval: SyncInterval) -> None:
     A rank that cannot read a sample continues with an empty batch until this point, so that no rank
     waits for it.
     """
-    state, batches, meter = run.state, run.train_batches, run.meter
+    state = run.state
+    batches = run.train_batches
+    meter = run.meter
     run.ranks.enter_collective(f"after update {state.step}, adding up losses")
     failed = bool(batches.error or run.log.error or run.checkpoints.has_failed)
     totals, seconds, any_failed, stop = meter.reduce(
@@ -51,8 +53,11 @@ def training_record(run: Run) -> dict:
     """The train record of all samples since the last record; the next one then starts anew;
     collective.
     """
-    state, accelerator, totals = run.state, run.accelerator, run.state.since_log
-    seconds, count = state.seconds - state.logged_seconds, totals["count"]
+    state = run.state
+    accelerator = run.accelerator
+    totals = run.state.since_log
+    seconds = state.seconds - state.logged_seconds
+    count = totals["count"]
     summary = run.task.summary({name: totals[name] for name in run.task.training}, count)
     watch_loss(run, "training", summary["loss"])
     record = {
@@ -73,7 +78,8 @@ def training_record(run: Run) -> dict:
         record["grad_norm"] = norm.item()  # of the last update; collective with FSDP2
     if run.config.microbatches:
         record |= times_of_ranks(run, seconds)
-    state.logged_seconds, state.since_log = state.seconds, {}
+    state.logged_seconds = state.seconds
+    state.since_log = {}
     run.meter.reset()
     return record
 
@@ -81,7 +87,8 @@ def training_record(run: Run) -> dict:
 def evaluation_record(run: Run, result: Mapping) -> dict:
     """The record of an evaluation, whose metrics are in `result`."""
     watch_loss(run, "evaluation", result["loss"])
-    state, split = run.state, run.data.evaluation
+    state = run.state
+    split = run.data.evaluation
     return {"step": state.step, "epoch": state.epochs_begun, "split": split.name, **result}
 
 
@@ -89,7 +96,8 @@ def prepare_save(run: Run) -> dict[str, bytes]:
     """Check and compare the weights; returns the small files of a checkpoint on the main process;
     collective.
     """
-    files, ranks = {}, run.ranks
+    files = {}
+    ranks = run.ranks
     with ranks.agree(f"after update {run.state.step}, saving"):
         check_weights(run)
         run.log.sync()
@@ -108,7 +116,9 @@ def times_of_ranks(run: Run, seconds: float) -> dict[str, list[float]]:
     """
     exchange = run.gradients.exchange
     each = run.ranks.gather((exchange.seconds, run.meter.totals["wait"]))
-    is_first, exchange.is_first, exchange.seconds = exchange.is_first, False, 0.0
+    is_first = exchange.is_first
+    exchange.is_first = False
+    exchange.seconds = 0.0
     if is_first:
         return {}
     computing = [seconds - sum(own) for own in each]
@@ -116,7 +126,9 @@ def times_of_ranks(run: Run, seconds: float) -> dict[str, list[float]]:
 
 
 # updates that are not recorded, recorded and discarded, recorded and kept
-WAIT, WARM_UP, ACTIVE = 8, 2, 10
+WAIT = 8
+WARM_UP = 2
+ACTIVE = 10
 
 
 def make_profiler(run: Run) -> AbstractContextManager[profile | None]:

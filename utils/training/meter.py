@@ -62,7 +62,8 @@ class Meter:
     ):
         self.task, self.names = task, (*task.training, "count", "wait", "skipped")
         if start and start.keys() != set(self.names):
-            there, here = join_names(start), join_names(self.names)
+            there = join_names(start)
+            here = join_names(self.names)
             problem = f"the checkpoint has the training sums {there}; this task needs {here}"
             raise UserError(problem, "use another checkpoint")
         # besides sums of the task: samples, seconds waited for them, and updates that fp16 skipped

@@ -76,7 +76,8 @@ _NOT_ARGUMENTS |= {"maximize", "foreach", "capturable", "differentiable", "fused
 
 def sgd(groups: Groups, config: TrainConfig, nesterov: bool = True) -> Optimizer:
     """SGD with Nesterov momentum, see --momentum."""
-    momentum, nesterov = config.momentum, nesterov and config.momentum > 0
+    momentum = config.momentum
+    nesterov = nesterov and config.momentum > 0
     return optim.SGD(groups, config.lr, momentum, nesterov=nesterov, fused=True)
 
 
@@ -145,7 +146,8 @@ def _try_arguments(config: TrainConfig) -> None:
     --optimizer_args.
     """
     # These defaults are chosen later, from the data.
-    lr, decay = config.lr or 1.0, config.weight_decay or 0.0
+    lr = config.lr or 1.0
+    decay = config.weight_decay or 0.0
     known = replace(config, lr=lr, weight_decay=decay, layer_decay=None)
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     optimizer = build_optimizer(known, model)

@@ -67,7 +67,8 @@ class Run:
     loaders: Sequence[DataLoader]
 
     def __post_init__(self) -> None:
-        setup, folder = self.setup, self.folder
+        setup = self.setup
+        folder = self.folder
         self.ranks, self.accelerator = ranks, accelerator = setup.ranks, setup.accelerator
         self.config, self.state = config, state = setup.config, setup.state
         self.spec, self.task = spec, task = setup.spec, setup.task
@@ -75,7 +76,8 @@ class Run:
         with ranks.agree("opening the log"):
             self.log = RunLog(folder, ranks.is_main, state, self.updates, task)
         self.trackers = RunTrackers(accelerator, config, folder, state.run_id)
-        device, eval_spec = accelerator.device, spec.for_evaluation()
+        device = accelerator.device
+        eval_spec = spec.for_evaluation()
         self.train_batches = DeviceLoader(self.loaders[0], spec, config, device, True, task.outputs)
         self.evaluator = Evaluator(
             ranks, accelerator, self.module, self.loaders[1], eval_spec, task, config
@@ -90,7 +92,8 @@ class Run:
         It follows from the state, so all ranks agree, and a resumed run with a higher limit
         continues.
         """
-        config, state = self.config, self.state
+        config = self.config
+        state = self.state
         if state.step >= self.updates:
             return "max_steps" if config.max_steps else "epochs"
         if state.seconds >= (config.max_seconds or math.inf):
@@ -103,8 +106,12 @@ def log_start(run: Run) -> None:
     """Print what runs where, start the trackers, and write the settings to the run folder;
     collective.
     """
-    config, ranks, folder, data = run.config, run.ranks, run.folder, run.data
-    source, images = run.setup.source, run.train_batches.dataset
+    config = run.config
+    ranks = run.ranks
+    folder = run.folder
+    data = run.data
+    source = run.setup.source
+    images = run.train_batches.dataset
     numbers = run.plan.sizes(run.accelerator.num_processes) | {
         "threads": ranks.threads,
         "precision": run.accelerator.mixed_precision,
@@ -145,9 +152,14 @@ def log_start(run: Run) -> None:
 
 def start_rows(run: Run) -> list[tuple[str, str]]:
     """The rows of the table at the start of a run; collective."""
-    plan, data, config, setup, ranks = run.plan, run.data, run.config, run.setup, run.ranks
+    plan = run.plan
+    data = run.data
+    config = run.config
+    setup = run.setup
+    ranks = run.ranks
     places = ranks.gather(ranks.describe())
-    most, per_rank = plan.microbatches, plan.microbatches // len(places)
+    most = plan.microbatches
+    per_rank = plan.microbatches // len(places)
     interface = f" on {ranks.interface}" if ranks.interface else ""
     model = [config.model, describe_parameters(run.module), run.spec.describe()]
     # only torchvision's models have the first of these, and models whose head was kept the second
@@ -188,7 +200,9 @@ def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
 
     `command` is the command that started the run.
     """
-    state, config, folder = run.state, run.config, run.folder
+    state = run.state
+    config = run.config
+    folder = run.folder
     done = bool(run.ended) and not state.owes_evaluation
     if done:
         if state.step < run.updates:
@@ -202,7 +216,8 @@ def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
         for name in ("data_dir", "cache_dir"):
             if (value := getattr(config, name)) != getattr(TrainConfig, name):
                 words += [f"--{name}", value]
-        title, following = "Done", f"evaluate it: {shlex.join(map(str, words))}"
+        title = "Done"
+        following = f"evaluate it: {shlex.join(map(str, words))}"
     else:
         reason = run.stopping.request or "another rank was asked to stop"
         title = f"Stopped after update {state.step} of {run.updates} ({reason})"
@@ -217,7 +232,9 @@ def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
 
 def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, str]]:
     """The rows of the table at the end of a run."""
-    state, metric, found = run.state, run.task.metric, result or {}
+    state = run.state
+    metric = run.task.metric
+    found = result or {}
     names = [name for name in dict.fromkeys([metric, "loss"]) if name in found]
     rows = [(name, f"{found[name]:.4f}") for name in names]
     if "weights" in found:

@@ -147,8 +147,10 @@ def onecycle(
     defaults are those of torch's OneCycleLR (Smith and Topin, 2017). Unlike there, the momentum is
     constant.
     """
-    lr, warmup = config.lr, config.warmup_steps
-    start, end = lr / div_factor, lr / (div_factor * final_div_factor)
+    lr = config.lr
+    warmup = config.warmup_steps
+    start = lr / div_factor
+    end = lr / (div_factor * final_div_factor)
     top = 0.3 * updates - 1 if warmup is None else float(count_updates(warmup, updates))
     if update <= top and top > 0:
         return _half_cosine(start, lr, update / top)
@@ -167,7 +169,8 @@ def learning_rate(config: TrainConfig, update: int, updates: int) -> float:
     linearly to 0.
     """
     cooldown = count_updates(config.cooldown_steps, updates)
-    before, left = updates - cooldown, updates - update
+    before = updates - cooldown
+    left = updates - update
     lr = SCHEDULES.call(config, config, min(update, before), before)
     return lr * left / cooldown if left < cooldown else lr
 

@@ -45,7 +45,8 @@ def describe_shards(model: nn.Module, ranks: Ranks) -> str:
     """
     if not is_sharded(model):
         return ""
-    parameters, count = list(model.parameters()), count_units(model)
+    parameters = list(model.parameters())
+    count = count_units(model)
     total = bytes_text(sum(each.numel() * each.element_size() for each in parameters))
     most = bytes_text(max(ranks.gather(sum(local(each).nbytes for each in parameters))))
     units = "1 unit" if count == 1 else f"{count} units"

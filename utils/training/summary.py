@@ -60,7 +60,8 @@ FEW = 200
 
 def classes_row(data: Data) -> str:
     """The number of classes, and the smallest and the largest one in training and evaluation."""
-    names, parts = data.class_names, ((data.train, "training"), (data.evaluation, "evaluation"))
+    names = data.class_names
+    parts = ((data.train, "training"), (data.evaluation, "evaluation"))
     labels = data.train.labels
     several = f", {labels.sum() / len(labels):.1f} per image" if labels.ndim == 2 else ""
     counts = ", ".join(f"{_range(split, names)} {word} images" for split, word in parts)
@@ -69,7 +70,8 @@ def classes_row(data: Data) -> str:
 
 def warn_about_data(data: Data) -> list[str]:
     """Lines to print about the data at the start of a run."""
-    lines, names = [*data.train.notes, *data.evaluation.notes], data.class_names
+    lines = [*data.train.notes, *data.evaluation.notes]
+    names = data.class_names
     if data.evaluation.name == "test":
         problem = "split test chooses the best checkpoint, so its score will be slightly too high"
         fix = "with --eval_fraction 0.1, a hold-out chooses it, and eval.py --split test then gives the score"
@@ -98,7 +100,8 @@ def always_answering(data: Data) -> tuple[str, float] | None:
 def _range(split: Split, names: list[str]) -> str:
     """For example `12 (class cat) to 40 (class dog)`, or `12` if all classes have the same number."""
     counts = count_classes(split.labels, len(names))
-    least, most = int(counts.argmin()), int(counts.argmax())
+    least = int(counts.argmin())
+    most = int(counts.argmax())
     if counts[least] == counts[most]:
         return str(counts[least])
     ends = (f"{counts[index]} (class {printable(names[index])})" for index in (least, most))

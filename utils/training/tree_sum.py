@@ -59,7 +59,8 @@ class TreeSum:
         while node[1] % 2 and (left := (node[0], node[1] - 1)) in self.parts:
             parts = self.parts.pop(left)
             torch._foreach_add_(parts, tensors)
-            tensors, node = parts, (node[0] + 1, node[1] // 2)
+            tensors = parts
+            node = (node[0] + 1, node[1] // 2)
         self.parts[node] = tensors
 
     def total(self) -> list[Tensor]:
@@ -67,7 +68,8 @@ class TreeSum:
 
         Starts the next update.
         """
-        parts, self.parts = list(self.parts.values()), {}
+        parts = list(self.parts.values())
+        self.parts = {}
         result = parts[0]
         for dtype in {tensor.dtype: None for tensor in result} if self.processes > 1 else ():
             chosen = [place for place, tensor in enumerate(result) if tensor.dtype == dtype]
@@ -78,7 +80,8 @@ class TreeSum:
 
     def _exchange(self, nodes: Sequence[Tensor]) -> Tensor:
         """The sum [n] of the nodes of all ranks, from those of this rank, [n] each; collective."""
-        counts, size = [len(each) for each in self.nodes], len(nodes[0])
+        counts = [len(each) for each in self.nodes]
+        size = len(nodes[0])
         if sum(counts) == 2:  # a + b has only one order
             dist.all_reduce(nodes[0])
             return nodes[0]
