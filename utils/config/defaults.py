@@ -269,9 +269,7 @@ def list_changes(config: TrainConfig, group: type) -> list[str]:
     """The names and values of those settings of a group that do not have their defaults, for the
     start table.
     """
-    names, now, usual = (
-        [setting.name for setting in fields(group)],
-        vars(config),
-        vars(TrainConfig()),
-    )
+    names = [setting.name for setting in fields(group)]
+    now = vars(config)
+    usual = vars(TrainConfig())
     return [f"{n} {now[n]}" for n in names if n not in CHOSEN and now[n] != usual[n]]
