@@ -14,7 +14,7 @@ import eval
 from utils.config.settings import TrainConfig
 from utils.data.cache import decode_all
 from utils.data.selection import load_data
-from utils.models.layers import TestTimeAugmentation
+from utils.models.layers import TestTimeAugmentation as Augmented
 
 FLAGS = ("--model", "mlp", "--model_args", "{hidden: 8}", "--threads", "1", "--lr", "0.05")
 
@@ -55,7 +55,7 @@ def mean_logits(run: str, images: np.ndarray, name: str) -> torch.Tensor:
 def test_the_views_and_their_weights_are_those_of_the_definition(name, count):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(5)).eval()
-    images, views = torch.randn(7, 3, 6, 9), TestTimeAugmentation(model, name)
+    images, views = torch.randn(7, 3, 6, 9), Augmented(model, name)
     with torch.no_grad():
         parts = views_of(images.numpy(), name)
         mean = sum(weight * model(torch.from_numpy(view)) for weight, view in parts)
@@ -66,7 +66,7 @@ def test_the_views_and_their_weights_are_those_of_the_definition(name, count):
         assert views(images[:0]).shape == (0, 5)  # of a rank without samples
         other = images.contiguous(memory_format=torch.channels_last)
         assert views(other).allclose(found, atol=1e-6)
-        half = TestTimeAugmentation(model.bfloat16(), name)(images.bfloat16())
+        half = Augmented(model.bfloat16(), name)(images.bfloat16())
         assert half.dtype == torch.float32
 
 
