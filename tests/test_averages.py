@@ -23,6 +23,7 @@ from helpers.training_runs import (
 import eval
 import train
 from utils.runs.manifest import checkpoints_of
+from utils.training.evaluation import Evaluator
 
 DECAY = 0.3  # the warm-up reaches it at the fourth update
 # Batch statistics, and an integer buffer. Four updates an epoch, the last one smaller.
@@ -123,14 +124,14 @@ def test_one_two_and_three_processes_have_the_same_average_with_microbatches():
 
 def stop_in_the_second_evaluation(flags):
     """The last rank gets a signal in the average's first evaluation."""
-    rows, calls = train.Evaluator.rows, count(1)
+    rows, calls = Evaluator.rows, count(1)
 
     def stopped(*arguments, **more):
         if next(calls) == 2 and os.environ.get("RANK") == "1":
             os.kill(os.getpid(), signal.SIGTERM)
         return rows(*arguments, **more)
 
-    train.Evaluator.rows = stopped
+    Evaluator.rows = stopped
     train.main(["--run_name", "stopped", *flags])
 
 
