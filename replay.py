@@ -46,8 +46,10 @@ from utils.training.schedule import due_after
 
 _ROWS = 12  # of the largest gradients
 _LOGITS = 5  # printed for each sample
-_BITS = """All bits repeat on another number of processes only with --microbatches, and on a GPU
-only with that or --deterministic; --init_from needs its old weights""".replace("\n", " ")
+_BITS = (
+    "All bits repeat on another number of processes only with --microbatches, and on a GPU only "
+    "with that or --deterministic; --init_from needs its old weights"
+)
 Layers = list[tuple[str, bool, bool]]  # name, and whether the inputs and the outputs are finite
 
 

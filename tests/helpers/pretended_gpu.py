@@ -10,8 +10,8 @@ one GPU, with real numbers. `faults` has a line for each of these, with the plac
 `operations` has, for each update, how many operations the host starts on the GPU; views are not
 counted.
 
-It knows nothing of kernels, memory and speed. C++ sees tensors on "meta", so autocast is imitated,
-only for the functions in LOWER and FLOAT, and only when Python calls them. There is no DDP and no
+It knows nothing of kernels, memory and speed. C++ sees tensors on "meta", so autocast is imitated:
+for the functions in LOWER and FLOAT, when Python calls them. There is no DDP and no
 torch.compile.
 """
 

@@ -46,15 +46,16 @@ def cached(
     They are written in order, completely or not at all. Several processes may do so at once. Raises
     UserError if the file cannot be written or mapped.
     """
+    if (array := open_cached(path, shape, dtype)) is not None:
+        return array
     try:
-        if open_cached(path, shape, dtype) is None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            header = {"descr": dtype, "fortran_order": False, "shape": shape}
-            with whole_file(path) as file:
-                np.lib.format.write_array_header_1_0(file, header)
-                for chunk in chunks:
-                    # not to a memory map, because a full disk would raise SIGBUS
-                    file.write(chunk.data)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        header = {"descr": dtype, "fortran_order": False, "shape": shape}
+        with whole_file(path) as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            for chunk in chunks:
+                # not to a memory map, because a full disk would raise SIGBUS
+                file.write(chunk.data)
         return np.lib.format.open_memmap(path, mode="r")
     except OSError as error:
         problem = f"{path.parent}: cannot be used as a cache ({error.strerror})"

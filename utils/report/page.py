@@ -1,7 +1,7 @@
 """report.html: the page of one or several runs, a single file that loads nothing else.
 
-To add a section, add it to page.html. `read_run` has its values: the log, the settings,
-and the numbers of an evaluation (analysis.py).
+To add a section, add it to page.html. `read_run` has its values: the log, the settings, and the
+numbers of an evaluation (analysis.py).
 """
 
 import json
