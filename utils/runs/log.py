@@ -125,6 +125,8 @@ _BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]"
 class ProgressBar(tqdm):
     """A progress bar and lines; without a terminal, lines only. The bar is removed at the end."""
 
+    max_seconds = math.inf
+
     def __init__(self, state: TrainState, updates: int, task: Task):
         self.training = list(task.summary(dict.fromkeys(task.training, 1.0), 1.0))
         self.evaluation = {**task.shown, task.metric: task.shown.get(task.metric, task.metric)}
@@ -141,7 +143,9 @@ class ProgressBar(tqdm):
         )
 
     def show(self, record: dict) -> None:
-        if record["kind"] == "train":
+        if record["kind"] == "start":
+            self.max_seconds = record.get("max_seconds", math.inf)
+        elif record["kind"] == "train":
             self._show_training(record)
         elif record["kind"] == "eval":
             self._show_evaluation(record)
@@ -149,7 +153,9 @@ class ProgressBar(tqdm):
     def _show_training(self, record: dict) -> None:
         names = [*self.training, "grad_norm"]
         numbers = {name: f"{record[name]:.4f}" for name in names if name in record}
-        left = (self.total - record["step"]) * record["seconds"] / max(1, record["step"])
+        seconds = record["seconds"]
+        left = (self.total - record["step"]) * seconds / max(1, record["step"])
+        left = max(0.0, min(left, self.max_seconds - seconds))
         numbers |= {
             "lr": f"{record['lr']:.2e}",
             "images/s": f"{record['images_per_second']:.0f}",
