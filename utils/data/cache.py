@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from utils.config.settings import TrainConfig
 from utils.data.augment import make_augmentation
 from utils.data.datasets import CachedDataset, ImageDataset, PhotoDataset
-from utils.data.decode import VERSION
+from utils.data.decode import pixels_key
 from utils.data.order import BlockSampler
 from utils.data.spec import InputSpec
 from utils.data.splits import Split
@@ -88,7 +88,7 @@ def decode_all(
     """All samples as uint8 [N, H, W, C]: the split's own array if it has one, else a memory-mapped
     file in the cache.
 
-    The name of the file contains the fingerprint of the data. For image files, the fingerprint
+    The name of the file contains the fingerprint of the data and the decoders. For image files, the fingerprint
     includes their paths, sizes and times. A file that is not whole is written again. `progress`
     wraps an iterable (tqdm). Raises UserError for an unreadable image, and if the cache cannot be
     read or written.
@@ -100,7 +100,7 @@ def decode_all(
         if images.shape[1:] == shape:
             is_whole = np.array_equal(split.image_index, np.arange(len(images)))
             return images if is_whole else images[split.image_index]
-    name = f"v{VERSION}-{split.cache_key}-{'x'.join(map(str, shape))}.npy"
+    name = f"{pixels_key(split)}-{'x'.join(map(str, shape))}.npy"
     path = expand(cache_dir) / "decoded" / name
     return cached(path, (len(split), *shape), "|u1", _decoded(split, shape, progress))
 
