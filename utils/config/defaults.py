@@ -242,6 +242,7 @@ def advice(
             all(small) and not by_loader,
             "small images are decoded once, before training",
         ),
+        ("shrink", all(small), "small images are decoded once, before training"),
         ("data_on_device", not any(small), "only small images are decoded before training"),
         ("eval_crop", small[1], "small images are evaluated whole"),
         ("pos_weight threshold", targets, "only --task multilabel and binary use it"),

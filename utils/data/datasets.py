@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -62,6 +62,7 @@ class _Labelled(Dataset):
     """A data set whose length is that of its labels."""
 
     labels: np.ndarray
+    thumbnails: Any = None  # small grey images of the samples, float32 [N, D], where they are known
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -121,7 +122,7 @@ class PhotoDataset(_Labelled):
         random = self.augmentation.draw(microbatch)
         crop = self.augmentation.transforms[0]
         try:
-            encoded = self.split.read_ahead(indices)
+            encoded = self.read(indices)
             for place, (position, raw) in enumerate(zip(indices, encoded, strict=True)):
                 shrink = partial(crop.shrink, random[0][place])
                 pixels = decode(self.split, position, spec.channels, raw, shrink)
@@ -132,6 +133,10 @@ class PhotoDataset(_Labelled):
         except (ValueError, OSError) as error:
             return batch.failed(UserError(one_line(error)))
         return batch._replace(images=self.augmentation.apply(images, random, 1))
+
+    def read(self, positions: list[int]) -> list:
+        """The images of these samples, encoded or as tensors; None to read them one by one."""
+        return self.split.read_ahead(positions)
 
 
 _SHARE = 1 / 4  # of a GPU's free memory that --data_on_device auto uses at most
@@ -194,8 +199,9 @@ class Features(_Labelled):
     augmentation = Augmentation()
     image_bytes = 0  # not sent between processes
 
-    def __init__(self, views: np.ndarray, images: ImageDataset, origin: str):
+    def __init__(self, views: np.ndarray, images: ImageDataset, thumbnails: Any, origin: str):
         self.views, self.images, self.labels, self.origin = views, images, images.labels, origin
+        self.thumbnails = thumbnails
 
     @property
     def place(self) -> str:

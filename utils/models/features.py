@@ -7,6 +7,7 @@ from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import adaptive_avg_pool2d
 
 from utils.data.spec import InputSpec
 from utils.models.layers import restored_buffers
@@ -48,8 +49,14 @@ def find_last_part(model: nn.Module, spec: InputSpec) -> tuple[nn.Module | None,
     return part, ""
 
 
+_SIDE = 16  # pixels of a thumbnail; small enough to be the same after an image was resized
+
+
 class FrozenPart(nn.Module):
-    """The layers before the last part of a model: from images [n, C, H, W] to features [n, ...]."""
+    """The layers before the last part of a model: from images [n, C, H, W] to features [n, ...].
+
+    `thumbnails` are grey ones of the last images, float32 [n, 256].
+    """
 
     def __init__(self, model: nn.Module, part: nn.Module):
         super().__init__()
@@ -58,6 +65,7 @@ class FrozenPart(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         found: list[Tensor] = []
+        self.thumbnails = adaptive_avg_pool2d(images.mean(1), _SIDE).flatten(1).float()
         # a copy, because layers may change it
         with self.part.register_forward_pre_hook(lambda _, given: found.append(given[0].clone())):
             self.model(images)
