@@ -277,6 +277,7 @@ def test_rows_that_are_new_or_in_another_order_do_not_move_samples(trained):
     assert same_tensors(weights("run"), weights("whole"))
 
 
+@pytest.mark.full
 def test_another_list_is_evaluated_whole_or_by_its_splits(trained):
     header, rows = "path,label,split\n", "cat/000.bmp,cat,train\ndog/002.bmp,dog,train\n"
     write("path,label\ncat/000.bmp,cat\ndog/000.bmp,dog\ndog/001.bmp,dog\n", "photos/flat.csv")

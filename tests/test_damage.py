@@ -172,6 +172,7 @@ def changed_files(trained, name):
     return [file for file in before if after.get(file) != before[file]]
 
 
+@pytest.mark.full
 def test_each_change_of_one_byte_of_a_manifest_is_seen(tmp_path):
     """Each bit flipped, and each byte replaced by one that a reader of text or of JSON might take
     for the same.

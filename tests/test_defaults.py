@@ -154,6 +154,7 @@ def saved_settings(name):
     return {setting: values[setting] for setting in NAMES}
 
 
+@pytest.mark.full
 def test_photographs_train_with_the_same_settings_on_one_process_and_on_two():
     for split, counts in (("train", {"a": 13, "b": 12}), ("val", {"a": 2, "b": 2})):
         image_folder(f"photos/{split}", counts, size=(100, 120), kind="jpg")
@@ -197,6 +198,7 @@ def test_a_loss_that_explodes_while_it_is_finite_is_reported_once_in_a_run_with_
     assert "lower --lr" in lines[0][0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flags", [
     words("--model mnist_cnn --image_size 12 --mixup 0.8 --cutmix 1.0 --label_smoothing 0.1 --warmup_steps 20"),
     *(pytest.param(flags, marks=pytest.mark.full) for flags in [

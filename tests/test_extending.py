@@ -223,6 +223,7 @@ def notebook(flags: list[str]) -> None:
     train.main([*MLP, "--plugin", "mine.py"])
 
 
+@pytest.mark.full
 def test_one_process_saves_the_plug_in_of_a_second_run_and_refuses_a_changed_one():
     Path("mine.py").write_text("")
     line = refused(notebook)

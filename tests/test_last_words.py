@@ -48,6 +48,7 @@ def _diverge(rank: int, error: type[Exception]):
     train.main(["--run_name", "run", *MLP, "--timeout", "60"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("error", "text"),
     [

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from helpers.ranks import run_ranks, start_ranks
 from helpers.training_runs import (
     MLP,
@@ -62,6 +63,7 @@ def fill_disk(step):
     )
 
 
+@pytest.mark.full
 def test_the_run_goes_on_while_a_checkpoint_is_completed():
     launch = start_ranks(2, train_with, await_go)
     until(has_logged(6))

@@ -96,6 +96,7 @@ def _train_under_nohup(flags):
     slow_train(flags, 0.01, 50)
 
 
+@pytest.mark.full
 def test_a_stop_in_the_middle_of_an_evaluation_leaves_it_to_the_resumed_run():
     flags = [*FLAGS, *words("--max_steps 50 --eval_batch_size 4")]
     launch = start_ranks(2, _train_and_evaluate_slowly, flags)
@@ -202,6 +203,7 @@ def photos():
     image_folder("photos", {"class0": 40, "class1": 40}, size=(120, 120))
 
 
+@pytest.mark.full
 def test_a_signal_to_the_whole_process_group_leaves_the_loader_workers_to_their_rank(photos):
     """As Ctrl-C in a terminal and scancel send it."""
     launch = start_ranks(1, _train_in_a_group_of_its_own, PHOTOS)
@@ -244,6 +246,7 @@ def test_the_command_to_go_on_is_the_one_that_was_typed():
     assert resume_command(typed, "o p", "z") == expected
 
 
+@pytest.mark.full
 def test_a_killed_loader_worker_is_one_line(photos):
     launch = start_ranks(1, slow_train, PHOTOS, 0.01, 3)
     until(Path("held-0").exists)  # not in the middle of taking a batch from the one that is killed

@@ -102,6 +102,7 @@ def test_every_setting_of_the_step_means_what_plain_pytorch_means(flags):
         torch.testing.assert_close(tensor, model[name], rtol=1e-3, atol=5e-5)
 
 
+@pytest.mark.full
 def test_a_global_batch_smaller_than_the_ranks_still_counts_each_sample_once():
     flags = words("--data synthetic/3x8x25 --model mlp --global_batch_size 12 --log_every 1")
     flags += words("--lr 0.01 --epochs 3")
