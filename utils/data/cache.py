@@ -3,9 +3,11 @@ that all ranks of a machine share; and the cache of shrunk photographs.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL
@@ -13,18 +15,19 @@ import torch
 import torchvision
 from torch import Tensor
 from torch.utils.data import DataLoader
+from torchvision.transforms.v2.functional import resize
 
 from utils.config.settings import TrainConfig
-from utils.data.augment import Augmentation, make_augmentation
+from utils.data.augment import make_augmentation
 from utils.data.datasets import CachedDataset, ImageDataset, PhotoDataset
-from utils.data.decode import VERSION, decode, resize
+from utils.data.decode import VERSION, decode
 from utils.data.order import BlockSampler
 from utils.data.spec import InputSpec
 from utils.data.splits import Files, Split, fingerprint_of, stamp_of
 from utils.data.workers import choose_workers, move_to_shared_memory, worker_processes
 from utils.errors import UserError, one_line
 from utils.files import expand, whole_file
-from utils.memory import bytes_text, usable_cores
+from utils.memory import usable_cores
 from utils.waiting import wait_for_items
 
 
@@ -83,9 +86,7 @@ def make_dataset(
     if spec.small:
         pixels = decode_all(split, *spec.size, spec.channels, config.cache_dir, progress)
         return CachedDataset(pixels, split.labels, augmentation)
-    if config.shrink:
-        folder = expand(config.cache_dir) / "shrunk"
-        return ShrunkDataset(split, spec, augmentation, config.shrink, folder)
+    split = shrink(split, spec, config.shrink, f"{expand(config.cache_dir)}/shrunk")
     return PhotoDataset(split, spec, augmentation)
 
 
@@ -135,70 +136,64 @@ def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> I
         raise UserError(f"images cannot be decoded ({one_line(error)})") from error
 
 
-class ShrunkDataset(PhotoDataset):
-    """Photographs whose shorter side is reduced to `side` pixels; smaller ones keep their size.
+@dataclass(frozen=True)
+class ShrunkImages:
+    """The images of a split with a shorter side of `side` pixels; smaller ones keep their size.
 
     In `folder`, each is a file of its own with its pixels: a cache that is filled half-way is
     filled on, and another split of the same photographs uses it too. Without a folder, the same
     pixels are computed each time.
     """
 
-    def __init__(
-        self,
-        split: Split,
-        spec: InputSpec,
-        how: Augmentation | None,
-        side: int,
-        folder: Path | None,
-    ):
-        super().__init__(split, spec, how)
-        self.side, self.folder = side, folder
-        self.place = f"reduced to a shorter side of {side}, cached in {folder}"
+    split: Split
+    channels: int
+    side: int
+    folder: str
 
-    def read(self, positions: list[int]) -> list:
-        """The pixels of these samples, uint8 [H, W, C], which are cached if they were not."""
-        return [self._pixels(position) for position in positions]
+    def many(self, rows: Sequence[int]) -> list[Tensor]:
+        """The pixels of these images, uint8 [H, W, C], which are cached if they were not."""
+        return [*map(self._cached if self.folder else self._shrink, rows)]
 
-    def _pixels(self, position: int) -> Tensor:
-        if self.folder is None:
-            return self._shrink(position)
-        split = self.split
-        images, row = split.images, int(split.image_index[position])
-        image = [split.fingerprint, row]
+    def _cached(self, row: int) -> Tensor:
+        images = self.split.images
+        image = [self.split.fingerprint, row]
         if isinstance(images, Files):
             image = [images.paths[row], *stamp_of(images.paths[row])]
-        pixels = self.spec.channels, split.bits, self.side
-        key = fingerprint_of(*image, *pixels, VERSION, PIL.__version__, torchvision.__version__)
-        path = self.folder / key[:2] / f"{key}.npy"
+        decoders = VERSION, PIL.__version__, torchvision.__version__
+        name = fingerprint_of(*image, self.channels, self.split.bits, self.side, *decoders)
+        path = Path(self.folder, name[:2], f"{name}.npy")
         array = open_cached(path, (), "|u1")
         if array is None:
-            pixels = self._shrink(position).numpy()
+            pixels = self._shrink(row).numpy()
             array = cached(path, pixels.shape, "|u1", [pixels])
         return torch.from_numpy(np.array(array))
 
-    def _shrink(self, position: int) -> Tensor:
-        def factor(*size: int) -> float:
-            return min(size) / self.side
-
-        pixels = decode(self.split, position, self.spec.channels, shrink=factor)
-        scale = max(1, factor(*pixels.shape[:2]))
-        height, width = (round(side / scale) for side in pixels.shape[:2])
-        return resize(pixels, height, width).contiguous()
+    def _shrink(self, row: int) -> Tensor:
+        pixels = decode(self.split, row, self.channels, shrink=lambda *size: min(size) / self.side)
+        if min(pixels.shape[:2]) > self.side:
+            pixels = resize(pixels.permute(2, 0, 1), [self.side]).permute(1, 2, 0)
+        return pixels.contiguous()
 
 
-_PER_BYTE = 2e-8  # seconds of a core to read a large photograph
+def shrink(split: Split, spec: InputSpec, side: int | None, folder: str = "") -> Split:
+    """The split with photographs as --shrink says."""
+    if side is None or spec.small:
+        return split
+    whole = replace(split, image_index=np.arange(len(split.images)))
+    images: Any = ShrunkImages(whole, spec.channels, side, folder)
+    return replace(split, images=images)
 
 
-def suggest_shrink(config: TrainConfig, spec: InputSpec, split: Split, images: float) -> list[str]:
-    """A line about --shrink where it saves over a minute and the cache is smaller than the files;
-    each core reads `images` after the first epoch.
-    """
+# Seconds of a core that --shrink saves in reading a photograph: for each byte, and less this, so
+# that it is not suggested for photographs of less than a megabyte.
+_SECONDS = 2.5e-8, 0.025
+
+
+def suggest_shrink(config: TrainConfig, split: Split, images: int) -> list[str]:
+    """A line about --shrink if it saves over a minute of a run that reads so many images."""
     if config.shrink or split.checksums is None:
         return []
-    size = (split.checksums[split.image_index] >> 32).mean()
-    minutes = images * size * _PER_BYTE / 60
-    side = 3 * max(spec.size) // 2
-    most = 4 * side**2  # bytes of its pixels, with sides of 3:4
-    line = f"--shrink {side} saves about {minutes:.0f} minutes of reading large photographs, "
-    line += f"takes {bytes_text(len(split) * most)} in {config.cache_dir}, and changes pixels"
-    return [line] * (size > most and minutes > 1)
+    sizes = split.checksums[split.image_index] >> 32
+    seconds = (images - len(split)) * (sizes.mean() * _SECONDS[0] - _SECONDS[1]) / usable_cores()
+    line = f"--shrink SIDE saves about {seconds / 60:.0f} minutes of reading large photographs"
+    return [f"{line}, but changes their pixels"] * (seconds > 60)

@@ -122,7 +122,7 @@ class PhotoDataset(_Labelled):
         random = self.augmentation.draw(microbatch)
         crop = self.augmentation.transforms[0]
         try:
-            encoded = self.read(indices)
+            encoded = self.split.read_ahead(indices)
             for place, (position, raw) in enumerate(zip(indices, encoded, strict=True)):
                 shrink = partial(crop.shrink, random[0][place])
                 pixels = decode(self.split, position, spec.channels, raw, shrink)
@@ -133,10 +133,6 @@ class PhotoDataset(_Labelled):
         except (ValueError, OSError) as error:
             return batch.failed(UserError(one_line(error)))
         return batch._replace(images=self.augmentation.apply(images, random, 1))
-
-    def read(self, positions: list[int]) -> list:
-        """The images of these samples, encoded or as tensors; None to read them one by one."""
-        return self.split.read_ahead(positions)
 
 
 _SHARE = 1 / 4  # of a GPU's free memory that --data_on_device auto uses at most

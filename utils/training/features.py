@@ -89,20 +89,20 @@ class FeatureCache:
         ranks = self.setup.ranks
         start = time.perf_counter()
         folder = expand(config.cache_dir) / "features"
-        small_folder = folder.with_name("thumbnails")
         block_size = evaluation_blocks(len(images), config.eval_batch_size).block_size
         key = [*self._key, block_size, spec, views, *augmented]
         path = folder / f"v{VERSION}-{fingerprint_of(split.cache_key, key)}.npy"
         array = open_cached(path, (views, len(images)), "<f4")
-        small = open_cached(small_folder / path.name, (len(images),), "<f4")
+        small_path = folder.with_name("thumbnails") / path.name
+        small = open_cached(small_path, (len(images),), "<f4")
         origin = f"found in {folder}"
         if ranks.any_rank(array is None or small is None):
             found, seen = self._compute(images, spec, views)
             with ranks.local_main_first("writing features"):
                 array = cached(path, found.shape, "<f4", [found])
-                small = cached(small_folder / path.name, seen.shape, "<f4", [seen])
+                small = cached(small_path, seen.shape, "<f4", [seen])
             origin = f"computed in {time.perf_counter() - start:.1f} s"
-        assert array is not None and small is not None
+        assert array is not None
         view = "centre"
         if augmented:
             view = "one random view" if views == 1 else f"{views} random views"
@@ -133,9 +133,7 @@ class FeatureCache:
             *(getattr(m, "__version__", "") for m in modules),
         ]
 
-    def _compute(
-        self, images: ImageDataset, spec: InputSpec, views: int
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _compute(self, images: ImageDataset, spec: InputSpec, views: int) -> list[np.ndarray]:
         """The features of all images, float32 [views, N, ...], and thumbnails of the last view,
         [N, D], on every rank; collective.
         """
@@ -165,4 +163,4 @@ class FeatureCache:
                 )
             _, found[view], small = evaluator.in_order(accelerator.gather(rows))
         frozen.model.train()
-        return found, small
+        return [found, small]

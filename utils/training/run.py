@@ -114,10 +114,9 @@ def log_start(run: Run) -> None:
     data = run.data
     source = run.setup.source
     images = run.train_batches.dataset
-    sets = run.evaluator.batches.dataset, images
-    small = [each.thumbnails for each in sets if each.thumbnails is not None]
+    eval_set = run.evaluator.batches.dataset
     with ranks.agree("looking for copies", no_timeout=True):
-        copies = find_copies(data, small) if ranks.is_main else []
+        copies = find_copies(data, images, eval_set) if ranks.is_main else []
     numbers = run.plan.sizes(run.accelerator.num_processes) | {
         "threads": ranks.threads,
         "precision": run.accelerator.mixed_precision,
@@ -126,7 +125,7 @@ def log_start(run: Run) -> None:
         "init_weights": source and source.weights,
         "max_seconds": config.max_seconds,
         "shrink": config.shrink,
-        "copies": "; ".join(describe_copies(copies, 24)) or None,
+        "copies": copies[:24] or None,
         "versions": versions(),
     }
     numbers = {name: value for name, value in numbers.items() if value is not None}
@@ -135,7 +134,7 @@ def log_start(run: Run) -> None:
             run.trackers.start(numbers)
     run.log.write("start", step=run.state.step, **numbers, time=time.time())
     rows = start_rows(run)
-    lines = warn_about_data(data) + describe_copies(copies, 4)
+    lines = warn_about_data(data) + describe_copies(copies)
     lines += advice(
         config,
         small=(run.spec.small, run.spec.for_evaluation().small),
@@ -146,9 +145,8 @@ def log_start(run: Run) -> None:
         centre=isinstance(images, Features) and not config.feature_views,
     )
     if images.in_loader:
-        later = run.updates * run.plan.global_batch_size - run.plan.samples
-        cores = ranks.threads * ranks.topology.world_size
-        lines += suggest_shrink(config, run.spec, data.train, later / cores)
+        read = run.updates * run.plan.global_batch_size
+        lines += suggest_shrink(config, data.train, read)
     if not run.setup.resumed_from and config.model not in OWN_MODELS:
         lines += hint_for_few(config, run.plan.samples)
     title = "Lockstep  dry run" if config.dry_run else f"Lockstep  {folder}"
@@ -174,6 +172,7 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
     per_rank = plan.microbatches // len(places)
     interface = f" on {ranks.interface}" if ranks.interface else ""
     model = [config.model, describe_parameters(run.module), run.spec.describe()]
+    model += [f"photographs reduced to a shorter side of {config.shrink}"] * bool(config.shrink)
     # only torchvision's models have the first of these, and models whose head was kept the second
     model += [getattr(run.module, name, "") for name in ("stem_change", "head_change")]
     optimizer = [config.optimizer, f"lr {config.lr:.4g}", f"weight decay {config.weight_decay:g}"]
