@@ -1,0 +1,84 @@
+"""Copies of images across splits and classes: planted ones are found, and nothing else."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+from datasets import ClassLabel
+from helpers.make_data import encoded, image_folder, parquet, pictures, table
+from helpers.ranks import run_ranks
+from helpers.training_runs import records, words
+from PIL import Image
+
+import train
+from utils.config.settings import TrainConfig
+from utils.data.copies import find_copies
+from utils.data.selection import load_data
+
+FLAGS = words(
+    "--data photos --model timm/test_resnet --freeze backbone --image_size 100 --threads 1"
+)
+FLAGS += words("--num_workers 0 --max_steps 2")
+
+
+def copies_in(data: str) -> list[tuple]:
+    """The copies that are found without thumbnails."""
+    plain = SimpleNamespace(thumbnails=None)
+    return find_copies(load_data(TrainConfig(data=data)), plain, plain)
+
+
+def plant(source: str, target: str, quality: int = 0, scale: float = 1) -> tuple[str, str]:
+    """Copy a photograph: the file, or, with a quality, re-encoded and resized."""
+    if not quality:
+        shutil.copy(f"photos/{source}", f"photos/{target}")
+    else:
+        image = Image.open(f"photos/{source}")
+        height, width = (round(side * scale) for side in (image.height, image.width))
+        image.resize((width, height)).save(f"photos/{target}", quality=quality)
+    return f"photos/{target}", f"photos/{source}"
+
+
+def test_planted_copies_are_named_at_the_start_and_on_the_page_and_nothing_else_is():
+    coarse = iter(pictures(48, (9, 12)))
+    for path in [f"{s}/{c}/{n:02}.jpg" for s in ("train", "val") for c in "ab" for n in range(12)]:
+        Path("photos", path).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(next(coarse)).resize((160, 120)).save(f"photos/{path}")
+    planted = [
+        (False, False, plant("train/a/01.jpg", "val/b/x.jpg"), "="),
+        (False, False, plant("train/b/02.jpg", "val/a/y.jpg", 90), "~"),
+        (False, True, plant("train/a/03.jpg", "train/b/z.jpg"), "="),
+        (True, False, plant("train/a/04.jpg", "val/a/x.jpg"), "="),
+        (True, False, plant("train/a/05.jpg", "val/a/q.jpg", 30), "~"),
+        (True, False, plant("train/b/06.jpg", "val/b/r.jpg", 60, 0.5), "~"),
+        (True, False, plant("train/b/07.jpg", "val/b/s.jpg", 60, 2.3), "~"),
+    ]
+    plant("train/a/09.jpg", "train/a/same.jpg")  # of no matter
+    expected = sorted([c, s, path, sign, of] for c, s, (path, of), sign in planted)
+    line = "6 evaluation images are also in training, 3 images have two classes: photos/val/a/y.jpg"
+    for name in ("first", "again"):  # with features that are computed, and found
+        outcomes = run_ranks(2, train.main, [*FLAGS, "--run_name", name])
+        assert [outcome.out.count(line) for outcome in outcomes] == [1, 0], outcomes
+        assert records(name, "start")[0]["copies"] == expected
+        page = Path("runs", name, "report.html").read_text()
+        assert "val/b/x.jpg = train/a/01.jpg (two classes)" in page
+        assert "val/b/s.jpg ~ train/b/07.jpg<" in page
+
+
+def test_files_that_differ_only_in_the_middle_are_no_copies():
+    image_folder("photos", {"train/a": 6, "train/b": 6, "val/a": 3, "val/b": 3}, kind="png")
+    white = np.full((60, 100, 3), 255, np.uint8)
+    for number, name in enumerate(("train/a/scan.bmp", "val/a/scan.bmp", "val/b/scan.bmp")):
+        white[30, 30] = number % 2
+        Path("photos", name).write_bytes(encoded(white, "BMP"))
+    pair = "photos/val/b/scan.bmp", "=", "photos/train/a/scan.bmp"
+    assert copies_in("photos") == [(False, False, *pair)]
+
+
+def test_copies_in_a_table_are_named_by_their_rows():
+    images, names = list(pictures(30)), ClassLabel(names=["a", "b"])
+    labels = [n % 2 for n in range(20)]
+    parts = {"train": images[:20], "test": [*images[20:29], images[7]]}
+    parquet("tables", **{k: table(labels[: len(v)], names, v) for k, v in parts.items()})
+    pair = "image 9 of split 'test'", "=", "image 7 of split 'train'"
+    assert copies_in("tables") == [(True, False, *pair)]
