@@ -196,4 +196,4 @@ def suggest_shrink(config: TrainConfig, split: Split, images: int) -> list[str]:
     sizes = split.checksums[split.image_index] >> 32
     seconds = (images - len(split)) * (sizes.mean() * _SECONDS[0] - _SECONDS[1]) / usable_cores()
     line = f"--shrink SIDE saves about {seconds / 60:.0f} minutes of reading large photographs"
-    return [f"{line}, but changes their pixels"] * (seconds > 60)
+    return [f"{line}, but changes their pixels"] * bool(seconds > 60)
