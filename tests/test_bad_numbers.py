@@ -171,6 +171,7 @@ def test_ranks_that_train_different_weights_end_at_the_next_save_which_saves_not
     assert newest_good(Path("runs/run")).name == "step-00000004"
 
 
+@pytest.mark.full
 def test_ranks_with_different_processors_may_round_differently_which_is_said_once():
     main, other = run_ranks(2, _train_and_change_rank_1, FLAGS, "weight", True)
     assert (main.code, other.code) == (0, 0), main.err

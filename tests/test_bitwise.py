@@ -136,6 +136,7 @@ def test_unused_and_shared_parameters_and_buffers_of_any_type_give_the_same_bits
     assert (found["count"], found["byte"], found["ready"]) == (2**40 + 4 * 3, 200 - 4, True)
 
 
+@pytest.mark.full
 def test_the_norm_of_the_summed_gradient_is_clipped():
     """Plain gradient descent: a step is as long as the learning rate times the clipped norm."""
     flags = words("--model mlp --lr 0.5 --lr_schedule constant --momentum 0 --save_every 1")

@@ -378,6 +378,7 @@ def _train_and_tell_of_waiting(flags):
     train.main(["--run_name", "run", *flags])
 
 
+@pytest.mark.full
 def test_of_two_starts_of_one_name_at_the_same_time_exactly_one_gets_the_folder(whole):
     starts = [start_ranks(1, _train_when_both_are_ready, FLAGS) for _ in range(2)]
     until(lambda: any(has_ended(start.pids[0]) for start in starts))  # the one that is refused

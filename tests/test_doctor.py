@@ -155,6 +155,7 @@ def test_a_taken_port_is_named_before_the_processes_meet():
     assert "the processes are not connected" in outcomes[0].out
 
 
+@pytest.mark.full
 def test_a_rank_that_does_not_come_is_named():
     def absent(rank):
         if rank == 1:

@@ -179,6 +179,7 @@ def test_metrics_equal_their_definitions():
     assert found["per_class_accuracy"][:3] == pytest.approx(recall)
 
 
+@pytest.mark.full
 def test_the_training_log_has_macro_scores_when_asked():
     log = train_run(2, "run", *FLAGS, "--metrics")
     found = returned(1, eval.main, ["--ckpt", "runs/run"])[0]

@@ -199,6 +199,7 @@ def test_given_settings_take_precedence_over_those_of_the_source(folder):
     assert other.model == "resnet18" and other.model_args == {}
 
 
+@pytest.mark.full
 def test_a_resumed_run_needs_no_source_and_keeps_what_it_took_from_it(folder):
     flags = [*TUNED, *words("--init_from gone --resume auto --max_steps")]
     (folder / "gone").symlink_to(folder / "runs/source")

@@ -107,6 +107,7 @@ def fix_of(config, spec):
     return error.value.fix
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name, head",
     [
@@ -267,6 +268,7 @@ SMALL_SWIN |= {"depths": [1, 1], "num_heads": [2, 2], "drop_path_rate": 0.0}
 NO_EMPTY = "timm/swin_tiny_patch4_window7_224"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "settings, text",
     [

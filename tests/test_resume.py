@@ -179,6 +179,7 @@ def test_a_run_killed_before_its_first_checkpoint_continues_with_its_own_setting
     assert read_config(Path("runs/run/config.yaml")).seed == 4
 
 
+@pytest.mark.full
 def test_a_run_killed_before_its_first_checkpoint_starts_again_from_the_checkpoint_of_another_run():
     train_run(1, "other", *MLP, "--max_steps", "2")
     flags = words("--run_name run --threads 1")
@@ -212,6 +213,7 @@ def _train_until_killed(flags, step=2):
     train_watched(flags, after=lambda run: run.state.step == step and kill_myself())
 
 
+@pytest.mark.full
 def test_given_settings_are_checked_with_those_of_the_checkpoint():
     train_run(1, "run", *FLAGS, "--eval_fraction", "0.2", "--max_steps", "2")
     for flags, text in (

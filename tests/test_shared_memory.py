@@ -146,6 +146,7 @@ def test_shared_memory_that_fills_up_later_ends_the_run_within_a_minute_with_one
 # Workers that die
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "problem"),
     [

@@ -76,6 +76,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_update_and_loses_nothing(
     assert same_tensors(weights("run"), weights("whole"))
 
 
+@pytest.mark.full
 def test_ranks_whose_launcher_is_killed_save_and_leave():
     launch = start_ranks(2, slow_train, [*FLAGS, "--max_steps", "10000"], launcher=True)
     until(has_logged(20))
@@ -83,6 +84,7 @@ def test_ranks_whose_launcher_is_killed_save_and_leave():
     check_stopped(launch.finish_soon(), "the launcher has exited")
 
 
+@pytest.mark.full
 def test_under_nohup_a_closed_terminal_does_not_stop_a_run():
     launch = start_ranks(1, _train_under_nohup, [*FLAGS, "--max_steps", "60"])
     until(has_logged(40))
@@ -136,6 +138,7 @@ def _train_and_evaluate_slowly(flags):
     slow_train(flags)
 
 
+@pytest.mark.full
 def test_a_stop_while_a_checkpoint_is_written_leaves_after_it():
     launch = start_ranks(2, _train_and_save_slowly, [*FLAGS, "--max_steps", "500"])
     until(Path("written").exists)

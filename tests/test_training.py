@@ -71,6 +71,7 @@ def plain_losses(*flags):
     return losses, model.state_dict()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("processes", "accum"),
     [(2, 2), *(pytest.param(*topology, marks=FULL) for topology in ((1, 1), (1, 2), (3, 1)))],
@@ -197,6 +198,7 @@ def _dropout_masks(flags):
     return masks
 
 
+@pytest.mark.full
 def test_dropout_differs_between_updates_and_between_pieces():
     flags = words("--max_steps 3 --global_batch_size 32")
     masks = [mask for rank in returned(2, _dropout_masks, flags) for mask in rank]

@@ -116,6 +116,7 @@ FOREIGN = {  # what files of other trainers hold, and the names that are left ou
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", FOREIGN)
 def test_the_model_is_found_among_other_tensors_of_a_file_and_these_are_named(form):
     state = {name: t for name, t in model_of().state_dict().items() if not name.startswith("fc.")}
@@ -264,6 +265,7 @@ def test_the_rate_of_the_model_alone_is_that_of_all_ranks():
     assert re.search(rf"model alone +{rate:,.1f} images/s", outcomes[0].out)
 
 
+@pytest.mark.full
 def test_a_head_without_names_goes_to_classes_named_by_numbers_in_numeric_order():
     torch.save(state := model_of(12).state_dict(), "W.pth")
     numbers = [str(number) for number in range(1, 13)]
