@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 from datasets import ClassLabel
@@ -24,8 +23,7 @@ FLAGS += words("--num_workers 0 --max_steps 2")
 
 def copies_in(data: str) -> list[tuple]:
     """The copies that are found without thumbnails."""
-    plain = SimpleNamespace(thumbnails=None)
-    return find_copies(load_data(TrainConfig(data=data)), plain, plain)
+    return find_copies(load_data(TrainConfig(data=data)), None, None)
 
 
 def plant(source: str, target: str, quality: int = 0, scale: float = 1) -> tuple[str, str]:

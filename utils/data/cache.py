@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import PIL
@@ -160,13 +159,13 @@ class ShrunkImages:
         if isinstance(images, Files):
             image = [images.paths[row], *stamp_of(images.paths[row])]
         decoders = VERSION, PIL.__version__, torchvision.__version__
-        name = fingerprint_of(*image, self.channels, self.split.bits, self.side, *decoders)
-        path = Path(self.folder, name[:2], f"{name}.npy")
+        name = fingerprint_of(self.side, self.channels, self.split.bits, *image, *decoders)
+        path = Path(self.folder, f"{name}.npy")
         array = open_cached(path, (), "|u1")
         if array is None:
             pixels = self._shrink(row).numpy()
             array = cached(path, pixels.shape, "|u1", [pixels])
-        return torch.from_numpy(np.array(array))
+        return torch.tensor(array)
 
     def _shrink(self, row: int) -> Tensor:
         pixels = decode(self.split, row, self.channels, shrink=lambda *size: min(size) / self.side)
@@ -177,23 +176,19 @@ class ShrunkImages:
 
 def shrink(split: Split, spec: InputSpec, side: int | None, folder: str = "") -> Split:
     """The split with photographs as --shrink says."""
-    if side is None or spec.small:
+    if not side or spec.small:
         return split
-    whole = replace(split, image_index=np.arange(len(split.images)))
-    images: Any = ShrunkImages(whole, spec.channels, side, folder)
-    return replace(split, images=images)
+    every = replace(split, image_index=np.arange(len(split.images)))  # a row is a position
+    images = ShrunkImages(every, spec.channels, side, folder)
+    return replace(split, images=images)  # type: ignore[arg-type]  # only `many` is used
 
 
-# Seconds of a core that --shrink saves in reading a photograph: for each byte, and less this, so
-# that it is not suggested for photographs of less than a megabyte.
-_SECONDS = 2.5e-8, 0.025
-
-
-def suggest_shrink(config: TrainConfig, split: Split, images: int) -> list[str]:
+def suggest_shrink(split: Split, images: int) -> list[str]:
     """A line about --shrink if it saves over a minute of a run that reads so many images."""
-    if config.shrink or split.checksums is None:
+    if split.checksums is None:
         return []
     sizes = split.checksums[split.image_index] >> 32
-    seconds = (images - len(split)) * (sizes.mean() * _SECONDS[0] - _SECONDS[1]) / usable_cores()
+    # Seconds of a core for each byte, less some, so that it is not suggested below a megabyte.
+    seconds = (images - len(split)) * (sizes.mean() * 2.5e-8 - 0.025) / usable_cores()
     line = f"--shrink SIDE saves about {seconds / 60:.0f} minutes of reading large photographs"
     return [f"{line}, but changes their pixels"] * bool(seconds > 60)

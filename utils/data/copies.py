@@ -1,13 +1,11 @@
 """Find images of a run that are in both splits, or in two classes of one of them."""
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from utils.console import join_names, progress
-from utils.data.datasets import AnyDataset
 from utils.data.splits import Data, Split, fingerprint_of
 
 # The least correlation of two thumbnails of the same picture. The lowest of 40 re-encoded and
@@ -25,18 +23,18 @@ class Copy(NamedTuple):
     other: str
 
 
-def find_copies(data: Data, train_set: AnyDataset, eval_set: AnyDataset) -> list[Copy]:
+def find_copies(data: Data, train_thumbnails: Any, eval_thumbnails: Any) -> list[Copy]:
     """The images of evaluation that are also in training, and those with two classes in one split;
     those with two classes come first.
 
-    The same pictures are found if the data sets have thumbnails. Raises OSError if a file cannot be
-    read.
+    The same pictures are found if the thumbnails are given, float32 [N, D] each. Raises OSError if
+    a file cannot be read.
     """
     copies = _same_files(data)
-    if train_set.thumbnails is not None:
+    if train_thumbnails is not None:
         known = {copy.path for copy in copies}
-        for row, picture in enumerate(eval_set.thumbnails):
-            found = train_set.thumbnails @ picture
+        for row, picture in enumerate(eval_thumbnails):
+            found = train_thumbnails @ picture
             copy = _compare(data.evaluation, row, "~", data.train, int(found.argmax()))
             if found.max() > _SAME and copy.path not in known:
                 copies.append(copy)
@@ -45,8 +43,8 @@ def find_copies(data: Data, train_set: AnyDataset, eval_set: AnyDataset) -> list
 
 def _compare(split: Split, position: int, sign: str, other: Split, place: int) -> Copy:
     same_class = np.array_equal(split.labels[position], other.labels[place])
-    paths = split.describe(position), sign, other.describe(place)
-    return Copy(same_class, split is other, *paths)
+    names = split.describe(position), sign, other.describe(place)
+    return Copy(same_class, split is other, *names)
 
 
 def _same_files(data: Data) -> list[Copy]:
@@ -55,20 +53,23 @@ def _same_files(data: Data) -> list[Copy]:
     """
     if data.train.checksums is None:  # then those of evaluation are not known either
         return []
-    splits = data.train, data.evaluation
-    rows = [(split, n, int(row)) for split in splits for n, row in enumerate(split.image_index)]
-    counts = Counter(split.checksums[row] for split, _, row in rows)
+    rows = [
+        (split, n, int(row), split.checksums[row])
+        for split in (data.train, data.evaluation)
+        for n, row in enumerate(split.image_index)
+    ]
+    counts = Counter(row[-1] for row in rows)
     groups: dict = defaultdict(list)
     copies = []
-    for split, n, row in progress("comparing files")(rows):
-        if counts[split.checksums[row]] > 1:
+    for split, n, row, ends in progress("comparing files")(rows):
+        if counts[ends] > 1:
             group = groups[fingerprint_of(split.images[row])]
             copies += sorted(_compare(split, n, "=", *other) for other in group)[:1]
             group.append((split, n))
     return [copy for copy in copies if not all(copy[:2])]
 
 
-def describe_copies(copies: Sequence[Copy]) -> list[str]:
+def describe_copies(copies: list[Copy]) -> list[str]:
     """A line with the numbers of copies and the names of some, if there are any."""
     both = sum(not copy.same_split for copy in copies)
     several = sum(not copy.same_class for copy in copies)

@@ -49,9 +49,6 @@ def find_last_part(model: nn.Module, spec: InputSpec) -> tuple[nn.Module | None,
     return part, ""
 
 
-_SIDE = 16  # pixels of a thumbnail; small enough to be the same after an image was resized
-
-
 class FrozenPart(nn.Module):
     """The layers before the last part of a model: from images [n, C, H, W] to features [n, ...].
 
@@ -66,7 +63,8 @@ class FrozenPart(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         found: list[Tensor] = []
-        small = adaptive_avg_pool2d(images.mean(1), _SIDE).flatten(1)
+        # so small that it is the same after an image was resized
+        small = adaptive_avg_pool2d(images.mean(1), 16).flatten(1)
         self.thumbnails = normalize(small - small.mean(1, keepdim=True))
         # a copy, because layers may change it
         with self.part.register_forward_pre_hook(lambda _, given: found.append(given[0].clone())):

@@ -114,9 +114,9 @@ def log_start(run: Run) -> None:
     data = run.data
     source = run.setup.source
     images = run.train_batches.dataset
-    eval_set = run.evaluator.batches.dataset
+    small = images.thumbnails, run.evaluator.batches.dataset.thumbnails
     with ranks.agree("looking for copies", no_timeout=True):
-        copies = find_copies(data, images, eval_set) if ranks.is_main else []
+        copies = find_copies(data, *small) if ranks.is_main else []
     numbers = run.plan.sizes(run.accelerator.num_processes) | {
         "threads": ranks.threads,
         "precision": run.accelerator.mixed_precision,
@@ -144,9 +144,8 @@ def log_start(run: Run) -> None:
         has_momentum=any("momentum" in group for group in run.optimizer.param_groups),
         centre=isinstance(images, Features) and not config.feature_views,
     )
-    if images.in_loader:
-        read = run.updates * run.plan.global_batch_size
-        lines += suggest_shrink(config, data.train, read)
+    if images.in_loader and not config.shrink:
+        lines += suggest_shrink(data.train, run.updates * run.plan.global_batch_size)
     if not run.setup.resumed_from and config.model not in OWN_MODELS:
         lines += hint_for_few(config, run.plan.samples)
     title = "Lockstep  dry run" if config.dry_run else f"Lockstep  {folder}"
@@ -172,7 +171,6 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
     per_rank = plan.microbatches // len(places)
     interface = f" on {ranks.interface}" if ranks.interface else ""
     model = [config.model, describe_parameters(run.module), run.spec.describe()]
-    model += [f"photographs reduced to a shorter side of {config.shrink}"] * bool(config.shrink)
     # only torchvision's models have the first of these, and models whose head was kept the second
     model += [getattr(run.module, name, "") for name in ("stem_change", "head_change")]
     optimizer = [config.optimizer, f"lr {config.lr:.4g}", f"weight decay {config.weight_decay:g}"]
@@ -189,6 +187,7 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
         ("data", f"{config.data}: {plan.samples} training, {len(data.evaluation)} {data.evaluation.name}"),
         ("classes", classes_row(data)),
         ("images", describe_place([run.train_batches.dataset, run.evaluator.batches.dataset])),
+        ("shrink", str(config.shrink or "")),
         ("model", ", ".join(filter(None, model))),
         ("input", run.spec.describe_pixels()),
         ("init_from", setup.source.describe() if setup.source else ""),
