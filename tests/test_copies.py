@@ -26,15 +26,14 @@ def copies_in(data: str) -> list[tuple]:
     return find_copies(load_data(TrainConfig(data=data)), None, None)
 
 
-def plant(source: str, target: str, quality: int = 0, scale: float = 1) -> tuple[str, str]:
-    """Copy a photograph: the file, or, with a quality, re-encoded and resized."""
-    if not quality:
-        shutil.copy(f"photos/{source}", f"photos/{target}")
-    else:
-        image = Image.open(f"photos/{source}")
-        height, width = (round(side * scale) for side in (image.height, image.width))
-        image.resize((width, height)).save(f"photos/{target}", quality=quality)
-    return f"photos/{target}", f"photos/{source}"
+def plant(same_class, same_split, source, target, quality=0, scale=1.0) -> list:
+    """Copy a photograph: the file, or, with a quality, re-encoded and resized; as a record has it."""
+    target, source = f"photos/{target}", f"photos/{source}"
+    shutil.copy(source, target)
+    if quality:
+        image = Image.open(source)
+        image.resize([round(side * scale) for side in image.size]).save(target, quality=quality)
+    return [same_class, same_split, target, "~" if quality else "=", source]
 
 
 def test_planted_copies_are_named_at_the_start_and_on_the_page_and_nothing_else_is():
@@ -43,21 +42,20 @@ def test_planted_copies_are_named_at_the_start_and_on_the_page_and_nothing_else_
         Path("photos", path).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(next(coarse)).resize((160, 120)).save(f"photos/{path}")
     planted = [
-        (False, False, plant("train/a/01.jpg", "val/b/x.jpg"), "="),
-        (False, False, plant("train/b/02.jpg", "val/a/y.jpg", 90), "~"),
-        (False, True, plant("train/a/03.jpg", "train/b/z.jpg"), "="),
-        (True, False, plant("train/a/04.jpg", "val/a/x.jpg"), "="),
-        (True, False, plant("train/a/05.jpg", "val/a/q.jpg", 30), "~"),
-        (True, False, plant("train/b/06.jpg", "val/b/r.jpg", 60, 0.5), "~"),
-        (True, False, plant("train/b/07.jpg", "val/b/s.jpg", 60, 2.3), "~"),
+        plant(False, False, "train/a/01.jpg", "val/b/x.jpg"),
+        plant(False, False, "train/b/02.jpg", "val/a/y.jpg", 90),
+        plant(False, True, "train/a/03.jpg", "train/b/z.jpg"),
+        plant(True, False, "train/a/04.jpg", "val/a/x.jpg"),
+        plant(True, False, "train/a/05.jpg", "val/a/q.jpg", 30),
+        plant(True, False, "train/b/06.jpg", "val/b/r.jpg", 60, 0.5),
+        plant(True, False, "train/b/07.jpg", "val/b/s.jpg", 60, 2.3),
     ]
-    plant("train/a/09.jpg", "train/a/same.jpg")  # of no matter
-    expected = sorted([c, s, path, sign, of] for c, s, (path, of), sign in planted)
+    plant(True, True, "train/a/09.jpg", "train/a/same.jpg")  # of no matter
     line = "6 evaluation images are also in training, 3 images have two classes: photos/val/a/y.jpg"
     for name in ("first", "again"):  # with features that are computed, and found
         outcomes = run_ranks(2, train.main, [*FLAGS, "--run_name", name])
         assert [outcome.out.count(line) for outcome in outcomes] == [1, 0], outcomes
-        assert records(name, "start")[0]["copies"] == expected
+        assert records(name, "start")[0]["copies"] == sorted(planted)
         page = Path("runs", name, "report.html").read_text()
         assert "val/b/x.jpg = train/a/01.jpg (two classes)" in page
         assert "val/b/s.jpg ~ train/b/07.jpg<" in page

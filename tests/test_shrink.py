@@ -3,7 +3,6 @@ processes, after kills, in eval.py and predict.py.
 """
 
 import resource
-import shutil
 import signal
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from helpers.make_data import image_folder
 from helpers.ranks import returned, run_ranks, start_ranks
 from helpers.training_runs import (
+    full,
     records,
     same_tensors,
     slow_train,
@@ -34,7 +34,7 @@ from utils.data.spec import InputSpec
 SPEC = InputSpec(100, 100, 3, [0.5] * 3, [0.5] * 3)
 FLAGS = words("--model timm/test_resnet --image_size 100 --threads 1 --num_workers 0 --lr 0.01")
 FLAGS += words(
-    "--global_batch_size 8 --microbatches 4 --drop_last --max_steps 9 --save_every 2 --report false"
+    "--global_batch_size 8 --microbatches 4 --drop_last --max_steps 6 --save_every 2 --report false"
 )
 SHRINK = [*FLAGS, *words("--data photos --cache_dir cache --shrink 120")]
 
@@ -70,17 +70,14 @@ def test_cached_pixels_are_read_and_those_that_changed_are_computed(monkeypatch)
     decode = cache.decode
     monkeypatch.setattr(cache, "decode", lambda *a, **k: decoded.append(a[1]) or decode(*a, **k))
     first = pixels_of(split)
-    assert len(decoded) == 20 and len(list(Path("cache").rglob("*.npy"))) == 20
+    assert len(decoded) == 20 and len(list(Path("cache").iterdir())) == 20
     Path(split.describe(3)).write_bytes(Path(split.describe(4)).read_bytes())
-    last = max(Path("cache").rglob("*.npy"), key=lambda path: path.stat().st_mtime_ns)
+    last = max(Path("cache").iterdir(), key=lambda path: path.stat().st_mtime_ns)
     last.write_bytes(last.read_bytes()[:-1])
     again = pixels_of(split.select(np.arange(20)[::-1]))[::-1]
     assert decoded[20:] == [19, 3]
     for number, pixels in enumerate(again):
         assert (pixels == first[4 if number == 3 else number]).all()
-    for pixels, other in zip(pixels_of(split, ""), again, strict=True):
-        assert (pixels == other).all()
-    assert len(decoded) == 42
 
 
 def reduce_beforehand():
@@ -93,29 +90,26 @@ def reduce_beforehand():
             Image.fromarray(pixels.numpy()).save(path)
 
 
-def test_a_run_has_the_bits_of_one_on_reduced_photographs_on_any_number_of_processes():
+@pytest.mark.parametrize("processes", [2, full(1), full(3)])
+def test_a_killed_and_resumed_run_has_the_bits_of_one_on_reduced_photographs(processes):
     reduce_beforehand()
     train_run(1, "expected", *FLAGS, *words("--data reduced --cache_dir other"))
-    for processes in (1, 2, 3):
-        shutil.rmtree("cache", ignore_errors=True)
-        train_run(processes, f"on-{processes}", *SHRINK)
-        assert same_tensors(weights(f"on-{processes}"), weights("expected"))
-    launch = start_ranks(2, slow_train, SHRINK, 0.0, 4)
-    until(lambda: len(list(Path().glob("held-*"))) == 2)
+    launch = start_ranks(processes, slow_train, SHRINK, 0.0, 4)
+    until(lambda: len(list(Path().glob("held-*"))) == processes)
     until(Path("runs/run/checkpoints/step-00000004").is_dir)
     launch.kill(signal.SIGKILL)
     launch.finish()
-    for path in sorted(Path("cache/shrunk").rglob("*.npy"))[::2]:  # as if it had been filled half
+    for path in sorted(Path("cache/shrunk").iterdir())[::2]:  # as if it had been filled half-way
         path.unlink()
-    train_run(3, "run", "--resume", "auto", *SHRINK)
+    train_run(processes % 3 + 1, "run", "--resume", "auto", *SHRINK)
     assert same_tensors(weights("run"), weights("expected"))
-    assert records("run", "start")[0]["shrink"] == 120
+    assert [record["shrink"] for record in records("run", "start")] == [120, 120]
 
 
 def test_eval_and_predict_see_the_same_pixels():
     train_run(1, "run", *SHRINK)
     last = records("run", "eval")[-1]
-    flags = ["--ckpt", "runs/run/checkpoints/step-00000009", "--threads", "1", "--num_workers", "0"]
+    flags = ["--ckpt", "runs/run/checkpoints/step-00000006", "--threads", "1", "--num_workers", "0"]
     (found,) = returned(
         1, evaluation.main, [*flags, "--cache_dir", "other", "--predictions", "eval.csv"]
     )
