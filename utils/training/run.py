@@ -125,14 +125,14 @@ def log_start(run: Run) -> None:
         "init_weights": source and source.weights,
         "max_seconds": config.max_seconds,
         "shrink": config.shrink,
-        "copies": copies[:24] or None,
         "versions": versions(),
     }
     numbers = {name: value for name, value in numbers.items() if value is not None}
     with ranks.agree("starting the trackers"):
         if ranks.is_main:
             run.trackers.start(numbers)
-    run.log.write("start", step=run.state.step, **numbers, time=time.time())
+    # not to the trackers, because of the paths
+    run.log.write("start", step=run.state.step, **numbers, copies=copies[:24], time=time.time())
     rows = start_rows(run)
     lines = warn_about_data(data) + describe_copies(copies)
     lines += advice(
