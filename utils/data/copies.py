@@ -8,8 +8,9 @@ import numpy as np
 from utils.console import join_names, progress
 from utils.data.splits import Data, Split, fingerprint_of
 
-# The least correlation of two thumbnails of the same picture. The lowest of 40 re-encoded and
-# resized photographs has 0.9989, and the highest of 153 x 245 pairs of different ones 0.79.
+# The least correlation of two thumbnails of the same picture. The lowest of 160 re-encoded and
+# resized photographs has 0.9975, and the highest of 153 x 244 pairs of different ones 0.79. All 12
+# pairs above it in CIFAR-10, of 5e8, are copies.
 _SAME = 0.99
 
 
