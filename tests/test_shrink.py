@@ -127,7 +127,7 @@ def train_with_little_space(flags):
     train.main(flags)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [full(0), 1])
 def test_a_full_disk_is_one_line(workers):
     outcomes = run_ranks(2, train_with_little_space, [*SHRINK, "--num_workers", str(workers)])
     assert [outcome.code for outcome in outcomes] == [2, 2]

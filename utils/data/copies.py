@@ -75,4 +75,4 @@ def describe_copies(copies: list[Copy]) -> list[str]:
     both = sum(not copy.same_split for copy in copies)
     several = sum(not copy.same_class for copy in copies)
     line = f"{both} evaluation images are also in training, {several} images have two classes"
-    return [f"{line}: {join_names((' '.join(copy[2:]) for copy in copies), 4)}"] * bool(copies)
+    return [f"{line}: {join_names((' '.join(copy[2:]) for copy in copies), 3)}"] * bool(copies)
