@@ -181,7 +181,7 @@ def _words(setting: Field, alone: bool) -> dict:
 
 
 def _join(value: Any) -> Any:
-    """The value of a flag. The words of a list may be lists themselves, such as 0.5, or 0.5,0.5."""
+    """The value of a flag. A word of a list may have several values, such as 0.5, or 0.5,0.5."""
     if not isinstance(value, list):
         return value
     items = [item for part in value for item in (part if isinstance(part, list) else [part])]
