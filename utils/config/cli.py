@@ -177,7 +177,7 @@ def _words(setting: Field, alone: bool) -> dict:
     if bool in types:
         return {"action": "store_true"} if alone else options | {"nargs": "?", "const": True}
     words = [word for kind in types if get_origin(kind) is Literal for word in get_args(kind)]
-    return options | ({"metavar": f"{{{'|'.join(words)}}}"} if words else {})
+    return options | ({"metavar": f"{{{'|'.join(words)}}}"} if words and int not in types else {})
 
 
 def _join(value: Any) -> Any:
