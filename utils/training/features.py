@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from utils.config.plugin import PLUGIN
 from utils.config.recipe import AugmentationSettings
 from utils.data.augment import make_augmentation
 from utils.data.cache import VERSION, cached, open_cached
-from utils.data.datasets import Features, ImageDataset
+from utils.data.datasets import Features, ImageDataset, PhotoDataset
 from utils.data.order import evaluation_blocks
 from utils.data.spec import InputSpec
 from utils.data.splits import Split, fingerprint_of
@@ -87,6 +87,14 @@ class FeatureCache:
         """The features of a split, which are computed if they are not cached; collective."""
         config = self.setup.config
         ranks = self.setup.ranks
+        data = self.setup.data
+        index = np.union1d(data.train.image_index, data.evaluation.image_index)
+        if config.fold and not augmented and len(split) < len(index):
+            # All folds of a split share its features.
+            whole = replace(split, image_index=index, labels=index)
+            found = self.load(PhotoDataset(whole, spec), whole, spec, 1, [])
+            rows = np.searchsorted(index, split.image_index)
+            return Features(found.views[:, rows], images, found.origin)
         start = time.perf_counter()
         folder = expand(config.cache_dir) / "features"
         block_size = evaluation_blocks(len(images), config.eval_batch_size).block_size
