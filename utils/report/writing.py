@@ -4,6 +4,7 @@ If that fails, the run only prints a warning.
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BytesIO
@@ -76,8 +77,9 @@ def _write_fold(run: Run, found: Predictions) -> None:
     keys = group_keys(split, config.group_by or "", run.data.class_names)
     rows = rows_of_split(run.task, split, found)
     for place, row in enumerate(rows):
-        own = {"path": split.describe(place), "group": keys[place]}
-        row |= own | {"split": f"{config.fold} of {origin[:8]}"}
+        row |= {"split": f"{config.fold} of {origin[:8]}", "group": keys[place]}
+        if "path" in row:
+            row["path"] = os.path.abspath(split.describe(place))
     path = run.folder / FOLD
     write_file(path, encode(rows, path))
 
