@@ -7,7 +7,6 @@ For each image, FILE.csv has the prediction of the run that did not train on it.
 from utils.report.__main__ import main  # the first import, because it guards the output
 
 # isort: split
-from collections.abc import Sequence
 from pathlib import Path
 
 from utils.config.bounds import require
@@ -18,7 +17,7 @@ from utils.report.tables import Row, check_table_file, encode, find_images
 from utils.report.writing import FOLD
 
 
-def join(folders: Sequence[Path], out: Path, images: bool) -> None:
+def join(folders: list[Path], out: Path, images: bool) -> None:
     """Write the predictions of these runs, and print the accuracy. For image files with one class
     each, also write review.csv, the least likely labels first, and a page of these images.
 
@@ -29,8 +28,8 @@ def join(folders: Sequence[Path], out: Path, images: bool) -> None:
     check_table_file("--out", out)
     tables = [pandas.DataFrame(read_json(folder / FOLD)) for folder in folders]
     names = [each["split"][0] for each in tables]
-    origin = names[0].split()[-1]
-    expected = [f"{k + 1}/{len(names)} of {origin}" for k in range(len(names))]
+    count = len(names)
+    expected = [f"{k + 1}/{count} of {names[0].split()[-1]}" for k in range(count)]
     problem = f"not all folds of one split: {', '.join(map('{} is {}'.format, folders, names))}"
     fix = "name one run of each fold, with the same data, --seed and --group_by"
     require(sorted(names) == sorted(expected), problem, fix)
@@ -43,23 +42,23 @@ def join(folders: Sequence[Path], out: Path, images: bool) -> None:
     sums = (right - share).groupby(table.pop("group")).sum()
     squares = sums @ sums
     count = share * (1 - share) * len(right) ** 2 / squares if squares else len(sums)
-    low, high = interval_of_share(share, count)
-    title = f"accuracy {share:.4f}, 95 % interval {low:.4f} to {high:.4f}, of {len(right)} images"
+    title = "accuracy {:.4f}, 95 % interval {:.4f} to {:.4f}, of {} images".format(
+        share, *interval_of_share(share, count), len(right)
+    )
     print(title)
     write_file(out, encode(table.to_dict("records"), out))
-    if not images or "index" in table or not isinstance(table["label"][0], str):
-        return
-    table = table.assign(was=table["label"], suggestion=table["predicted"].mask(right, ""))
-    table = table.sort_values("loss", ascending=False)
-    review = out.with_name("review.csv")
-    rows = table[["path", "label", "suggestion", "was"]]
-    write_file(review, encode(rows.to_dict("records"), review))
-    shown = [
-        Row(row.label, [(row.class_1, row.probability_1), (row.class_2, row.probability_2)])
-        for row in table[:ERRORS].itertuples()
-    ]
-    page = gallery(title + "; labels in bold", shown, find_images(table["path"][:ERRORS]))
-    write_file(out.with_suffix(".html"), page)
+    if images and "path" in table and isinstance(table["label"][0], str):
+        table = table.assign(was=table["label"], suggestion=table["predicted"].mask(right, ""))
+        table = table.sort_values("loss", ascending=False)
+        review = out.with_name("review.csv")
+        rows = table[["path", "label", "suggestion", "was"]].to_dict("records")
+        write_file(review, encode(rows, review))
+        shown = [
+            Row(row.label, [(row.class_1, row.probability_1), (row.class_2, row.probability_2)])
+            for row in table[:ERRORS].itertuples()
+        ]
+        split = find_images(table["path"][:ERRORS])
+        write_file(out.with_suffix(".html"), gallery(f"{title}; labels in bold", shown, split))
 
 
 if __name__ == "__main__":

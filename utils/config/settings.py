@@ -61,9 +61,6 @@ def _can_name_a_folder(name: str) -> bool:
     )
 
 
-_FOLD = Bound("K/N, such as 1/5", re.compile(r"[1-9]\d{0,8}/[1-9]\d{0,8}$").match)
-
-
 _RUN_NAME = Bound("a plain name of at most 200 bytes, such as mnist-1", _can_name_a_folder)
 
 
@@ -156,7 +153,10 @@ class DataSettings:
     eval_fraction: Fixed[FractionBelow1 | None] = None
     """Evaluate on a hold-out of this fraction of the training split, stratified by class, instead
     of on a split."""
-    fold: Fixed[Annotated[str, _FOLD] | None] = None
+    fold: Fixed[
+        Annotated[str, Bound("K/N, such as 1/5", re.compile(r"[1-9]\d{0,3}/[1-9]\d{0,3}$").match)]
+        | None
+    ] = None
     """Evaluate on fold K of N of the training split, such as 1/5, stratified by class, instead of on
     a split."""
     group_by: Fixed[str | None] = None

@@ -38,8 +38,8 @@ def open_csv(path: str, config: TrainConfig) -> Source:
     notes = _find_files(file, rows)
     # review.csv of utils.folds has the column was, the labels before they were reviewed.
     changed = rows["path"][rows["label"] != rows.get("was", rows["label"])]
-    line = f"{file}: {len(changed)} labels are not as they were: {join_names(changed)}"
-    notes += [line] * (len(changed) > 0)
+    if len(changed):
+        notes.append(f"{file}: {len(changed)} labels were changed: {join_names(changed)}")
     if several:  # without the spaces around the bars
         rows["label"] = rows["label"].str.findall(r"[^|\s](?:[^|]*[^|\s])?")
     names = name_splits(file, rows["split"].unique())
@@ -129,7 +129,7 @@ def _read(file: Path, config: TrainConfig) -> Any:
             problem = f"must name one column {name!r}, but has {join_names(header)}"
             fix = "add a first line such as path,label, or set --image_column and --label_column"
             raise _error(file, 1, problem, fix)
-        columns[field] = table[header.index(name.lower())]
+        columns[field] = columns[name.lower()]
     rows = pandas.DataFrame(columns)[1:]
     if rows.empty:
         raise _error(file, 2, "there is no image", "list one image on each line")

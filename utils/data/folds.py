@@ -1,7 +1,7 @@
 """Divide a split: hold-outs and folds, also of groups of samples that stay together."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,8 +34,8 @@ def hold_out(
     )
     _, labels, counts = np.unique(kinds[first], return_inverse=True, return_counts=True, axis=0)
     order = permutation(len(first), key, 0)
-    # class by class, the large groups first, in random order among those of similar size
-    order = order[np.lexsort((-np.frexp(sizes[order])[1], labels[order]))]
+    # class by class, the largest groups first, in random order among those of equal size
+    order = order[np.lexsort((-sizes[order], labels[order]))]
     is_held = np.zeros(len(first), bool)
     if fold:
         number, count = map(int, fold.split("/"))
@@ -52,16 +52,17 @@ def hold_out(
         is_held &= (counts[labels] > 1) | is_multi
     is_held = is_held[groups]
     name = (f"fold {fold}" if fold else "hold-out") + f" of {split.name}"
+    most = sizes.max()
     if keys:
-        name += f", {len(sizes)} groups of up to {sizes.max()}"
+        name += f", {len(sizes)} groups of up to {most}"
     problem = f"{name}: would have {is_held.sum()} of {len(split)} samples"
     fix = "add samples, change --eval_fraction, --fold or --group_by, or name an --eval_split"
-    require(0 < is_held.sum() < len(split) and (not keys or sizes.max() > 1), problem, fix)
+    require(0 < is_held.sum() < len(split) and (not keys or most > 1), problem, fix)
     held = replace(split.select(np.flatnonzero(is_held)), name=name)
     return split.select(np.flatnonzero(~is_held)), held
 
 
-def group_keys(split: Split, by: str, class_names: Collection[str]) -> list[str]:
+def group_keys(split: Split, by: str, class_names: Sequence[str]) -> list[str]:
     """The group of each sample by --group_by; one that has none is a group of its own.
 
     Folders of the same name are one group, as a series may have several classes. A folder that has
@@ -69,15 +70,16 @@ def group_keys(split: Split, by: str, class_names: Collection[str]) -> list[str]
     """
     names = [*map(split.describe, range(len(split)))]
     if split.groups is not None:
-        found = np.asarray(split.groups)[split.image_index]
+        found = np.asarray(split.groups).astype(str)[split.image_index]
     elif by == "folder":
-        folders = (Path(name).parent.name for name in names)
-        found = [folder not in class_names and folder for folder in folders]
+        found = [
+            "" if (folder := Path(name).parent.name) in class_names else folder for name in names
+        ]
     else:
         try:
             pattern = re.compile(by)
         except re.error as error:
             raise UserError(f"--group_by {by}: {error}", "give a regular expression") from None
-        matches = [pattern.search(Path(name).name) for name in names]
-        found = [match and match[min(1, pattern.groups)] for match in matches]
-    return [str(key or name) for key, name in zip(found, names, strict=True)]
+        place = min(1, pattern.groups)
+        found = [(own := pattern.search(Path(name).name)) and own[place] for name in names]
+    return [key or name for key, name in zip(found, names, strict=True)]

@@ -135,17 +135,16 @@ def _choose_splits(source: Source, config: TrainConfig) -> tuple[tuple[Split, Sp
     """
     train_name = _train_name(source, config.train_split)
     by = config.group_by
-    if (config.fold or by) and len(source.openers) > 1:
+    is_part = config.fold or by
+    if is_part and len(source.openers) > 1:
         source.notes += (f"evaluation is on a part of split {train_name}; others are not used",)
     whole = source.split(train_name)
     train = _drop_unreadable(whole, config)
-    eval_name = None
-    if not (config.eval_fraction or config.fold or by):
-        eval_name = _eval_name(source, train_name, config.eval_split)
+    fraction = config.eval_fraction
+    eval_name = None if is_part or fraction else _eval_name(source, train_name, config.eval_split)
     if eval_name is None:
         keys = group_keys(train, by, source.class_names) if by else ()
-        fraction = config.eval_fraction or 0.1
-        train, evaluation = hold_out(train, fraction, config.seed, config.fold, keys)
+        train, evaluation = hold_out(train, fraction or 0.1, config.seed, config.fold, keys)
         return (train, whole), (evaluation, whole)
     eval_whole = source.split(eval_name)
     return (train, whole), (_drop_unreadable(eval_whole, config), eval_whole)
@@ -186,11 +185,10 @@ def _find_again(
     if samples.train.names is None:
         train, evaluation = (part.source for part in samples.parts)
         # not another split that has appeared since
-        if train == evaluation and config.eval_split is None:
-            fraction = None if config.fold else config.eval_fraction or 0.1
-            config = replace(config, eval_fraction=fraction)
-        else:
+        if train != evaluation or config.eval_split:
             config = replace(config, eval_split=evaluation, eval_fraction=None)
+        elif not config.fold:
+            config = replace(config, eval_fraction=config.eval_fraction or 0.1)
         splits_now = _choose_splits(source, replace(config, train_split=train))
         chosen = zip(samples.parts, splits_now, strict=True)
         for part, whole in pairs:

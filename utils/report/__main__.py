@@ -6,7 +6,7 @@ from utils.output import guard_output  # the first import: see its docstring
 
 # isort: split
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from utils.config.bounds import require
 from utils.config.plugin import load_plugin
@@ -17,11 +17,7 @@ from utils.report.page import PAGE, write_page
 from utils.runs.log import check_log
 
 
-def main(
-    argv: Sequence[str] | None = None,
-    write: Callable = write_page,
-    name: str = "report",
-) -> None:
+def main(argv: Sequence[str] | None = None, write=write_page, name="report") -> None:
     """Write the page, or call another `write(folders, out, images)`; print where the result is."""
     guard_output()
     parser = argparse.ArgumentParser(

@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from utils.console import say
 from utils.data.folds import group_keys
 from utils.data.splits import Split, fingerprint_of
 from utils.errors import one_line
-from utils.files import write_file
+from utils.files import whole_file, write_file
 from utils.report.analysis import analyse
 from utils.report.html import thumbnail
 from utils.report.page import (
@@ -52,10 +51,8 @@ def report_training(run: Run, result: Mapping | None = None) -> None:
     if not run.config.report:
         return
     if run.ranks.is_main and result and found and state.best_step in (None, state.step):
-        with warned():
-            file = BytesIO()
+        with warned(), whole_file(stored) as file:
             np.savez(file, step=state.step, **found._asdict())
-            write_file(stored, file.getvalue())
     if run.ended and not state.owes_evaluation:
         with run.ranks.agree("writing report.html", no_timeout=True):
             if run.ranks.is_main:
