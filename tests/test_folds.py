@@ -224,8 +224,8 @@ def test_the_review_lists_the_least_likely_labels_first_and_goes_back_in(runs):
     review.loc[1, "label"] = "cat" if review["label"][1] == "ant" else "ant"
     review.to_csv("reviewed.csv", index=False)
     data = load_data(TrainConfig(data="reviewed.csv", fold="1/3"))
-    (line,) = [note for note in data.evaluation.notes if "labels are not as they were" in note]
-    assert line.endswith(f"reviewed.csv: 1 labels are not as they were: {review['path'][1]}")
+    (line,) = [note for note in data.evaluation.notes if "labels were changed" in note]
+    assert line.endswith(f"reviewed.csv: 1 labels were changed: {review['path'][1]}")
     assert load_data(TrainConfig(data="review.csv", fold="1/3")).evaluation.notes == ()
 
 

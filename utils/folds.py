@@ -29,10 +29,10 @@ def join(folders: list[Path], out: Path, images: bool) -> None:
     tables = [pandas.DataFrame(read_json(folder / FOLD)) for folder in folders]
     names = [each["split"][0] for each in tables]
     count = len(names)
-    expected = [f"{k + 1}/{count} of {names[0].split()[-1]}" for k in range(count)]
+    expected = {f"{k + 1}/{count} of {names[0].split()[-1]}" for k in range(count)}
     problem = f"not all folds of one split: {', '.join(map('{} is {}'.format, folders, names))}"
     fix = "name one run of each fold, with the same data, --seed and --group_by"
-    require(sorted(names) == sorted(expected), problem, fix)
+    require({*names} == expected, problem, fix)
     table = pandas.concat(tables, ignore_index=True)
     table.insert(3, "fold", table.pop("split").str.partition("/")[0].astype(int))
     right = table["predicted"] == table["label"]
@@ -41,15 +41,16 @@ def join(folders: list[Path], out: Path, images: bool) -> None:
     # and Graubard, 1998); if all are right or wrong, for as many as there are groups.
     sums = (right - share).groupby(table.pop("group")).sum()
     squares = sums @ sums
-    count = share * (1 - share) * len(right) ** 2 / squares if squares else len(sums)
+    size = share * (1 - share) * len(right) ** 2 / squares if squares else len(sums)
     title = "accuracy {:.4f}, 95 % interval {:.4f} to {:.4f}, of {} images".format(
-        share, *interval_of_share(share, count), len(right)
+        share, *interval_of_share(share, size), len(right)
     )
     print(title)
     write_file(out, encode(table.to_dict("records"), out))
     if images and "path" in table and isinstance(table["label"][0], str):
-        table = table.assign(was=table["label"], suggestion=table["predicted"].mask(right, ""))
-        table = table.sort_values("loss", ascending=False)
+        table = table.assign(
+            was=table["label"], suggestion=table["predicted"].mask(right, "")
+        ).sort_values("loss", ascending=False)
         review = out.with_name("review.csv")
         rows = table[["path", "label", "suggestion", "was"]].to_dict("records")
         write_file(review, encode(rows, review))
@@ -58,7 +59,7 @@ def join(folders: list[Path], out: Path, images: bool) -> None:
             for row in table[:ERRORS].itertuples()
         ]
         split = find_images(table["path"][:ERRORS])
-        write_file(out.with_suffix(".html"), gallery(f"{title}; labels in bold", shown, split))
+        write_file(out.with_suffix(".html"), gallery(title + "; labels in bold", shown, split))
 
 
 if __name__ == "__main__":

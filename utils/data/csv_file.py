@@ -38,8 +38,8 @@ def open_csv(path: str, config: TrainConfig) -> Source:
     notes = _find_files(file, rows)
     # review.csv of utils.folds has the column was, the labels before they were reviewed.
     changed = rows["path"][rows["label"] != rows.get("was", rows["label"])]
-    if len(changed):
-        notes.append(f"{file}: {len(changed)} labels were changed: {join_names(changed)}")
+    if changed.size:
+        notes.append(f"{file}: {changed.size} labels were changed: {join_names(changed)}")
     if several:  # without the spaces around the bars
         rows["label"] = rows["label"].str.findall(r"[^|\s](?:[^|]*[^|\s])?")
     names = name_splits(file, rows["split"].unique())

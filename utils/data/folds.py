@@ -39,7 +39,7 @@ def hold_out(
     is_held = np.zeros(len(first), bool)
     if fold:
         number, count = map(int, fold.split("/"))
-        filled = np.zeros((len(counts), count), np.int64)  # samples of each class in each fold
+        filled = np.zeros((len(counts), count))  # samples of each class in each fold
         for group in order:  # to the fold that has the fewest of its class, then of all
             own = filled[labels[group]]
             least = np.lexsort((filled.sum(0), own))[0]
@@ -58,8 +58,8 @@ def hold_out(
     problem = f"{name}: would have {is_held.sum()} of {len(split)} samples"
     fix = "add samples, change --eval_fraction, --fold or --group_by, or name an --eval_split"
     require(0 < is_held.sum() < len(split) and (not keys or most > 1), problem, fix)
-    held = replace(split.select(np.flatnonzero(is_held)), name=name)
-    return split.select(np.flatnonzero(~is_held)), held
+    held = split.select(np.flatnonzero(is_held))
+    return split.select(np.flatnonzero(~is_held)), replace(held, name=name)
 
 
 def group_keys(split: Split, by: str, class_names: Sequence[str]) -> list[str]:
