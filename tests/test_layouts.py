@@ -206,6 +206,7 @@ def test_the_start_names_the_classes_without_training_images():
     assert "1 of 3 classes have no training image: dog" in warn_about_data(data)
 
 
+@pytest.mark.full
 def test_class_names_that_are_not_utf8_or_hold_a_newline_are_trained_saved_and_resumed():
     image_folder("folder", {"cat": 12, "caf\udce9": 12, "new\nline": 12})
     os.rename("folder/cat/000.png", b"folder/cat/b\xff\n.png")
