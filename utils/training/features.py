@@ -92,9 +92,9 @@ class FeatureCache:
         if config.fold and not augmented and len(split) < len(index):
             # All folds of a split share its features.
             whole = replace(split, image_index=index, labels=index)
-            found = self.load(PhotoDataset(whole, spec), whole, spec, 1, [])
+            shared = self.load(PhotoDataset(whole, spec), whole, spec, 1, [])
             rows = np.searchsorted(index, split.image_index)
-            return Features(found.views[:, rows], images, found.origin)
+            return Features(shared.views[:, rows], images, shared.origin)
         start = time.perf_counter()
         folder = expand(config.cache_dir) / "features"
         block_size = evaluation_blocks(len(images), config.eval_batch_size).block_size
