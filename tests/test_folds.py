@@ -113,7 +113,7 @@ def test_a_fold_that_cannot_be_made_is_refused(flags, problem):
 
 FLAGS = words("--data photos --model timm/test_resnet --init_from runs/source --freeze backbone")
 FLAGS += words("--image_size 32 --threads 1 --num_workers 0 --lr 0.5 --global_batch_size 6")
-FLAGS += words("--epochs 4 --group_by ^(...)-")
+FLAGS += words("--epochs 4 --eval_every 4 --group_by ^(...)-")
 FOLDS = ["one", "two", "three"]
 
 
