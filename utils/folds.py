@@ -31,8 +31,7 @@ def join(folders: list[Path], out: Path, images: bool) -> None:
     count = len(names)
     expected = {f"{k + 1}/{count} of {names[0].split()[-1]}" for k in range(count)}
     problem = f"not all folds of one split: {', '.join(map('{} is {}'.format, folders, names))}"
-    fix = "name one run of each fold, with the same data, --seed and --group_by"
-    require({*names} == expected, problem, fix)
+    require({*names} == expected, problem, "name one run of each, with equal data and settings")
     table = pandas.concat(tables, ignore_index=True)
     table.insert(3, "fold", table.pop("split").str.partition("/")[0].astype(int))
     right = table["predicted"] == table["label"]

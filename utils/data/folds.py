@@ -29,9 +29,8 @@ def hold_out(
     key = fold_in(seed, "hold-out")
     is_multi = split.labels.ndim == 2
     kinds = np.packbits(split.labels, axis=1) if is_multi else split.labels
-    _, first, groups, sizes = np.unique(
-        keys or range(len(split)), return_index=True, return_inverse=True, return_counts=True
-    )
+    # the first sample of each group, the group of each sample, and the sizes
+    _, first, groups, sizes = np.unique(keys or range(len(split)), True, True, True)
     _, labels, counts = np.unique(kinds[first], return_inverse=True, return_counts=True, axis=0)
     order = permutation(len(first), key, 0)
     # class by class, the largest groups first, in random order among those of equal size
