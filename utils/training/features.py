@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from utils.config.bounds import require
 from utils.config.plugin import PLUGIN
 from utils.config.recipe import AugmentationSettings
 from utils.data.augment import make_augmentation
-from utils.data.cache import cached, open_cached
+from utils.data.cache import cached, make_dataset, open_cached
 from utils.data.datasets import Features, ImageDataset
 from utils.data.decode import pixels_key
 from utils.data.order import evaluation_blocks
@@ -88,6 +88,16 @@ class FeatureCache:
         """The features of a split, which are computed if they are not cached; collective."""
         config = self.setup.config
         ranks = self.setup.ranks
+        data = self.setup.data
+        index = np.union1d(data.train.image_index, data.evaluation.image_index)
+        if config.fold and not augmented and len(split) < len(index):
+            # All folds of a split share its features.
+            whole = replace(split, image_index=index, labels=index)
+            every = make_dataset(whole, spec, config, False, iter)
+            shared = self.load(every, whole, spec, 1, [])
+            rows = np.searchsorted(index, split.image_index)
+            small = shared.thumbnails[rows]
+            return Features(shared.views[:, rows], images, small, shared.origin)
         start = time.perf_counter()
         folder = expand(config.cache_dir) / "features"
         block_size = evaluation_blocks(len(images), config.eval_batch_size).block_size
