@@ -146,6 +146,7 @@ def test_a_stop_between_the_two_evaluations_repeats_both(in_folder):
     assert same_tensors(weights("stopped", file=FILE), weights("two", file=FILE))
 
 
+@pytest.mark.full
 def test_an_average_that_starts_late_starts_from_the_weights(in_folder):
     shutil.copytree("runs/without", "runs/late")
     before = weights("late")

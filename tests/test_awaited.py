@@ -119,6 +119,7 @@ def begin(processes, *flags, halves=(0, 1), launcher=False):
     return launch
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("processes", "workers", "halves"),
     [(1, "0", [0]), (2, "1", [1]), pytest.param(2, "1", [0, 1], marks=pytest.mark.full)],
@@ -135,6 +136,7 @@ def test_a_run_that_is_to_stop_exits_though_no_batch_arrives(
     until(all_gone)
 
 
+@pytest.mark.full
 def test_a_run_whose_data_does_not_arrive_ends_after_the_timeout(photos, capfd):
     launch = begin(2, "--num_workers", "1", "--timeout", "8")
     assert [outcome.code for outcome in launch.finish()] == [2, 2]
@@ -153,6 +155,7 @@ def test_ranks_whose_launcher_was_killed_exit_though_no_batch_arrives(photos, ca
     until(all_gone)
 
 
+@pytest.mark.full
 def test_the_timeout_counts_the_seconds_of_one_batch_only(photos):
     flags = [*FLAGS, *words("--max_steps 5 --timeout 6 --num_workers 0")]
     slow = [int(sample) for sample in permutation(40, 0, 0)[::8]]  # one in each update
@@ -167,6 +170,7 @@ def test_images_to_decode_before_training_that_do_not_arrive_end_the_run(photos,
     assert capfd.readouterr().err.count(f"train.py: error: a decoded image {NO_LINE}") == 1
 
 
+@pytest.mark.full
 def test_an_evaluation_whose_data_does_not_arrive_ends_after_the_timeout(photos, capfd):
     (trained,) = run_ranks(1, train.main, [*FLAGS, "--max_steps", "1", "--num_workers", "0"])
     assert trained.code == 0, trained.err

@@ -206,6 +206,7 @@ def test_the_numbers_are_the_same_on_any_number_of_processes_with_bad_images_lef
         assert records(name, "eval")[0]["accuracy"] == one["accuracy"]
 
 
+@pytest.mark.full
 def test_losses_are_those_of_a_run_without_the_files_that_cannot_be_read(skipped):
     for name in bad_images("on1"):
         Path(name).unlink()
@@ -254,6 +255,7 @@ def test_the_image_in_a_place_stays_the_same_when_another_one_goes_too():
     assert np.flatnonzero(first != second).tolist() == [also]
 
 
+@pytest.mark.full
 def test_an_evaluation_leaves_out_and_names_what_can_no_longer_be_read(skipped):
     name = load("data", bad_images="skip").evaluation.describe(1)
     spoil(Path(name))
@@ -267,6 +269,7 @@ def test_an_evaluation_leaves_out_and_names_what_can_no_longer_be_read(skipped):
     assert line in one.out and f"{name} (" in one.out
 
 
+@pytest.mark.full
 def test_a_data_folder_that_goes_away_ends_the_run_and_costs_no_image(skipped):
     flags = words("--run_name run --log_every 2")
     line = refused(_train_and_lose_the_data, *SKIP, *flags, processes=2)

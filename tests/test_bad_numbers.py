@@ -97,6 +97,7 @@ def _train_and_change_weights(flags, step, change, stops=False):
     train.main(flags)
 
 
+@pytest.mark.full
 def test_after_bad_numbers_the_run_goes_on_from_the_last_good_checkpoint():
     run_ranks(1, _train_with_a_bad_sample, FLAGS, 6, 0)
     train_run(1, "run", *FLAGS, "--resume", "auto")
@@ -106,6 +107,7 @@ def test_after_bad_numbers_the_run_goes_on_from_the_last_good_checkpoint():
     assert same_tensors(weights("run"), weights("whole"))
 
 
+@pytest.mark.full
 def test_evaluations_and_predictions_of_nan_weights_or_infinite_outputs_end_with_one_line():
     train_run(1, "run", *MLP, "--max_steps", "2")
     checkpoint, tensors = Path("runs/run/checkpoints/step-00000002"), weights("run")
@@ -169,6 +171,7 @@ def test_ranks_that_train_different_weights_end_at_the_next_save_which_saves_not
     assert newest_good(Path("runs/run")).name == "step-00000004"
 
 
+@pytest.mark.full
 def test_ranks_with_different_processors_may_round_differently_which_is_said_once():
     main, other = run_ranks(2, _train_and_change_rank_1, FLAGS, "weight", True)
     assert (main.code, other.code) == (0, 0), main.err

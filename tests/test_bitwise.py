@@ -122,6 +122,7 @@ def train_unusual(flags: list[str]) -> None:
     train.main(flags)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("microbatches", [2, pytest.param(4, marks=FULL)])
 def test_unused_and_shared_parameters_and_buffers_of_any_type_give_the_same_bits(microbatches):
     flags = [*SIZES, *words("--model unusual --max_steps 4 --microbatches"), str(microbatches)]
@@ -135,6 +136,7 @@ def test_unused_and_shared_parameters_and_buffers_of_any_type_give_the_same_bits
     assert (found["count"], found["byte"], found["ready"]) == (2**40 + 4 * 3, 200 - 4, True)
 
 
+@pytest.mark.full
 def test_the_norm_of_the_summed_gradient_is_clipped():
     """Plain gradient descent: a step is as long as the learning rate times the clipped norm."""
     flags = words("--model mlp --lr 0.5 --lr_schedule constant --momentum 0 --save_every 1")
@@ -158,6 +160,7 @@ def collectives(flags: list[str]) -> int:
     return entered[0]
 
 
+@pytest.mark.full
 def test_a_rank_with_fewer_microbatches_enters_as_many_collectives():
     """Otherwise, ranks that wait for a rank that hangs would name a different one."""
     assert len(set(returned(3, collectives, [*SIZES, *words("--model mlp --microbatches 4")]))) == 1
@@ -181,6 +184,7 @@ def failing(flags: list[str]) -> None:
     train.main(flags)
 
 
+@pytest.mark.full
 def test_an_error_between_two_microbatches_of_a_rank_ends_the_others_within_seconds():
     begun = time.monotonic()
     first, second = run_ranks(
@@ -303,6 +307,7 @@ def test_a_resume_keeps_the_threads_and_the_microbatches():
     assert "--microbatches 8, not 4" in refused(train.main, *again, "--microbatches", "4")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("more", [pytest.param(["--microbatches", "4"], marks=FULL), []])
 def test_a_replay_computes_the_logged_losses_again(more):
     flags = words("--data digits --model mnist_cnn --max_train_samples 350 --threads 1")
@@ -351,6 +356,7 @@ def slow_replay(flags: list[str]) -> None:
     replay.main(flags)
 
 
+@pytest.mark.full
 def test_a_replay_changes_nothing_in_the_run_even_if_it_is_killed():
     train_run(1, "run", *words("--model mlp --threads 1 --max_steps 5 --save_every 5 --keep 2"))
     before, flags = contents(Path("runs/run")), words("--run runs/run --cpu --update")
@@ -385,6 +391,7 @@ def spoiled(seed: int) -> float:
     return float("nan") if torch.initial_seed() == seed else 1.0
 
 
+@pytest.mark.full
 def test_a_nan_is_found_at_its_layer_with_the_printed_command():
     flags = words("--model mnist_cnn --threads 1 --max_steps 9 --log_every 1 --save_every 4")
     (outcome,) = run_ranks(

@@ -212,6 +212,7 @@ def decode_and_name_the_decoders(split):
     decoded(split, lambda chunks: half_way(iter(chunks)))
 
 
+@pytest.mark.full
 def test_the_decoders_of_a_killed_process_end(workers):
     split, _ = folder_split(95)
     start_ranks(1, decode_and_name_the_decoders, split).finish()

@@ -57,6 +57,7 @@ def states_of(run):
     return [json.loads(path.read_text())["state"] for path in sorted(paths)]
 
 
+@pytest.mark.full
 def test_a_checkpoint_holds_all_that_evaluation_on_another_machine_needs(tmp_path):
     before = os.umask(0o027)
     try:
@@ -105,6 +106,7 @@ def test_the_commit_is_that_of_the_code_and_a_changed_file_makes_it_dirty(tmp_pa
     assert commit() == git("rev-parse", "HEAD") + "-dirty"
 
 
+@pytest.mark.full
 def test_only_the_newest_checkpoints_and_the_best_are_kept():
     train_run(2, "run", *FLAGS, *words("--save_every 1 --eval_every 4 --keep 2"))
     best = Path("runs/run/checkpoints/best").read_text().strip()
@@ -124,6 +126,7 @@ def test_a_run_that_stops_in_the_middle_of_an_epoch_and_resumes_ends_bit_identic
     assert same_tensors(weights("run"), weights("whole"))
 
 
+@pytest.mark.full
 def test_a_run_that_is_past_its_end_says_so_and_ends_well():
     train_run(1, "run", *FLAGS, "--max_steps", "6")
     outcomes = run_ranks(2, train.main, [*RUN, "--max_steps", "4"])
@@ -131,6 +134,7 @@ def test_a_run_that_is_past_its_end_says_so_and_ends_well():
     assert "--max_steps 4 after update 6 of 4; raise it to continue" in outcomes[0].out
 
 
+@pytest.mark.full
 def test_going_back_to_an_older_checkpoint_forgets_the_later_ones():
     train_run(1, "run", *FLAGS, *words("--save_every 1 --keep all --eval_every 12"))
     assert len(names()) == 14  # and two pointers
@@ -151,6 +155,7 @@ def test_the_state_has_the_finite_numbers_of_the_last_evaluation():
     assert found == state and found.evaluation == {"step": 7, "loss": None, "accuracy": 0.5}
 
 
+@pytest.mark.full
 def test_settings_of_the_optimizer_are_those_of_the_flags_after_a_resume_and_are_reported():
     train_run(1, "run", *FLAGS, "--max_steps", "2")
     first, second = run_ranks(2, train.main, [*RUN, *words("--max_steps 3 --momentum 0.5")])
@@ -173,6 +178,7 @@ def test_a_resume_with_another_optimizer_model_or_data_is_refused_by_name():
         assert text in refused(train.main, *RUN, *words(flags))
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_another_run_starts_a_run_of_its_own():
     train_run(1, "old", *FLAGS, "--max_steps", "4")
     before = names("old")
@@ -203,6 +209,7 @@ EMA = ("--ema_decay", "0.5")
 CHECKPOINT = Path("runs/run/checkpoints/step-00000004")
 
 
+@pytest.mark.full
 def test_an_optimizer_with_statistics_of_rows_resumes_bit_identically():
     flags = [*SHORT, *words("--optimizer adafactor --resume auto")]
     for name, stop in (("whole", "7"), ("run", "3"), ("run", "7")):
@@ -233,6 +240,7 @@ def with_tied(main, flags):
     return main(flags)
 
 
+@pytest.mark.full
 def test_tied_weights_are_saved_once_and_resume_bit_identically():
     flags = [*SHORT, "--model", "tied", *EMA, "--eval_every", "7", "--resume", "auto"]
     for name, stop in (("whole", "7"), ("run", "4"), ("run", "7")):
@@ -247,6 +255,7 @@ def test_tied_weights_are_saved_once_and_resume_bit_identically():
     assert found["loss"] == pytest.approx(records("whole", "eval")[-1]["loss"], rel=1e-6)
 
 
+@pytest.mark.full
 def test_an_optimizer_file_that_does_not_fit_is_refused_with_what_differs():
     train_run(1, "run", *SHORT, "--max_steps", "4", "--optimizer", "adamw")
     path, flags = CHECKPOINT / "optimizer.bin", [*RUN, "--optimizer", "adamw"]
@@ -260,6 +269,7 @@ def test_an_optimizer_file_that_does_not_fit_is_refused_with_what_differs():
         assert problem in refused(train.main, *flags)
 
 
+@pytest.mark.full
 def test_an_average_that_does_not_fit_or_has_a_nan_is_one_line_and_changes_nothing():
     train_run(1, "run", *SHORT, *EMA, "--max_steps", "4")
     path, log = CHECKPOINT / "ema.safetensors", Path("runs/run/log.jsonl")

@@ -202,6 +202,7 @@ def test_other_values_are_refused_with_the_limit_or_an_example(flags, text, caps
     assert text in refusal(capsys, *flags)
 
 
+@pytest.mark.full
 def test_a_run_folder_is_named_after_the_data_and_the_model_that_was_chosen():
     (outcome,) = run_ranks(1, train.main, ["--max_steps", "1", "--cache_dir", "mine"])
     (path,) = Path("runs").iterdir()

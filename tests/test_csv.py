@@ -247,6 +247,7 @@ def test_a_run_on_the_list_is_the_run_on_the_folder(trained):
     assert same_tensors(weights("whole"), weights("folder"))
 
 
+@pytest.mark.full
 def test_a_resumed_run_on_a_list_that_moved_continues_with_the_same_bits(trained):
     before = evaluated()[0]
     os.rename("photos", "elsewhere")
@@ -264,6 +265,7 @@ def test_a_resume_reports_what_changed_in_the_list_or_the_images(trained):
     assert "changed class: dog/010.bmp" in line and "changed: cat/007.bmp" in line
 
 
+@pytest.mark.full
 def test_rows_that_are_new_or_in_another_order_do_not_move_samples(trained):
     shutil.copy("photos/cat/000.bmp", "photos/a.bmp")
     write_list(more="a.bmp,ant\n")
@@ -277,6 +279,7 @@ def test_rows_that_are_new_or_in_another_order_do_not_move_samples(trained):
     assert same_tensors(weights("run"), weights("whole"))
 
 
+@pytest.mark.full
 def test_another_list_is_evaluated_whole_or_by_its_splits(trained):
     header, rows = "path,label,split\n", "cat/000.bmp,cat,train\ndog/002.bmp,dog,train\n"
     write("path,label\ncat/000.bmp,cat\ndog/000.bmp,dog\ndog/001.bmp,dog\n", "photos/flat.csv")

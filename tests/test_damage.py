@@ -172,6 +172,7 @@ def changed_files(trained, name):
     return [file for file in before if after.get(file) != before[file]]
 
 
+@pytest.mark.full
 def test_each_change_of_one_byte_of_a_manifest_is_seen(tmp_path):
     """Each bit flipped, and each byte replaced by one that a reader of text or of JSON might take
     for the same.
@@ -496,6 +497,7 @@ def test_a_pointer_that_is_a_fifo_or_huge_names_nothing():
     assert outcome.code == 0 and outcome.value["step"] == 8, outcome.err
 
 
+@pytest.mark.full
 def test_settings_of_a_checkpoint_do_not_apply_to_this_machine():
     """Its own flags and defaults choose its folders and the number of processes."""
     settings = {"cache_dir": "stranger/cache", "output_dir": "stranger/runs", "num_workers": 4000,

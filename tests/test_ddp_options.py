@@ -121,11 +121,13 @@ def train_changing(name: str, always: bool, *flags: str) -> None:
     train.main([*settings, "--run_name", name, *flags])
 
 
+@pytest.mark.full
 def test_unused_parameters_are_refused_with_the_flags_that_fix_it():
     line = refused(lambda flags: train_changing("run", True, *flags), processes=2)
     assert "set --find_unused_parameters, or name the unused ones in --freeze" in line
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("always", "flag"),
     [
@@ -158,6 +160,7 @@ def train_refusing(*flags: str) -> None:
     train.main([*settings, "--find_unused_parameters", *flags])
 
 
+@pytest.mark.full
 def test_unused_parameters_do_not_change_if_a_rank_has_no_samples_and_the_model_refuses_an_empty_batch():
     for processes in (1, 2):  # every second update has one sample
         returned(processes, train_refusing, "--run_name", f"on-{processes}")

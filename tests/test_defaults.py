@@ -154,6 +154,7 @@ def saved_settings(name):
     return {setting: values[setting] for setting in NAMES}
 
 
+@pytest.mark.full
 def test_photographs_train_with_the_same_settings_on_one_process_and_on_two():
     for split, counts in (("train", {"a": 13, "b": 12}), ("val", {"a": 2, "b": 2})):
         image_folder(f"photos/{split}", counts, size=(100, 120), kind="jpg")
@@ -172,6 +173,7 @@ def test_photographs_train_with_the_same_settings_on_one_process_and_on_two():
     assert all(map(str.startswith, tables[0], starts)), tables
 
 
+@pytest.mark.full
 def test_a_resumed_run_keeps_the_settings_of_its_checkpoint_unless_they_are_given():
     same = words("--data synthetic/3x8x103 --threads 1")
     first = words("--lr 0.31 --flip --log_every 2 --weight_decay 0.3 --drop_last --model mlp")
@@ -182,6 +184,7 @@ def test_a_resumed_run_keeps_the_settings_of_its_checkpoint_unless_they_are_give
     )
 
 
+@pytest.mark.full
 def test_a_loss_that_explodes_while_it_is_finite_is_reported_once_in_a_run_with_the_fix():
     flags = words("--data synthetic/4x8x64 --model mlp --threads 1 --run_name run --log_every 1")
     flags += words("--lr_schedule constant --global_batch_size 16 --save_every 4 --resume auto")
@@ -197,6 +200,7 @@ def test_a_loss_that_explodes_while_it_is_finite_is_reported_once_in_a_run_with_
     assert "lower --lr" in lines[0][0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flags", [
     words("--model mnist_cnn --image_size 12 --mixup 0.8 --cutmix 1.0 --label_smoothing 0.1 --warmup_steps 20"),
     *(pytest.param(flags, marks=pytest.mark.full) for flags in [
@@ -242,6 +246,7 @@ def test_what_depends_on_the_number_of_processes_is_named_with_how_to_avoid_it(
     )
 
 
+@pytest.mark.full
 def test_the_start_table_names_what_differs_between_topologies():
     flags = words("--data synthetic/3x8x64 --threads 1 --max_steps 2 --eval_every 1 --lr 1e-9")
     (dropping,) = run_ranks(1, train.main, flags)

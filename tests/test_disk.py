@@ -144,6 +144,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_all_ranks_and_leaves_the_older
     go_on(whole, 2)
 
 
+@pytest.mark.full
 def test_a_disk_that_is_known_to_be_too_small_is_not_written_to(whole):
     def fill():
         shutil.disk_usage = lambda folder: SimpleNamespace(free=1000)
@@ -154,6 +155,7 @@ def test_a_disk_that_is_known_to_be_too_small_is_not_written_to(whole):
     check_intact(whole(2), 3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way, kind", [("microbatches", OSError), ("fsdp", RuntimeError)])
 def test_an_error_of_save_state_is_one_line_and_leaves_no_part_of_a_checkpoint(
     way, kind, monkeypatch
@@ -194,6 +196,7 @@ def limit_log():
     resource.setrlimit(resource.RLIMIT_FSIZE, (log.stat().st_size + 50, resource.RLIM_INFINITY))
 
 
+@pytest.mark.full
 def test_a_log_that_cannot_be_written_ends_the_run_by_its_name(whole):
     outcomes = run_ranks(2, train_with, {4: on_main(limit_log)}, FLAGS)
     check_failed(outcomes, "runs/run/log.jsonl: File too large")
@@ -201,6 +204,7 @@ def test_a_log_that_cannot_be_written_ends_the_run_by_its_name(whole):
     go_on(whole, 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("processes, cause", [(2, "full"), (1, "gone")])
 def test_a_stop_while_nothing_can_be_saved_leaves_all_the_same(processes, cause, whole):
     trouble = limit_files if cause == "full" else on_main(lambda: shutil.rmtree("runs/run"))
@@ -279,6 +283,7 @@ def test_a_folder_that_cannot_be_written_to_is_named_before_anything_is_read(any
 # Folders that vanish
 
 
+@pytest.mark.full
 def test_a_run_whose_folder_was_deleted_leaves_a_new_run_of_that_name_alone(whole):
     old = start_ranks(2, train_with, {4: hold}, [*FLAGS, "--seed", "1"])
     until(Path("held-0").exists)
@@ -298,6 +303,7 @@ def impatient(flags, seconds=1.0):
     train.main(["--run_name", "run", *flags])
 
 
+@pytest.mark.full
 def test_a_second_run_is_refused_with_the_place_of_the_first_which_it_does_not_disturb(whole):
     first = start_ranks(2, train_with, {4: hold}, FLAGS)
     until(Path("held-0").exists)
@@ -309,6 +315,7 @@ def test_a_second_run_is_refused_with_the_place_of_the_first_which_it_does_not_d
     check_done(whole, 2)
 
 
+@pytest.mark.full
 def test_a_killed_run_frees_its_folder_though_its_loader_workers_live_on():
     image_folder("photos", {"class0": 40, "class1": 40}, size=(100, 100))
     flags = words("--data photos --num_workers 2 --model mlp --image_size 100 --threads 1")
@@ -333,6 +340,7 @@ def test_a_killed_run_frees_its_folder_though_its_loader_workers_live_on():
     assert first.finish()[0].code == -signal.SIGKILL
 
 
+@pytest.mark.full
 def test_a_start_waits_for_ranks_without_a_launcher_to_save_and_leave(whole):
     first = start_ranks(2, _train_and_leave_slowly, FLAGS, launcher=True)
     until((CHECKPOINTS / "step-00000003").exists)
@@ -370,6 +378,7 @@ def _train_and_tell_of_waiting(flags):
     train.main(["--run_name", "run", *flags])
 
 
+@pytest.mark.full
 def test_of_two_starts_of_one_name_at_the_same_time_exactly_one_gets_the_folder(whole):
     starts = [start_ranks(1, _train_when_both_are_ready, FLAGS) for _ in range(2)]
     until(lambda: any(has_ended(start.pids[0]) for start in starts))  # the one that is refused

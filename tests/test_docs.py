@@ -186,6 +186,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "block"), CASES)
 def test_the_commands_of_the_documentation_run(name, block, trained, monkeypatch):
     monkeypatch.chdir(trained)

@@ -126,6 +126,7 @@ WITHOUT_RANK = environment(RANK="0", WORLD_SIZE="2")
 FAULTS.append((1, WITHOUT_RANK, "launch", "LOCAL_RANK not set although RANK=0", "export all of"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_turns_its_own_line_red_and_says_what_to_do(fault):
     processes, plant, name, value, fix = fault
@@ -139,6 +140,7 @@ def test_a_fault_turns_its_own_line_red_and_says_what_to_do(fault):
         assert all((other.code, other.out, other.err) == (1, "", "") for other in others)
 
 
+@pytest.mark.full
 def test_a_taken_port_is_named_before_the_processes_meet():
     listen = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True)"
     command = [sys.executable, "-c", f"{listen}; time.sleep(600)"]
@@ -153,6 +155,7 @@ def test_a_taken_port_is_named_before_the_processes_meet():
     assert "the processes are not connected" in outcomes[0].out
 
 
+@pytest.mark.full
 def test_a_rank_that_does_not_come_is_named():
     def absent(rank):
         if rank == 1:
@@ -164,6 +167,7 @@ def test_a_rank_that_does_not_come_is_named():
     assert "rank 1 did not connect to 127.0.0.1:" in findings()["connection"]["value"]
 
 
+@pytest.mark.full
 def test_ranks_that_meet_and_cannot_connect_find_it_in_the_table():
     def silent(rank):  # as gloo is where a firewall lets nothing but the meeting point through
         torch.distributed.init_process_group = lambda *arguments, **more: time.sleep(600)
@@ -186,6 +190,7 @@ ACCIDENTS = {  # what rank 1 does in the middle of a check, --timeout, and what 
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("accident", ACCIDENTS)
 def test_what_was_found_is_printed_when_a_rank_exits_fails_or_hangs_meanwhile(accident):
     act, timeout, text = ACCIDENTS[accident]

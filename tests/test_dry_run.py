@@ -43,6 +43,7 @@ def watch_model(hook) -> None:
     train.build_model = built
 
 
+@pytest.mark.full
 def test_a_dry_run_of_a_resume_starts_from_its_checkpoint_and_does_not_change_it():
     def files():
         return {
@@ -56,6 +57,7 @@ def test_a_dry_run_of_a_resume_starts_from_its_checkpoint_and_does_not_change_it
     assert files() == before
 
 
+@pytest.mark.full
 def test_a_complete_run_can_be_tried_too():
     train_run(2, "run", *FLAGS)
     outcomes = run_ranks(2, train.main, [*FLAGS, "--resume", "auto", "--dry_run"])

@@ -157,6 +157,7 @@ def test_the_only_process_of_a_launcher_ends_with_the_bits_of_plain_python():
     assert hashes("run", 3) == hashes("whole", 3)
 
 
+@pytest.mark.full
 def test_ranks_do_not_wait_for_one_whose_launcher_was_killed():
     """An orphan reports that it has finished, if rank 0 serves the store.
 

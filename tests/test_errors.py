@@ -116,6 +116,7 @@ def test_traceback_shows_it():
     assert outcome.code == 2 and "Traceback" in outcome.err and "./nope" in outcome.err
 
 
+@pytest.mark.full
 def test_an_error_of_another_rank_during_training_is_printed_by_rank_0():
     flags = words("--data photos --num_workers 0 --image_size 112 --global_batch_size 8")
     line = refused(_train_with_a_file_that_rank_1_cannot_read, *flags, processes=2)

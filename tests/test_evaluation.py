@@ -97,6 +97,7 @@ def _count_gathers() -> list[tuple[int, int, int]]:
     return counts
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("samples", [2, 49])
 def test_ranks_without_samples_or_with_fewer_gather_rows_that_do_not_count(samples):
     train_run(1, "run", *FLAGS, "--max_steps", "1")
@@ -130,6 +131,7 @@ def _evaluate_wrongly(wrong: str) -> None:
     eval.main(words("--ckpt runs/run --max_eval_samples 32"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("flags", "tensors"),
     [
@@ -177,6 +179,7 @@ def test_metrics_equal_their_definitions():
     assert found["per_class_accuracy"][:3] == pytest.approx(recall)
 
 
+@pytest.mark.full
 def test_the_training_log_has_macro_scores_when_asked():
     log = train_run(2, "run", *FLAGS, "--metrics")
     found = returned(1, eval.main, ["--ckpt", "runs/run"])[0]
@@ -193,6 +196,7 @@ def test_eval_takes_the_best_checkpoint_of_a_run_or_the_one_that_is_named():
     assert (named["step"], named["accuracy"]) == (4, evals[4])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("processes", "moment"),
     [(1, "config.yaml"), (2, "model.safetensors"), pytest.param(2, "load_eval_split", marks=FULL)],
@@ -249,6 +253,7 @@ def test_other_data_is_evaluated_whole_or_on_its_own_test_split():
         assert (found["split"], found["count"]) == (split, count)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=FULL), 2])
 def test_an_evaluation_that_cannot_read_an_image_ends_when_the_ranks_next_meet(processes):
     image_folder("photos/train", {"a": 8, "b": 8}, size=(112, 112))

@@ -222,6 +222,7 @@ def functions_of_card(out: Path, monkeypatch) -> dict[str, Any]:
 ODD = ["it's", 'a "b"', "pipe|", "new\nline", "<b>", "```", "back\\slash", "日本", "{x}", "a, b"]
 
 
+@pytest.mark.full
 def test_odd_class_names_are_kept_and_break_neither_the_code_nor_the_table(tmp_path, monkeypatch):
     one, out = loaded("squeezenet1_1", PHOTO, classes=len(ODD)), tmp_path / 'o"u\\t'
     one.saved.class_names[:] = ODD

@@ -223,6 +223,7 @@ def notebook(flags: list[str]) -> None:
     train.main([*MLP, "--plugin", "mine.py"])
 
 
+@pytest.mark.full
 def test_one_process_saves_the_plug_in_of_a_second_run_and_refuses_a_changed_one():
     Path("mine.py").write_text("")
     line = refused(notebook)
@@ -231,6 +232,7 @@ def test_one_process_saves_the_plug_in_of_a_second_run_and_refuses_a_changed_one
     assert versions[1] == versions[0] | {"mine.py": sha256(b"").hexdigest()}
 
 
+@pytest.mark.full
 def test_nothing_in_a_checkpoint_names_a_file_that_is_run(runs):
     Path("evil.py").write_text("open('ran', 'w')")
     for config in Path("runs/two").rglob("config.yaml"):

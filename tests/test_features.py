@@ -97,6 +97,7 @@ def numbers(name: str) -> list[float]:
     return [record[key] for record in found for key in ("loss", "accuracy") if key in record]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("data", "more"),
     [(SMALL, VIEWS), *(pytest.param(PHOTOS, more, marks=FULL) for more in ([], VIEWS))],
@@ -179,6 +180,7 @@ def test_a_killed_run_ends_with_the_same_bits():
         assert same_tensors(weights("run", file=file), weights("whole", file=file))
 
 
+@pytest.mark.full
 def test_a_resumed_run_with_another_number_of_views_says_so():
     flags = [*SMALL, *words("--run_name run --resume auto --lr_schedule constant")]
     returned(1, train.main, [*flags, *VIEWS, "--max_steps", "3"])
@@ -235,6 +237,7 @@ def started(*flags: str, processes: int = 1) -> str:
     return place(run_ranks(processes, train.main, flags)[0])
 
 
+@pytest.mark.full
 def test_a_second_start_finds_the_features_and_another_backbone_or_augmentation_does_not():
     first = started(processes=2)
     assert "found" not in first and re.search(r" 0\.\d MB cached", first)
@@ -255,6 +258,7 @@ def test_a_second_start_finds_the_features_and_another_backbone_or_augmentation_
         assert "2 random views, computed in" in line and "centre, found in" in line
 
 
+@pytest.mark.full
 def test_a_damaged_file_is_computed_again():
     started()
     path = max(Path("cache/features").iterdir(), key=lambda path: path.stat().st_size)
@@ -291,6 +295,7 @@ def test_a_photograph_that_cannot_be_read_is_one_line_of_all_ranks():
     assert not list(Path("cache").rglob("*.npy"))
 
 
+@pytest.mark.full
 def test_what_cannot_be_exact_on_features_is_refused():
     line = refused(train.main, *SMALL, "--cutmix", "0.5")
     assert "--mixup and --cutmix mix images" in line and "--feature_views 0" in line
@@ -349,7 +354,7 @@ def test_a_sample_that_is_drawn_again_takes_the_next_view():
     images, everything = CachedDataset(pictures(10), np.arange(10), augmentation), np.arange(10)
     draws = [augmentation.draw(Microbatch(0, epoch, 0, everything)) for epoch in range(3)]
     views = [augmentation.apply(torch.from_numpy(images.pixels), draw) for draw in draws]
-    features = Features(torch.stack(views).float().numpy(), images, "")
+    features = Features(torch.stack(views).float().numpy(), images, None, "")
     indices, occurrences = np.array([4, 9, 4, 0, 4]), np.array([0, 0, 1, 0, 2])
     for epoch, again in product(range(7), (None, occurrences)):
         batch = features.__getitems__(Microbatch(5, epoch, 0, indices, again))
@@ -361,6 +366,7 @@ def test_a_sample_that_is_drawn_again_takes_the_next_view():
         assert torch.equal(features.pixels(batch.microbatch, 4), expected[:4])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("data", [SMALL, pytest.param(PHOTOS, marks=FULL)])
 def test_the_first_batch_shows_the_images_of_the_features(data):
     for views in ("2", "0"):

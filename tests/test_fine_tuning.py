@@ -165,6 +165,7 @@ def test_a_run_starts_from_the_best_weights_of_another_on_any_number_of_processe
     assert input_of("tuned") == (40, [0.4] * 3)
 
 
+@pytest.mark.full
 def test_the_head_learns_faster_and_batch_statistics_are_kept(folder):
     trained("still", *TUNED, *SOURCE)
     trained("gentle", *TINY[2:], *words("--data second --max_steps 1"), *SOURCE)
@@ -178,6 +179,7 @@ def test_the_head_learns_faster_and_batch_statistics_are_kept(folder):
     assert kept and all(kept)
 
 
+@pytest.mark.full
 def test_batch_statistics_that_were_not_given_cannot_be_kept(folder):
     tensors = weights("source", "best").items()
     given = {name: each for name, each in tensors if not name.startswith("layer1.0.bn1.")}
@@ -197,6 +199,7 @@ def test_given_settings_take_precedence_over_those_of_the_source(folder):
     assert other.model == "resnet18" and other.model_args == {}
 
 
+@pytest.mark.full
 def test_a_resumed_run_needs_no_source_and_keeps_what_it_took_from_it(folder):
     flags = [*TUNED, *words("--init_from gone --resume auto --max_steps")]
     (folder / "gone").symlink_to(folder / "runs/source")
@@ -208,6 +211,7 @@ def test_a_resumed_run_needs_no_source_and_keeps_what_it_took_from_it(folder):
     assert input_of("moved") == (40, [0.4] * 3)
 
 
+@pytest.mark.full
 def test_a_replay_from_initial_weights_that_have_changed_reports_other_losses(folder):
     shutil.copytree("runs/source", "runs/parent")
     trained("child", *TUNED, *words("--init_from runs/parent --log_every 1"))
@@ -272,6 +276,7 @@ def test_sources_that_do_not_fit_are_one_line(folder):
         assert line in refused(train.main, *words(f"--data first --threads 1 --init_from {where}"))
 
 
+@pytest.mark.full
 def test_a_new_layer_that_would_be_frozen_with_random_weights_is_refused(folder):
     save_file(weights("source", "best"), "colour.safetensors")
     flags = ["--data", "first", *STILL, *words("--init_from colour.safetensors --run_name frozen")]
@@ -343,6 +348,7 @@ ALL_ON += words("--freeze conv1 bn1 layer1 --drop_path 0.5 --grad_checkpointing"
 ALL_ON += words("--layer_decay 0.8 --ema_decay 0.7 --clip_value 0.1 --cooldown_steps 2")
 
 
+@pytest.mark.full
 def test_a_killed_run_with_everything_on_ends_with_the_same_bits_on_other_numbers_of_processes(
     folder,
 ):
@@ -408,6 +414,7 @@ def test_checkpointed_blocks_are_computed_twice_with_the_same_bits_and_batch_sta
         checkpoint_blocks(build("mlp"), "mlp")
 
 
+@pytest.mark.full
 def test_checkpointed_blocks_with_random_layers_take_an_empty_batch_that_the_model_refuses(folder):
     """The third update has one sample: three of four microbatches are empty, and one rank of two
     has none.

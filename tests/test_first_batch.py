@@ -21,6 +21,7 @@ FLAGS = words(
 )
 
 
+@pytest.mark.full
 def test_the_picture_has_the_images_of_the_first_microbatch_of_rank_0_with_their_classes():
     paths = image_folder("pictures", {"cat": 10, "dog": 10}, size=(8, 16))
     known = {np.asarray(Image.open(path)).tobytes(): path.parent.name for path in paths}
@@ -87,6 +88,7 @@ def test_labels_are_classes_or_their_shares(label, lines):
     assert label_lines([1.0], ["no", "yes"]) == ["yes"]  # one output
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shape", [(9, 300, 600, 1), (64, 90, 9, 3), (1, 1, 1, 3)])
 def test_pictures_of_any_shape_and_number_are_drawn(shape):
     values = np.random.default_rng(0).integers(0, 200, (shape[0], 1, 1, 1))

@@ -197,6 +197,7 @@ with distributed_session("train.py", TrainConfig(threads=1, cpu=True)):
 """
 
 
+@pytest.mark.full
 def test_after_an_error_a_rank_does_not_wait_for_nccl_and_its_output_is_complete():
     env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
     command = [sys.executable, "-c", FAILING]
@@ -228,6 +229,7 @@ def test_tf32_is_off_with_deterministic_unless_it_is_asked_for(deterministic, as
     assert found[2:] == (not deterministic, expected, "high" if expected else "highest")
 
 
+@pytest.mark.full
 def test_a_run_does_not_inherit_the_kernels_of_an_earlier_run_in_its_process():
     runs = [
         (device, fixed, None) for device in (CUDA, torch.device("cpu")) for fixed in (True, False)

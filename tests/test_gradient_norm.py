@@ -19,6 +19,7 @@ def sharded(flags: list[str]) -> None:
     train.main(flags)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("main", "more"),
     [

@@ -141,6 +141,7 @@ def tensors(name: str) -> dict:
     return {file: weights(name, file=file) for file in ("model.safetensors", "ema.safetensors")}
 
 
+@pytest.mark.full
 def test_killed_runs_end_with_the_weights_of_a_whole_one():
     whole, chance = uninterrupted(2), random.Random(1)
     for whom, saving in (("one rank", False), ("all ranks", True)):
@@ -289,6 +290,7 @@ def _end_before_operations(first: int) -> int:
     )
 
 
+@pytest.mark.full
 def test_a_run_killed_while_it_writes_its_analysis_shows_it_after_a_resume():
     flags = [*MLP, *words("--max_steps 8 --save_every 3 --run_name run --report true")]
     killed = start_ranks(2, _train_until_the_analysis, flags, launcher=True)

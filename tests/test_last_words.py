@@ -48,6 +48,7 @@ def _diverge(rank: int, error: type[Exception]):
     train.main(["--run_name", "run", *MLP, "--timeout", "60"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("error", "text"),
     [
@@ -60,6 +61,7 @@ def test_the_table_ends_with_the_error_of_the_rank_that_failed(error, text):
     assert last_lines(outcomes, 1) == [text]
 
 
+@pytest.mark.full
 def test_the_table_ends_with_the_command_that_resumes_a_stopped_run():
     launch = start_ranks(2, under_launcher, slow_train, [*MLP, "--max_steps", "10000"])
     until(has_logged(5))
@@ -73,6 +75,7 @@ def test_the_table_ends_with_the_command_that_resumes_a_stopped_run():
     assert command == outcomes[0].out.splitlines()[-1] and command.startswith("resume with: ")
 
 
+@pytest.mark.full
 def test_the_table_ends_with_what_the_doctor_found():
     Path("file").touch()
     outcomes = run_ranks(2, under_launcher, doctor.main, ["--output_dir", "file"])

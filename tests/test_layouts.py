@@ -158,14 +158,6 @@ def test_links_are_followed_but_not_in_circles():
     assert data.class_names == ["cat", "dog"] and len(data.train.images.paths) == 13
 
 
-def test_evaluation_images_that_are_training_images_too_are_counted(capsys):
-    image_folder("folder", pets("train", "val") | {"train/dog/deep": 10})
-    os.symlink("../../train/dog/deep", "folder/val/cat/more")
-    load()
-    line = "the run trained on 10 of the 30 images of split 'val'"
-    assert line in capsys.readouterr().out
-
-
 # -- lines at the start of a run
 # -------------------------------------------------------------------------------------
 
@@ -206,6 +198,7 @@ def test_the_start_names_the_classes_without_training_images():
     assert "1 of 3 classes have no training image: dog" in warn_about_data(data)
 
 
+@pytest.mark.full
 def test_class_names_that_are_not_utf8_or_hold_a_newline_are_trained_saved_and_resumed():
     image_folder("folder", {"cat": 12, "caf\udce9": 12, "new\nline": 12})
     os.rename("folder/cat/000.png", b"folder/cat/b\xff\n.png")

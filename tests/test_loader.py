@@ -69,6 +69,7 @@ def load_for_ever(when):
     time.sleep(1000)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no sigtimedwait")
 @pytest.mark.parametrize("when", [pytest.param("starting", marks=pytest.mark.full), "working"])
 def test_workers_end_with_a_rank_that_is_killed_even_if_nobody_reads_their_batches(when):

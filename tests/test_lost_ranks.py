@@ -162,6 +162,7 @@ def test_a_silent_rank_ends_the_others_long_before_the_timeout_if_the_launcher_s
     assert 25 < waited < 90 and outcomes[0].code == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("processes, named", [full(2, True), (1, False)])
 def test_a_restart_by_the_launcher_goes_on_in_the_folder_of_the_attempt_before(
     processes, named, store
@@ -201,6 +202,7 @@ def _attempt(number, port, processes, flags, fails_at):
     train.main(flags)
 
 
+@pytest.mark.full
 def test_a_restart_before_the_first_checkpoint_starts_again_in_the_same_folder(store):
     flags = [*FLAGS, *words("--max_steps 40 --run_name run")]
     attempt(store, 2, 0, flags, 7)

@@ -107,6 +107,7 @@ def fix_of(config, spec):
     return error.value.fix
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name, head",
     [
@@ -147,6 +148,7 @@ def head_rows(settings, names, published):
     return model, equal.nonzero()[:, 1].tolist()
 
 
+@pytest.mark.full
 def test_the_published_head_is_kept_for_classes_that_the_weights_know(hub):
     published = publish("resnet18")
     settings = {"model": "resnet18"}
@@ -160,6 +162,7 @@ def test_the_published_head_is_kept_for_classes_that_the_weights_know(hub):
     assert rows == [] and not hasattr(model, "head_change")
 
 
+@pytest.mark.full
 def test_weights_that_are_missing_or_damaged_are_one_line_with_the_fix(hub):
     config = TrainConfig(model="resnet18", pretrained=True)
     spec = input_spec(config, 3, None)
@@ -185,6 +188,7 @@ def test_grey_images_become_coloured_for_published_weights_unless_the_user_says_
         build_model(config, spec, 7)
 
 
+@pytest.mark.full
 def test_timm_models_take_grey_images_and_keep_the_head_under_their_weights():
     torch.manual_seed(1)
     published = timm.create_model("resnet10t")
@@ -264,6 +268,7 @@ SMALL_SWIN |= {"depths": [1, 1], "num_heads": [2, 2], "drop_path_rate": 0.0}
 NO_EMPTY = "timm/swin_tiny_patch4_window7_224"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "settings, text",
     [

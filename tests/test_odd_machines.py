@@ -52,6 +52,7 @@ def train_without(what, *more):
     train.main([*RUN, *more])
 
 
+@pytest.mark.full
 def test_a_run_goes_on_without_an_operation_and_says_once_what_is_weaker():
     line = "this file system cannot flush folders: if the machine fails, the newest files may be lost (Invalid"
     (outcome,) = run_ranks(1, train_without, "fsync")
@@ -60,6 +61,7 @@ def test_a_run_goes_on_without_an_operation_and_says_once_what_is_weaker():
     verify(find_checkpoint(Path("runs/run")))
 
 
+@pytest.mark.full
 def test_a_checkpoint_that_cannot_be_mapped_is_read_into_memory():
     for more in ([], ["--max_steps", "6", "--resume", "auto"]):
         (outcome,) = run_ranks(1, train_without, "mmap", *more)
@@ -76,6 +78,7 @@ def test_a_cache_that_cannot_be_mapped_ends_the_run_with_the_fix():
     assert "--cache_dir DIR" in outcome.err
 
 
+@pytest.mark.full
 def test_a_folder_that_cannot_be_renamed_ends_the_run_with_the_fix():
     (outcome,) = run_ranks(1, train_without, "rename")
     assert outcome.code == 2 and outcome.err.count("\n") == 1

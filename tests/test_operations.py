@@ -120,6 +120,7 @@ def test_each_operation_has_the_pixels_of_torchvisions_class(channels, size, int
                 assert torch.equal(found.permute(2, 0, 1), wanted), (name, value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "ours, theirs, magnitudes",
     [(TrivialAugment, v2.TrivialAugmentWide(3), 3), (RandAugment, v2.RandAugment(), 31)],

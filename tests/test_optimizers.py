@@ -326,6 +326,7 @@ BASE = ["--lr", "0.001"]
 RATES = [0.0005, *[0.001] * 7]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["muon", *SLOW])
 def test_runs_on_one_two_and_three_processes_agree_and_a_resumed_one_ends_with_the_same_bits(name):
     # Muon rounds to bfloat16, which enlarges differences in rounding: without them, the bits must
@@ -373,6 +374,7 @@ def bytes_of(tensor):
     return tensor.clone().flatten().view(torch.uint8)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["muon", *SLOW])
 def test_a_resume_in_other_groups_changes_no_bit_of_the_weights_and_the_state(name):
     flags = [*RUN, *BASE, *words("--freeze conv1 --find_unused_parameters --weight_decay 0.1")]

@@ -48,6 +48,7 @@ def trained(tmp_path_factory):
     return folder / "runs" / "run"
 
 
+@pytest.mark.full
 def test_characters_that_the_output_lacks_are_replaced():
     image_folder("photos", dict.fromkeys(CLASSES, 12))
     (outcome,) = run_ranks(
@@ -123,6 +124,7 @@ def test_a_pipe_that_another_program_made_non_blocking_loses_nothing(monkeypatch
     assert read[0] == b"x" * 500_000 + b"\n"
 
 
+@pytest.mark.full
 def test_escape_codes_in_a_checkpoint_do_not_reach_the_terminal(tmp_path):
     train_run(1, "run", *FLAGS)
     checkpoint, red = find_checkpoint(Path("runs/run")), "\x1b[31m\x9b31mred"

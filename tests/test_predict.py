@@ -116,6 +116,7 @@ def test_the_predictions_of_a_split_are_those_of_plain_pytorch_in_the_order_of_t
     assert np.mean([row["label"] == row["predicted"] for row in rows]) == record["accuracy"]
 
 
+@pytest.mark.full
 def test_eval_py_writes_the_same_bytes_on_one_to_three_processes():
     for processes in (1, 3):
         evaluated(processes, "multilabel", "--predictions", f"{processes}.csv")
@@ -127,6 +128,7 @@ def test_eval_py_writes_the_same_bytes_on_one_to_three_processes():
     assert found["predicted"] == [json.loads(row["predicted"]) for row in rows]
 
 
+@pytest.mark.full
 def test_a_subset_of_an_array_is_named_by_its_indices_in_the_whole_split():
     train_run(1, "digits", *FLAGS)
     for processes in (1, 2):
@@ -138,6 +140,7 @@ def test_a_subset_of_an_array_is_named_by_its_indices_in_the_whole_split():
     assert found["index"][-1] > 9
 
 
+@pytest.mark.full
 def test_the_other_tasks_have_the_sets_and_probabilities_of_their_definition():
     for run, names, threshold in (("multilabel", "abc", 0.45), ("binary", ["no", "yes"], 0.5)):
         record = evaluated(2, run, "--predictions", f"{run}.json")

@@ -96,6 +96,7 @@ def test_each_flag_alone_changes_the_loss_of_the_first_update():
     assert len({f"{loss:.6f}" for loss in found.values()}) == len(found), found
 
 
+@pytest.mark.full
 def test_the_start_of_a_run_says_what_its_training_metrics_are_measured_against():
     image_folder("two", {"a": 20, "b": 20})
     for flags, text in (

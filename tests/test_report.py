@@ -288,6 +288,7 @@ def _train_to_a_constant_answer(flags: list[str], die_at: int | None = None) -> 
     train.main(["--run_name", "worse", *flags])
 
 
+@pytest.mark.full
 def test_the_page_shows_the_best_checkpoint_after_a_kill_and_before_and_after_eval_py(inside):
     flags = [*REPORT, *words("--max_steps 12 --lr 0.05 --eval_every 4 --save_every 4")]
     (killed,) = run_ranks(1, _train_to_a_constant_answer, flags, 9)

@@ -64,6 +64,7 @@ def test_the_same_command_on_another_number_of_processes_keeps_the_global_batch(
     assert [batch_of(record) for record in records("run", "start")] == starts
 
 
+@pytest.mark.full
 def test_a_number_of_processes_that_cannot_keep_it_is_refused_before_the_data_is_loaded():
     def without_data(flags):
         np.loadtxt = None  # a call of it would be another error
@@ -89,6 +90,7 @@ def test_what_is_due_after_an_update():
     assert due(100, 128, save_seconds=60) == (True, True, True)
 
 
+@pytest.mark.full
 def test_save_seconds_saves_by_wall_time():
     flags = words("--save_seconds 1.5 --eval_every 999 --keep 99 --max_steps 50")
     returned(2, _train_at_ten_updates_a_second, [*FLAGS, *flags])
@@ -129,6 +131,7 @@ def _samples_read(flags):
     return len(read)
 
 
+@pytest.mark.full
 def test_the_run_folder_and_its_checkpoints_can_be_named_to_go_on_in_place():
     train_run(1, "run", *FLAGS, "--max_steps", "2", "--save_every", "1")
     for number, path in enumerate(("", "/checkpoints/step-00000003", "/checkpoints"), 3):
@@ -136,6 +139,7 @@ def test_the_run_folder_and_its_checkpoints_can_be_named_to_go_on_in_place():
     assert steps("run", "start") == [0, 2, 3, 4]
 
 
+@pytest.mark.full
 def test_a_resumed_run_has_the_data_and_settings_of_its_checkpoint_unless_others_are_given(
     monkeypatch,
 ):
@@ -156,6 +160,7 @@ def test_a_resumed_run_has_the_data_and_settings_of_its_checkpoint_unless_others
     assert records("new", "train")[-1]["step"] == 12
 
 
+@pytest.mark.full
 def test_a_run_killed_before_its_first_checkpoint_continues_with_its_own_settings():
     flags = words("--momentum 0.5 --batch_size 30 --grad_accum 2 --max_steps 5 --seed 3")
     flags += [*MLP, "--report=false"]
@@ -174,6 +179,7 @@ def test_a_run_killed_before_its_first_checkpoint_continues_with_its_own_setting
     assert read_config(Path("runs/run/config.yaml")).seed == 4
 
 
+@pytest.mark.full
 def test_a_run_killed_before_its_first_checkpoint_starts_again_from_the_checkpoint_of_another_run():
     train_run(1, "other", *MLP, "--max_steps", "2")
     flags = words("--run_name run --threads 1")
@@ -207,6 +213,7 @@ def _train_until_killed(flags, step=2):
     train_watched(flags, after=lambda run: run.state.step == step and kill_myself())
 
 
+@pytest.mark.full
 def test_given_settings_are_checked_with_those_of_the_checkpoint():
     train_run(1, "run", *FLAGS, "--eval_fraction", "0.2", "--max_steps", "2")
     for flags, text in (
@@ -217,6 +224,7 @@ def test_given_settings_are_checked_with_those_of_the_checkpoint():
         assert text in refused(train.main, "--resume", "runs/run", *flags)
 
 
+@pytest.mark.full
 def test_a_refused_resume_into_a_new_folder_can_be_typed_again():
     train_run(1, "run", *FLAGS, "--max_steps", "2")
     flags = words("--resume runs/run --run_name new --max_steps 3")
@@ -225,6 +233,7 @@ def test_a_refused_resume_into_a_new_folder_can_be_typed_again():
     train_run(1, "new", *FLAGS, *flags)
 
 
+@pytest.mark.full
 def test_batch_flags_that_cannot_be_kept_are_said_aloud():
     train_run(1, "run", *FLAGS, "--global_batch_size", "240", "--max_steps", "1")
     for step, (flags, batch, said) in enumerate([
@@ -241,6 +250,7 @@ def test_batch_flags_that_cannot_be_kept_are_said_aloud():
     assert last_batch("other") == last_batch()
 
 
+@pytest.mark.full
 def test_machines_that_do_not_share_the_run_folder_are_refused():
     outcomes = run_ranks(2, _train_in_a_folder_of_its_own, [*FLAGS, "--max_steps", "2"])
     assert codes(outcomes) == [2, 2]
@@ -254,6 +264,7 @@ def _train_in_a_folder_of_its_own(flags):
     train.main(flags)
 
 
+@pytest.mark.full
 def test_eval_takes_the_checkpoint_that_rank_0_sees():
     """Training may move `best` between the looks of two ranks."""
     train_run(1, "run", *FLAGS, "--max_steps", "8", "--save_every", "4", "--keep", "9")

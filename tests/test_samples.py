@@ -173,6 +173,7 @@ TABLES = {
 }
 
 
+@pytest.mark.full
 def test_a_table_that_changed_is_refused_by_resume_and_by_evaluation_of_its_hold_out():
     write_table(pictures(60), [0, 1] * 30)
     train_run(1, "run", *FLAGS, "6")

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from helpers.ranks import run_ranks, start_ranks
 from helpers.training_runs import (
     MLP,
@@ -62,6 +63,7 @@ def fill_disk(step):
     )
 
 
+@pytest.mark.full
 def test_the_run_goes_on_while_a_checkpoint_is_completed():
     launch = start_ranks(2, train_with, await_go)
     until(has_logged(6))
@@ -78,6 +80,7 @@ def test_the_run_goes_on_while_a_checkpoint_is_completed():
     assert same_tensors(weights("run"), weights("whole"))
 
 
+@pytest.mark.full
 def test_an_error_of_the_thread_ends_all_ranks_when_they_next_synchronise():
     outcomes = run_ranks(2, train_with, fill_disk, await_save)
     assert [outcome.code for outcome in outcomes] == [2, 2]
@@ -92,6 +95,7 @@ def await_error(step):
     until(lambda: "a disk with data is gone" in sys.stderr.getvalue())
 
 
+@pytest.mark.full
 def test_a_run_that_fails_reports_its_error_and_then_completes_the_checkpoint():
     def fail(run):
         if run.state.step == 4 and run.ranks.is_main:

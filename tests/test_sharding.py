@@ -89,6 +89,7 @@ CASES = {
 ON_ONE = ("transformer", "frozen layers", "shared statistics")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("case", "processes"),
     [("transformer", 2), *(pytest.param(c, n, marks=FULL) for c in CASES for n in (2, 3))],
@@ -189,6 +190,7 @@ def test_a_run_moves_between_fsdp_ddp_and_one_process():
     torch.testing.assert_close(losses("run"), losses("whole"), rtol=0, atol=1e-5)
 
 
+@pytest.mark.full
 def test_a_killed_run_ends_with_the_bits_of_a_whole_one():
     flags = [*VIT, *words("--ema_decay 0.9 --save_every 2 --max_steps 5")]
     returned(2, sharded, ["--run_name", "whole", *flags])
@@ -279,6 +281,7 @@ def test_microbatches_of_a_sharded_model_are_added_up_at_once(monkeypatch):
     returned(2, sharded, ["--run_name", "run", *VIT, *words("--grad_accum 2 --max_steps 2")])
 
 
+@pytest.mark.full
 def test_a_dry_run_computes_an_update_and_the_start_table_has_units_and_bytes():
     alone, outcome = (run_ranks(n, sharded, [*VIT, "--dry_run"])[0].out for n in (1, 2))
     assert "FSDP has no effect" in alone and "sharding " not in alone
@@ -320,6 +323,7 @@ def fail(flags: list[str], step: int, on_rank: int, how: str, where: str) -> Non
     sharded(flags)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "where", "step"),
     [

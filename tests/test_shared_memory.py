@@ -128,6 +128,7 @@ def _fill(launch_flags, processes, name):
     return launch.finish(), time.monotonic() - started
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_shared_memory_that_fills_up_later_ends_the_run_within_a_minute_with_one_line(
     photos, processes
@@ -145,6 +146,7 @@ def test_shared_memory_that_fills_up_later_ends_the_run_within_a_minute_with_one
 # Workers that die
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "problem"),
     [

@@ -109,6 +109,7 @@ def test_automatic_precision_is_bf16_only_where_all_ranks_have_it(natives, expec
     assert returned(len(natives), _precision, natives, "auto") == [expected] * len(natives)
 
 
+@pytest.mark.full
 def test_gradients_are_exchanged_as_the_hook_says():
     def first_momentum(name, *flags):  # after one update it is the gradient
         train_run(2, name, *DIGITS, *words("--model mlp --max_steps 1 --weight_decay 0"), *flags)

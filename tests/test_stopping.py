@@ -76,6 +76,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_update_and_loses_nothing(
     assert same_tensors(weights("run"), weights("whole"))
 
 
+@pytest.mark.full
 def test_ranks_whose_launcher_is_killed_save_and_leave():
     launch = start_ranks(2, slow_train, [*FLAGS, "--max_steps", "10000"], launcher=True)
     until(has_logged(20))
@@ -83,6 +84,7 @@ def test_ranks_whose_launcher_is_killed_save_and_leave():
     check_stopped(launch.finish_soon(), "the launcher has exited")
 
 
+@pytest.mark.full
 def test_under_nohup_a_closed_terminal_does_not_stop_a_run():
     launch = start_ranks(1, _train_under_nohup, [*FLAGS, "--max_steps", "60"])
     until(has_logged(40))
@@ -96,6 +98,7 @@ def _train_under_nohup(flags):
     slow_train(flags, 0.01, 50)
 
 
+@pytest.mark.full
 def test_a_stop_in_the_middle_of_an_evaluation_leaves_it_to_the_resumed_run():
     flags = [*FLAGS, *words("--max_steps 50 --eval_batch_size 4")]
     launch = start_ranks(2, _train_and_evaluate_slowly, flags)
@@ -135,6 +138,7 @@ def _train_and_evaluate_slowly(flags):
     slow_train(flags)
 
 
+@pytest.mark.full
 def test_a_stop_while_a_checkpoint_is_written_leaves_after_it():
     launch = start_ranks(2, _train_and_save_slowly, [*FLAGS, "--max_steps", "500"])
     until(Path("written").exists)
@@ -202,6 +206,7 @@ def photos():
     image_folder("photos", {"class0": 40, "class1": 40}, size=(120, 120))
 
 
+@pytest.mark.full
 def test_a_signal_to_the_whole_process_group_leaves_the_loader_workers_to_their_rank(photos):
     """As Ctrl-C in a terminal and scancel send it."""
     launch = start_ranks(1, _train_in_a_group_of_its_own, PHOTOS)
@@ -244,6 +249,7 @@ def test_the_command_to_go_on_is_the_one_that_was_typed():
     assert resume_command(typed, "o p", "z") == expected
 
 
+@pytest.mark.full
 def test_a_killed_loader_worker_is_one_line(photos):
     launch = start_ranks(1, slow_train, PHOTOS, 0.01, 3)
     until(Path("held-0").exists)  # not in the middle of taking a batch from the one that is killed

@@ -83,6 +83,7 @@ def test_arguments_that_are_wrong_are_refused_with_their_flag(flags, arguments, 
     assert line.startswith(f"{flag}_args for {name}: ") and error in line
 
 
+@pytest.mark.full
 def test_a_resumed_run_shows_the_arguments_that_changed():
     flags = (*FLAGS, "--optimizer", "adamw", "--lr_schedule", "cosine", "--max_steps", "2")
     train_run(1, "run", *flags, "--optimizer_args", "{eps: 0.001}")
@@ -117,6 +118,7 @@ def _train_with_own_entries(flags):
     train.main(flags)
 
 
+@pytest.mark.full
 def test_custom_entries_are_used_with_their_arguments_and_evaluation_needs_no_table():
     flags = [*FLAGS, "--run_name", "run", "--optimizer", "sign", "--save_every", "1"]
     flags += ["--optimizer_args", "{scale: 0.5}", "--warmup_steps", "2"]

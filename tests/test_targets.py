@@ -187,6 +187,7 @@ def test_a_binary_run_has_one_logit_and_the_metrics_of_scikit_learn(runs):
     assert Path("runs/binary/checkpoints/best").read_text().strip() == f"step-{highest['step']:08d}"
 
 
+@pytest.mark.full
 def test_a_resumed_run_has_the_same_bits_keeps_its_best_metric_and_refuses_another(runs):
     path = "runs/two/checkpoints/step-00000004"
     train_run(2, "again", "--resume", path, "--data", "list.csv", *FLAGS)

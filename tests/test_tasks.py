@@ -155,6 +155,7 @@ def miscounted(times: int, flags: list[str]) -> None:
     train.main(flags)
 
 
+@pytest.mark.full
 def test_an_evaluation_that_counts_a_sample_twice_or_not_at_all_is_an_error():
     for times in (0, 2):
         flags = [*FLAGS, *words(f"--eval_batch_size 20 --run_name run{times}")]

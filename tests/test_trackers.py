@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, LoggerType
 from helpers.ranks import returned, run_ranks, start_ranks
 from helpers.training_runs import records, refused, slow_train, steps, train_run, words
@@ -163,6 +164,7 @@ def test_an_unknown_tracker_or_one_without_its_package_is_refused_before_the_run
     assert not Path("runs").exists()
 
 
+@pytest.mark.full
 def test_only_a_run_starts_its_tracker_and_one_that_cannot_be_started_ends_all_ranks(monkeypatch):
     class NotLoggedIn(Failing):
         def start(self):  # as in W&B, not a ValueError

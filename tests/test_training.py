@@ -71,6 +71,7 @@ def plain_losses(*flags):
     return losses, model.state_dict()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("processes", "accum"),
     [(2, 2), *(pytest.param(*topology, marks=FULL) for topology in ((1, 1), (1, 2), (3, 1)))],
@@ -102,6 +103,7 @@ def test_every_setting_of_the_step_means_what_plain_pytorch_means(flags):
         torch.testing.assert_close(tensor, model[name], rtol=1e-3, atol=5e-5)
 
 
+@pytest.mark.full
 def test_a_global_batch_smaller_than_the_ranks_still_counts_each_sample_once():
     flags = words("--data synthetic/3x8x25 --model mlp --global_batch_size 12 --log_every 1")
     flags += words("--lr 0.01 --epochs 3")
@@ -196,6 +198,7 @@ def _dropout_masks(flags):
     return masks
 
 
+@pytest.mark.full
 def test_dropout_differs_between_updates_and_between_pieces():
     flags = words("--max_steps 3 --global_batch_size 32")
     masks = [mask for rank in returned(2, _dropout_masks, flags) for mask in rank]

@@ -70,6 +70,7 @@ def test_the_views_and_their_weights_are_those_of_the_definition(name, count):
         assert half.dtype == torch.float32
 
 
+@pytest.mark.full
 def test_the_metrics_on_one_to_three_processes_are_those_of_the_mean_logits():
     # blocks of 4 and 3: the third rank has none
     flags = ("--max_eval_samples", "7", "--eval_batch_size", "4")

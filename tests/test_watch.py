@@ -43,6 +43,7 @@ def waited(line: str) -> int:
 
 
 # rank 0 has the store
+@pytest.mark.full
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_stopped_rank_is_named_by_one_that_waits_and_again_in_the_last_line(victim):
     # a rank whose store is stopped too says so after some seven seconds

@@ -120,6 +120,7 @@ def launch_by_a_function(port):
     )
 
 
+@pytest.mark.full
 def test_accelerates_notebook_launcher_starts_the_same_run(expected):
     check_run(run_ranks(1, launch_by_a_function, free_port()), expected)
 

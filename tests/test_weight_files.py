@@ -81,6 +81,7 @@ def settings_of(*flags: str, source: str = "W.pth") -> dict:
     return read_yaml(Path("runs/run/config.yaml"))
 
 
+@pytest.mark.full
 def test_a_run_from_a_file_has_the_input_of_the_published_weights_and_says_so():
     model = timm.create_model("resnet10t", num_classes=7)
     torch.save(in_order(model.state_dict()), "W.pth")
@@ -115,6 +116,7 @@ FOREIGN = {  # what files of other trainers hold, and the names that are left ou
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", FOREIGN)
 def test_the_model_is_found_among_other_tensors_of_a_file_and_these_are_named(form):
     state = {name: t for name, t in model_of().state_dict().items() if not name.startswith("fc.")}
@@ -215,6 +217,7 @@ def test_a_malicious_or_malformed_file_ends_with_one_line_and_executes_nothing(n
     assert "\n" not in str(caught.value) and not Path("executed").exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -252,6 +255,7 @@ def test_the_classes_follow_from_the_number_of_outputs_and_the_names_of_the_data
         names_of_outputs(21841, False, NAMES)
 
 
+@pytest.mark.full
 def test_the_rate_of_the_model_alone_is_that_of_all_ranks():
     torch.save(model_of().state_dict(), "W.pth")
     image_folder("data/val", dict.fromkeys(NAMES, 1), size=(160, 160))
@@ -261,6 +265,7 @@ def test_the_rate_of_the_model_alone_is_that_of_all_ranks():
     assert re.search(rf"model alone +{rate:,.1f} images/s", outcomes[0].out)
 
 
+@pytest.mark.full
 def test_a_head_without_names_goes_to_classes_named_by_numbers_in_numeric_order():
     torch.save(state := model_of(12).state_dict(), "W.pth")
     numbers = [str(number) for number in range(1, 13)]
