@@ -245,8 +245,11 @@ def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, st
     state = run.state
     metric = run.task.metric
     found = result or {}
+    rows = []
+    if state.best is not None:  # the result, also of report.html and eval.py
+        rows.append((metric, f"{state.best:.4f} (best, update {state.best_step})"))
     names = [name for name in dict.fromkeys([metric, "loss"]) if name in found]
-    rows = [(name, f"{found[name]:.4f}") for name in names]
+    rows += [(f"last {name}", f"{found[name]:.4f}") for name in names]
     if "weights" in found:
         rows.append(("weights", found["weights"]))
     if result and metric == "accuracy" and (always := always_answering(run.data)):
@@ -255,8 +258,6 @@ def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, st
         setting = f"--{run.ended} {getattr(run.config, run.ended)}"
         where = f"after update {state.step} of {run.updates}"
         rows.append(("ended by", f"{setting} {where}; raise it to continue"))
-    if state.best is not None:
-        rows.append(("best", f"{state.best:.4f} at update {state.best_step}"))
     rate = state.images / max(state.seconds, 1e-9)
     rows.append(("training", f"{state.seconds:.1f} s, {rate:.0f} images/s"))
     if run.ranks.is_main:  # no other rank prints
