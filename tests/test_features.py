@@ -326,7 +326,7 @@ def test_a_sample_that_is_drawn_again_takes_the_next_view():
     images, everything = CachedDataset(pictures(10), np.arange(10), augmentation), np.arange(10)
     draws = [augmentation.draw(Microbatch(0, epoch, 0, everything)) for epoch in range(3)]
     views = [augmentation.apply(torch.from_numpy(images.pixels), draw) for draw in draws]
-    features = Features(torch.stack(views).float().numpy(), images, "")
+    features = Features(torch.stack(views).float().numpy(), images, None, "")
     indices, occurrences = np.array([4, 9, 4, 0, 4]), np.array([0, 0, 1, 0, 2])
     for epoch, again in product(range(7), (None, occurrences)):
         batch = features.__getitems__(Microbatch(5, epoch, 0, indices, again))

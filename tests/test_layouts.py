@@ -158,14 +158,6 @@ def test_links_are_followed_but_not_in_circles():
     assert data.class_names == ["cat", "dog"] and len(data.train.images.paths) == 13
 
 
-def test_evaluation_images_that_are_training_images_too_are_counted(capsys):
-    image_folder("folder", pets("train", "val") | {"train/dog/deep": 10})
-    os.symlink("../../train/dog/deep", "folder/val/cat/more")
-    load()
-    line = "the run trained on 10 of the 30 images of split 'val'"
-    assert line in capsys.readouterr().out
-
-
 # -- lines at the start of a run
 # -------------------------------------------------------------------------------------
 

@@ -243,7 +243,7 @@ def advice(
             "small images are decoded once, before training",
         ),
         ("data_on_device", not any(small), "only small images are decoded before training"),
-        ("eval_crop", small[1], "small images are evaluated whole"),
+        ("eval_crop shrink", small[1], "small images are used whole"),
         ("pos_weight threshold", targets, "only --task multilabel and binary use it"),
         (_RANDOM, centre, "features are of the centre only; --feature_views 4 caches random views"),
         ("image_column label_column", not has_columns, f"{config.data} has no columns"),

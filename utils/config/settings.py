@@ -168,11 +168,16 @@ class DataSettings:
     them."""
     check_images: Literal["quick", "full"] = "quick"
     """How to check images before training: quick reads both ends of each image, full decodes it."""
+    shrink: Fixed[PositiveInt | None] = None
+    """Shorter side in pixels to which photographs are reduced when they are first read. The reduced
+    pixels are stored in --cache_dir, so that large photographs are read many times as fast from the
+    second epoch on. Smaller photographs keep their size."""
     data_dir: Machine[str | None] = None
     """Folder of torchvision data sets, where missing ones are downloaded (default:
     CACHE_DIR/torchvision)."""
     cache_dir: Machine[str] = "~/.cache/lockstep"
-    """Folder for decoded small images, cached features and the results of image checks."""
+    """Folder for decoded small images, shrunk photographs, cached features and the results of image
+    checks."""
     num_workers: Machine[NonNegativeInt | None] = None
     """Loader processes per rank that decode photographs (default: the threads per process, at most
     8, or up to 16 if there are that many physical cores)."""

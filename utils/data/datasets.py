@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -62,6 +62,7 @@ class _Labelled(Dataset):
     """A data set whose length is that of its labels."""
 
     labels: np.ndarray
+    thumbnails: Any = None  # small grey images of the samples, float32 [N, D], where they are known
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -194,8 +195,9 @@ class Features(_Labelled):
     augmentation = Augmentation()
     image_bytes = 0  # not sent between processes
 
-    def __init__(self, views: np.ndarray, images: ImageDataset, origin: str):
+    def __init__(self, views: np.ndarray, images: ImageDataset, thumbnails: Any, origin: str):
         self.views, self.images, self.labels, self.origin = views, images, images.labels, origin
+        self.thumbnails = thumbnails
 
     @property
     def place(self) -> str:

@@ -55,7 +55,6 @@ def load_data(config: TrainConfig, samples: SampleList | None = None) -> Data:
     bad = {name: reason for split in checked for name, reason in split.unreadable().items()}
     train = _drop_unreadable(splits[0], config, keep_order=True)
     evaluation = _drop_unreadable(splits[1], config)
-    _report_trained_on(samples, evaluation)
     train = random_subset(train, config.max_train_samples, config.seed)
     evaluation = random_subset(evaluation, config.max_eval_samples, config.seed)
     for split in (train, evaluation):
