@@ -139,8 +139,8 @@ def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> I
 class ShrunkImages:
     """The images of a split with a shorter side of `side` pixels; smaller ones keep their size.
 
-    In `folder`, each is a file of its own with its pixels: a cache that is filled half-way is
-    filled on, and another split of the same photographs uses it too. Without a folder, the same
+    In `folder`, each is a file of its own with its pixels, so a cache that is only partly filled is
+    continued, and other splits of the same photographs use it too. Without a folder, the same
     pixels are computed each time.
     """
 
@@ -175,7 +175,7 @@ class ShrunkImages:
 
 
 def shrink(split: Split, spec: InputSpec, side: int | None, folder: str = "") -> Split:
-    """The split with photographs as --shrink says."""
+    """The split with photographs of the size of --shrink."""
     if not side or spec.small:
         return split
     every = replace(split, image_index=np.arange(len(split.images)))  # a row is a position
