@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import PIL
 import torch
 import torchvision
 from torch import Tensor
@@ -19,7 +18,8 @@ from torchvision.transforms.v2.functional import resize
 from utils.config.settings import TrainConfig
 from utils.data.augment import make_augmentation
 from utils.data.datasets import CachedDataset, ImageDataset, PhotoDataset
-from utils.data.decode import VERSION, decode
+from utils.data.decode import VERSION, decode, pixels_key
+from utils.data.decoders import DECODERS
 from utils.data.order import BlockSampler
 from utils.data.spec import InputSpec
 from utils.data.splits import Files, Split, fingerprint_of, stamp_of
@@ -46,7 +46,7 @@ def open_cached(path: Path, shape: tuple[int, ...], dtype: str) -> np.memmap | N
 def cached(
     path: Path, shape: tuple[int, ...], dtype: str, chunks: Iterable[np.ndarray]
 ) -> np.memmap:
-    """The array in a file, mapped into memory. Unless it is there and whole, the `chunks` are
+    """The array in a file, mapped into memory. If the file is missing or not whole, the `chunks` are
     written first.
 
     They are written in order, completely or not at all. Several processes may do so at once. Raises
@@ -95,7 +95,7 @@ def decode_all(
     """All samples as uint8 [N, H, W, C]: the split's own array if it has one, else a memory-mapped
     file in the cache.
 
-    The name of the file contains the fingerprint of the data. For image files, the fingerprint
+    The name of the file contains the fingerprint of the data and the decoders. For image files, the fingerprint
     includes their paths, sizes and times. A file that is not whole is written again. `progress`
     wraps an iterable (tqdm). Raises UserError for an unreadable image, and if the cache cannot be
     read or written.
@@ -107,7 +107,7 @@ def decode_all(
         if images.shape[1:] == shape:
             is_whole = np.array_equal(split.image_index, np.arange(len(images)))
             return images if is_whole else images[split.image_index]
-    name = f"v{VERSION}-{split.cache_key}-{'x'.join(map(str, shape))}.npy"
+    name = f"{pixels_key(split)}-{'x'.join(map(str, shape))}.npy"
     path = expand(cache_dir) / "decoded" / name
     return cached(path, (len(split), *shape), "|u1", _decoded(split, shape, progress))
 
@@ -158,7 +158,7 @@ class ShrunkImages:
         image = [self.split.fingerprint, row]
         if isinstance(images, Files):
             image = [images.paths[row], *stamp_of(images.paths[row])]
-        decoders = VERSION, PIL.__version__, torchvision.__version__
+        decoders = VERSION, torchvision.__version__, *DECODERS.values()
         name = fingerprint_of(self.side, self.channels, self.split.bits, *image, *decoders)
         path = Path(self.folder, f"{name}.npy")
         array = open_cached(path, (), "|u1")

@@ -17,8 +17,9 @@ from utils.config.bounds import require
 from utils.config.plugin import PLUGIN
 from utils.config.recipe import AugmentationSettings
 from utils.data.augment import make_augmentation
-from utils.data.cache import VERSION, cached, make_dataset, open_cached
+from utils.data.cache import cached, make_dataset, open_cached
 from utils.data.datasets import Features, ImageDataset
+from utils.data.decode import pixels_key
 from utils.data.order import evaluation_blocks
 from utils.data.spec import InputSpec
 from utils.data.splits import Split, fingerprint_of
@@ -99,7 +100,7 @@ class FeatureCache:
         folder = expand(config.cache_dir) / "features"
         block_size = evaluation_blocks(len(images), config.eval_batch_size).block_size
         key = [*self._key, block_size, spec, views, *augmented]
-        path = folder / f"v{VERSION}-{fingerprint_of(split.cache_key, key)}.npy"
+        path = folder / f"{fingerprint_of(pixels_key(split), key)}.npy"
         array = open_cached(path, (views, len(images)), "<f4")
         small_path = folder.with_name("thumbnails") / path.name
         small = open_cached(small_path, (len(images),), "<f4")
