@@ -55,8 +55,8 @@ def hold_out(
     if keys:
         name += f", {len(sizes)} groups of up to {most}"
     problem = f"{name}: would have {is_held.sum()} of {len(split)} samples"
-    fix = "add samples, change --eval_fraction, --fold or --group_by, or name an --eval_split"
-    require(0 < is_held.sum() < len(split) and (not keys or most > 1), problem, fix)
+    found = 0 < is_held.sum() < len(split) and (not keys or most > 1)
+    require(found, problem, "change --eval_fraction, --fold or --group_by, or add samples")
     held = split.select(np.flatnonzero(is_held))
     return split.select(np.flatnonzero(~is_held)), replace(held, name=name)
 
@@ -79,6 +79,8 @@ def group_keys(split: Split, by: str, class_names: Sequence[str]) -> list[str]:
             pattern = re.compile(by)
         except re.error as error:
             raise UserError(f"--group_by {by}: {error}", "give a regular expression") from None
-        place = min(1, pattern.groups)
-        found = [(own := pattern.search(Path(name).name)) and own[place] for name in names]
+        found = [
+            (own := pattern.search(Path(name).name)) and own[min(1, pattern.groups)]
+            for name in names
+        ]
     return [key or name for key, name in zip(found, names, strict=True)]

@@ -93,11 +93,9 @@ class FeatureCache:
         if config.fold and not augmented and len(split) < len(index):
             # All folds of a split share its features.
             whole = replace(split, image_index=index, labels=index)
-            every = make_dataset(whole, spec, config, False, iter)
-            shared = self.load(every, whole, spec, 1, [])
+            shared = self.load(make_dataset(whole, spec, config, False, iter), whole, spec, 1, [])
             rows = np.searchsorted(index, split.image_index)
-            small = shared.thumbnails[rows]
-            return Features(shared.views[:, rows], images, small, shared.origin)
+            return Features(shared.views[:, rows], images, shared.thumbnails[rows], shared.origin)
         start = time.perf_counter()
         folder = expand(config.cache_dir) / "features"
         block_size = evaluation_blocks(len(images), config.eval_batch_size).block_size
