@@ -47,12 +47,16 @@ def test_planted_copies_are_named_at_the_start_and_on_the_page_and_nothing_else_
     ]
     plant(True, True, "train/a/09.jpg", "train/a/same.jpg")  # of no matter
     line = "6 evaluation images are also in training, 3 images have two classes: photos/val/a/y.jpg"
-    runs = ("first", 0, "computed"), ("again", 0, "found"), ("shrunk", 110, "computed")
-    for name, side, origin in runs:
-        more = ["--shrink", str(side)] * bool(side)
-        outcomes = run_ranks(2, train.main, [*FLAGS, "--run_name", name, *more])
+    runs = (
+        ("first", "", "centre, computed"),
+        ("again", "", "centre, found"),
+        ("shrunk", "--shrink 110", "centre, computed"),
+        ("mirrored", "--feature_views 2 --flip alternate --min_scale 1", "views, computed"),
+    )
+    for name, more, origin in runs:
+        outcomes = run_ranks(2, train.main, [*FLAGS, *words(f"--run_name {name} {more}")])
         assert [outcome.out.count(line) for outcome in outcomes] == [1, 0], outcomes
-        assert f"centre, {origin} in" in outcomes[0].out
+        assert f"{origin} in" in outcomes[0].out
         assert records(name, "start")[0]["copies"] == sorted(planted)
         page = Path("runs", name, "report.html").read_text()
         assert "val/b/x.jpg = train/a/01.jpg (two classes)" in page

@@ -112,6 +112,7 @@ def test_a_fold_that_cannot_be_made_is_refused(flags, problem):
 FLAGS = words("--data photos --model timm/test_resnet --init_from runs/source --freeze backbone")
 FLAGS += words("--image_size 32 --threads 1 --num_workers 0 --lr 0.5 --global_batch_size 6")
 FLAGS += words("--epochs 4 --eval_every 4 --group_by ^(...)-")
+FLAGS += words("--feature_views 2 --flip alternate --min_scale 1")
 FOLDS = ["one", "two", "three"]
 
 
@@ -161,7 +162,8 @@ def test_the_folds_together_have_one_prediction_of_the_last_weights_for_each_pho
         pandas.testing.assert_frame_equal(own, expected, rtol=1e-4)
     series = table["path"].str.extract("(s..)-")[0]
     assert (table.groupby(series)["fold"].nunique() == 1).all()
-    assert len([*Path("home/.cache/lockstep/features").glob("*")]) == 1  # of all runs
+    # of all runs: the centres, and the views to train on of each seed
+    assert len([*Path("home/.cache/lockstep/features").glob("*")]) == 3
 
 
 def refused_join(*flags: str) -> str:

@@ -35,7 +35,8 @@ def find_copies(data: Data, train_thumbnails: Any, eval_thumbnails: Any) -> list
     if train_thumbnails is not None:
         known = {copy.path for copy in copies}
         for row, picture in enumerate(eval_thumbnails):
-            found = train_thumbnails @ picture
+            mirrored = picture.reshape(16, 16)[:, ::-1].ravel()  # as cached views may be
+            found = (train_thumbnails @ np.stack([picture, mirrored], axis=1)).max(axis=1)
             copy = _compare(data.evaluation, row, "~", data.train, int(found.argmax()))
             if found.max() > _SAME and copy.path not in known:
                 copies.append(copy)

@@ -90,10 +90,11 @@ class FeatureCache:
         ranks = self.setup.ranks
         data = self.setup.data
         index = np.union1d(data.train.image_index, data.evaluation.image_index)
-        if config.fold and not augmented and len(split) < len(index):
+        if config.fold and len(split) < len(index):
             # All folds of a split share its features.
             whole = replace(split, image_index=index, labels=index)
-            shared = self.load(make_dataset(whole, spec, config, False, iter), whole, spec, 1, [])
+            dataset = make_dataset(whole, spec, config, bool(augmented), iter)
+            shared = self.load(dataset, whole, spec, views, augmented)
             rows = np.searchsorted(index, split.image_index)
             return Features(shared.views[:, rows], images, shared.thumbnails[rows], shared.origin)
         start = time.perf_counter()
@@ -115,7 +116,7 @@ class FeatureCache:
         view = "centre"
         if augmented:
             view = "one random view" if views == 1 else f"{views} random views"
-        return Features(array, images, None if config.feature_views else small, f"{view}, {origin}")
+        return Features(array, images, small, f"{view}, {origin}")
 
     @cached_property
     def _key(self) -> list[Any]:
