@@ -75,7 +75,7 @@ def choose_sizes(
         times = f"{per_epoch} update{'s' * (per_epoch != 1)} per epoch"
         lines.append(f"global batch {batch} ({samples} training images: {times})")
     elif not config.global_batch_size:
-        why = "--batch_size is per process: it changes with their number"
+        why = "--batch_size is per process: it changes with the number of processes"
         lines.append(f"global batch {batch} ({why})")
     if chosen.get("drop_last"):
         lines.append(f"drop_last (the last batch would have {rest})")

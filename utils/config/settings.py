@@ -79,8 +79,8 @@ class LaunchConfig:
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Communication backend of the process group; auto is nccl on GPUs and gloo on CPUs."""
     init_method: Annotated[str, _PLACE] = "env://"
-    """Where the processes connect: env:// uses the launcher's MASTER_ADDR and MASTER_PORT,
-    tcp://HOST:PORT is a port on the machine of rank 0."""
+    """Where the processes connect: env:// uses the launcher's MASTER_ADDR and MASTER_PORT, and
+    tcp://HOST:PORT a port on the machine of rank 0."""
     interface: str | None = None
     """Network interface between the machines, such as eth0 (default: the one that reaches rank 0's
     machine)."""
@@ -90,7 +90,7 @@ class LaunchConfig:
     """Seconds that a rank waits for another before the run fails; a download on the main process
     may take longer."""
     plugin: str | None = None
-    """Python file of your own to import, which adds models, losses, optimizers and others."""
+    """Python file to import, which adds your own models, losses, optimizers and other parts."""
     traceback: bool = False
     """Print the Python traceback of an error as well."""
 
@@ -221,8 +221,8 @@ class CheckpointSettings:
     """Updates between checkpoints (default: one epoch, unless --save_seconds is given); the last
     update and a new best are always saved."""
     save_seconds: PositiveFloat | None = None
-    """Seconds of training between checkpoints, checked about once a second; with --save_every, whichever is due
-    first."""
+    """Seconds of training between checkpoints, checked about once a second; with --save_every,
+    whichever is due first."""
     keep: PositiveInt | Literal["all"] = 2
     """Number of newest checkpoints to keep, besides the best one; all keeps every checkpoint."""
 

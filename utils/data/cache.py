@@ -46,7 +46,7 @@ def open_cached(path: Path, shape: tuple[int, ...], dtype: str) -> np.memmap | N
 def cached(
     path: Path, shape: tuple[int, ...], dtype: str, chunks: Iterable[np.ndarray]
 ) -> np.memmap:
-    """The array in a file, mapped into memory. Unless it is there and whole, the `chunks` are
+    """The array in a file, mapped into memory. If the file is missing or not whole, the `chunks` are
     written first.
 
     They are written in order, completely or not at all. Several processes may do so at once. Raises

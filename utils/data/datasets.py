@@ -90,8 +90,8 @@ class CachedDataset(_Labelled):
 
     @property
     def place(self) -> str:
-        where = "augmented by loader processes" if self.in_loader else "in host memory"
-        return f"decoded, {bytes_text(self.pixels.nbytes)} {where}"
+        how = ", augmented by loader processes" if self.in_loader else ""
+        return f"decoded, {bytes_text(self.pixels.nbytes)} in host memory{how}"
 
     def __getitems__(self, microbatch: Microbatch) -> Batch:
         images = torch.from_numpy(self.pixels[microbatch.indices])

@@ -165,8 +165,8 @@ def peek(split: Split) -> tuple[int, tuple[int, int] | None, int, float]:
 
 
 def center_factor(whole_height: int, whole_width: int, height: int, width: int) -> float:
-    """How many times smaller an image of the first size becomes to have one of the sides of the
-    second size, and the other one at least as long.
+    """The factor by which an image of the first size is reduced, so that one side has the second
+    size and the other one is at least as long.
     """
     return min(whole_height / height, whole_width / width)
 

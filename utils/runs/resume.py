@@ -94,8 +94,8 @@ def keep_settings(
     """The settings: those that are `given` or belong to this machine, else those of the run
     `before`.
 
-    A run that has only `begun` keeps its batch sizes too; with a checkpoint, they follow from the
-    global batch. Raises UserError if the settings contradict each other.
+    A run without a checkpoint (`begun`) also keeps its batch sizes. With a checkpoint, they follow
+    from the global batch. Raises UserError if the settings contradict each other.
     """
     own = {
         name
