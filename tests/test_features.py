@@ -40,6 +40,7 @@ import train
 from utils.config.settings import TrainConfig
 from utils.data.augment import Augmentation, ShiftAndFlip
 from utils.data.datasets import CachedDataset, Features
+from utils.data.decoders import DECODERS
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
 from utils.models.features import find_last_part
@@ -238,7 +239,9 @@ def started(*flags: str, processes: int = 1) -> str:
 
 
 @pytest.mark.full
-def test_a_second_start_finds_the_features_and_another_backbone_or_augmentation_does_not():
+def test_a_second_start_finds_the_features_and_another_backbone_augmentation_or_decoder_does_not(
+    monkeypatch,
+):
     first = started(processes=2)
     assert "found" not in first and re.search(r" 0\.\d MB cached", first)
     tensors = load_file(find_checkpoint(Path("runs/source")) / "model.safetensors")
@@ -256,6 +259,8 @@ def test_a_second_start_finds_the_features_and_another_backbone_or_augmentation_
     for more in (["--seed", "5"], ["--crop_padding", "2"]):
         line = started("--feature_views", "2", *more)
         assert "2 random views, computed in" in line and "centre, found in" in line
+    monkeypatch.setitem(DECODERS, "JPEG decoder", "another")
+    assert "found" not in started()
 
 
 @pytest.mark.full

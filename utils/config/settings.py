@@ -153,6 +153,16 @@ class DataSettings:
     eval_fraction: Fixed[FractionBelow1 | None] = None
     """Evaluate on a hold-out of this fraction of the training split, stratified by class, instead
     of on a split."""
+    fold: Fixed[
+        Annotated[str, Bound("K/N, such as 1/5", re.compile(r"[1-9]\d{0,3}/[1-9]\d{0,3}$").match)]
+        | None
+    ] = None
+    """Evaluate on fold K of N of the training split, such as 1/5, stratified by class, instead of on
+    a split."""
+    group_by: Fixed[str | None] = None
+    """Keep images of the same group together in a fold or hold-out. Their group is the value in this
+    column, with folder the folder below that of their class, else what this regular expression finds
+    in the names of their files."""
     image_column: str | None = None
     """Column with the images (default: found by its type, or named path in a CSV file)."""
     label_column: str | None = None
@@ -276,7 +286,8 @@ class TrainConfig(
 
     def __post_init__(self):
         super().__post_init__()
-        exclude(self, "eval_split", "eval_fraction")
+        exclude(self, "eval_split", "eval_fraction", "fold", "group_by")
+        exclude(self, "fold", "eval_fraction", "max_eval_samples")
         exclude(self, "pretrained", "init_from")
         exclude(self, "sync_batchnorm", "grad_checkpointing")
         # These change the bits of the microbatches.

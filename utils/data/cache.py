@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import PIL
 import torch
 import torchvision
 from torch import Tensor
@@ -19,7 +18,8 @@ from torchvision.transforms.v2.functional import resize
 from utils.config.settings import TrainConfig
 from utils.data.augment import make_augmentation
 from utils.data.datasets import CachedDataset, ImageDataset, PhotoDataset
-from utils.data.decode import VERSION, decode
+from utils.data.decode import VERSION, decode, pixels_key
+from utils.data.decoders import DECODERS
 from utils.data.order import BlockSampler
 from utils.data.spec import InputSpec
 from utils.data.splits import Files, Split, fingerprint_of, stamp_of
@@ -95,7 +95,7 @@ def decode_all(
     """All samples as uint8 [N, H, W, C]: the split's own array if it has one, else a memory-mapped
     file in the cache.
 
-    The name of the file contains the fingerprint of the data. For image files, the fingerprint
+    The name of the file contains the fingerprint of the data and the decoders. For image files, the fingerprint
     includes their paths, sizes and times. A file that is not whole is written again. `progress`
     wraps an iterable (tqdm). Raises UserError for an unreadable image, and if the cache cannot be
     read or written.
@@ -107,7 +107,7 @@ def decode_all(
         if images.shape[1:] == shape:
             is_whole = np.array_equal(split.image_index, np.arange(len(images)))
             return images if is_whole else images[split.image_index]
-    name = f"v{VERSION}-{split.cache_key}-{'x'.join(map(str, shape))}.npy"
+    name = f"{pixels_key(split)}-{'x'.join(map(str, shape))}.npy"
     path = expand(cache_dir) / "decoded" / name
     return cached(path, (len(split), *shape), "|u1", _decoded(split, shape, progress))
 
@@ -139,8 +139,8 @@ def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> I
 class ShrunkImages:
     """The images of a split with a shorter side of `side` pixels; smaller ones keep their size.
 
-    In `folder`, each is a file of its own with its pixels: a cache that is filled half-way is
-    filled on, and another split of the same photographs uses it too. Without a folder, the same
+    In `folder`, each is a file of its own with its pixels, so a cache that is only partly filled is
+    continued, and other splits of the same photographs use it too. Without a folder, the same
     pixels are computed each time.
     """
 
@@ -158,7 +158,7 @@ class ShrunkImages:
         image = [self.split.fingerprint, row]
         if isinstance(images, Files):
             image = [images.paths[row], *stamp_of(images.paths[row])]
-        decoders = VERSION, PIL.__version__, torchvision.__version__
+        decoders = VERSION, torchvision.__version__, *DECODERS.values()
         name = fingerprint_of(self.side, self.channels, self.split.bits, *image, *decoders)
         path = Path(self.folder, f"{name}.npy")
         array = open_cached(path, (), "|u1")
@@ -175,7 +175,7 @@ class ShrunkImages:
 
 
 def shrink(split: Split, spec: InputSpec, side: int | None, folder: str = "") -> Split:
-    """The split with photographs as --shrink says."""
+    """The split with photographs of the size of --shrink."""
     if not side or spec.small:
         return split
     every = replace(split, image_index=np.arange(len(split.images)))  # a row is a position

@@ -46,7 +46,7 @@ _WORDS = {  # docs/data.md lists them
 }
 
 
-ENDINGS = (*IMG_EXTENSIONS, ".jfif", ".jpe")
+ENDINGS = (*IMG_EXTENSIONS, ".jfif", ".jpe", ".heic", ".heif", ".avif")
 # Folders that systems and tools add. Folders whose names begin with a dot are hidden too.
 _JUNK = (
     "__macosx",
@@ -270,6 +270,8 @@ def _is_image(file: os.DirEntry) -> bool:
         return ending in ENDINGS
     with suppress(Exception):  # any exception type, also for a link to itself
         if file.is_file():  # opening a pipe may wait forever
-            Image.open(file.path, formats=("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")).close()
+            Image.open(
+                file.path, formats=("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "AVIF")
+            ).close()
             return True
     return False

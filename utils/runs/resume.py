@@ -15,6 +15,7 @@ import torch
 from utils.config.bounds import require
 from utils.config.defaults import resolve_batch
 from utils.config.settings import CHOSEN, FIXED, OF_THIS_MACHINE, TrainConfig
+from utils.data.decoders import DECODERS
 from utils.data.order import Plan
 from utils.data.splits import Data
 from utils.errors import UserError, shorten
@@ -184,6 +185,11 @@ def resume_lines(
     changed = [name for name in now if name not in ignored and before[name] != now[name]]
     lines = [f"resuming from {saved.path}"]
     lines += [f"{name} was {before[name]} in the checkpoint, now {now[name]}" for name in changed]
+    lines += [
+        f"{name} was {old} in the checkpoint, now {now}: pixels may differ by a level"
+        for name, now in DECODERS.items()
+        if (old := there.versions.get(name, now)) != now
+    ]
     if {"processes", "threads"} & {*changed} and not config.microbatches:
         lines.append(
             "the samples are the same; floating-point sums have a different order: losses agree to rounding; "

@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,8 +17,9 @@ from utils.config.bounds import require
 from utils.config.plugin import PLUGIN
 from utils.config.recipe import AugmentationSettings
 from utils.data.augment import make_augmentation
-from utils.data.cache import VERSION, cached, open_cached
+from utils.data.cache import cached, make_dataset, open_cached
 from utils.data.datasets import Features, ImageDataset
+from utils.data.decode import pixels_key
 from utils.data.order import evaluation_blocks
 from utils.data.spec import InputSpec
 from utils.data.splits import Split, fingerprint_of
@@ -87,11 +88,21 @@ class FeatureCache:
         """The features of a split, which are computed if they are not cached; collective."""
         config = self.setup.config
         ranks = self.setup.ranks
+        data = self.setup.data
+        index = np.union1d(data.train.image_index, data.evaluation.image_index)
+        if config.fold and not augmented and len(split) < len(index):
+            # All folds of a split share its features.
+            whole = replace(split, image_index=index, labels=index)
+            every = make_dataset(whole, spec, config, False, iter)
+            shared = self.load(every, whole, spec, 1, [])
+            rows = np.searchsorted(index, split.image_index)
+            small = shared.thumbnails[rows]
+            return Features(shared.views[:, rows], images, small, shared.origin)
         start = time.perf_counter()
         folder = expand(config.cache_dir) / "features"
         block_size = evaluation_blocks(len(images), config.eval_batch_size).block_size
         key = [*self._key, block_size, spec, views, *augmented]
-        path = folder / f"v{VERSION}-{fingerprint_of(split.cache_key, key)}.npy"
+        path = folder / f"{fingerprint_of(pixels_key(split), key)}.npy"
         array = open_cached(path, (views, len(images)), "<f4")
         small_path = folder.with_name("thumbnails") / path.name
         small = open_cached(small_path, (len(images),), "<f4")
