@@ -2,6 +2,7 @@
 predictions.
 """
 
+import dataclasses
 import re
 import shutil
 from pathlib import Path
@@ -17,7 +18,7 @@ from scipy.stats import binomtest
 import eval as evaluation
 import train
 from utils.config.settings import TrainConfig
-from utils.data.folds import hold_out
+from utils.data.folds import group_keys, hold_out
 from utils.data.selection import load_data
 from utils.data.splits import whole_split
 from utils.folds import join
@@ -176,9 +177,30 @@ def test_runs_that_are_not_all_folds_of_one_split_are_refused_by_name(runs):
         line = refused_join(*(f"runs/{name}" for name in chosen), "--out", "folds.csv")
         assert "not all folds of one split: " in line
         assert all(f"runs/{name} is {folds[name]} of " in line for name in chosen)
-    line = refused_join(*words("runs/one runs/source runs/three --out folds.csv"))
-    assert "runs/source/fold_predictions.json: No such file" in line
+    log = Path("runs/three/log.jsonl")
+    whole = log.read_text()
+    with log.open("a") as file:  # as in a run that goes on
+        file.write('{"kind": "train", "step": 999}\n')
+    for name in ("source", "three"):
+        line = refused_join(*words(f"runs/one runs/two runs/{name} --out folds.csv"))
+        assert f"runs/{name}: not a complete run with --fold" in line
+    log.write_text(whole)
     assert not Path("folds.csv").exists()
+
+
+def test_folds_of_other_labels_and_images_without_a_group():
+    flags = words("--model mlp --max_steps 1 --image_size 16 --data photos.csv --seed 3")
+    image_folder("made", {"ant": 8, "bee": 8}, (16, 16))
+    paths = [*map(str, sorted(Path("made").glob("*/*.png")))]
+    labels = [Path(path).parent.name for path in paths]
+    for number in (1, 2):
+        pandas.DataFrame({"path": paths, "label": labels}).to_csv("photos.csv", index=False)
+        returned(1, train.main, [*flags, "--fold", f"{number}/2", "--run_name", f"f{number}"])
+        labels[3] = "bee"
+    assert "not all folds" in refused_join(*words("runs/f1 runs/f2 --out folds.csv"))
+    split = dataclasses.replace(split_of(np.zeros(4, int)), groups=["a", None, float("nan"), "a"])
+    keys = group_keys(split, "column", ["0"])
+    assert keys[0] == keys[3] and len({*keys}) == 3
 
 
 def test_the_review_lists_the_least_likely_labels_first_and_goes_back_in(runs):
@@ -220,10 +242,20 @@ def test_the_interval_is_over_groups(right, size, capsys):
         rows = pandas.DataFrame({"index": range(number - 1, 40 * size, 2), "label": "a"})
         group = rows["index"] % 40
         predicted = np.where(group < right, "a", "b")
-        rows = rows.assign(predicted=predicted, group=group, split=f"{number}/2 of made")
+        rows = rows.assign(predicted=predicted, group=group, split=f"{number}/2 of made", step=1)
         Path(f"fold{number}").mkdir()
+        Path(f"fold{number}/log.jsonl").write_text('{"step": 1}\n')
         rows.to_json(f"fold{number}/fold_predictions.json", orient="records")
     join([Path("fold1"), Path("fold2")], Path("folds.csv"), images=True)
     found = [*map(float, re.findall(r"\d\.\d{4}", capsys.readouterr().out))]
     expected = binomtest(right, 40).proportion_ci(method="wilson")
     assert found == pytest.approx([right / 40, *expected], abs=2e-4)
+    for number in (1, 2):  # groups are equally good, which makes no interval smaller
+        path = Path(f"fold{number}/fold_predictions.json")
+        rows = pandas.read_json(path).assign(group=lambda table: table["index"] // 10)
+        rows["predicted"] = np.where(rows["index"] % 10 < 5, "a", "b")
+        rows.to_json(path, orient="records")
+    join([Path("fold1"), Path("fold2")], Path("folds.csv"), images=True)
+    found = [*map(float, re.findall(r"\d\.\d{4}", capsys.readouterr().out))]
+    expected = binomtest(20 * size, 40 * size).proportion_ci(method="wilson")
+    assert found == pytest.approx([0.5, *expected], abs=2e-4)

@@ -47,12 +47,12 @@ def read_text(path: Path, max_bytes: int) -> str:
         raise UserError(f"{path}: not valid UTF-8 ({one_line(error)})") from None
 
 
-def read_json(path: Path):
+def read_json(path: Path, most: int = _MAX_JSON):
     """The value in a JSON file.
 
     Raises UserError, which names the file, if it is not valid JSON or is too large.
     """
-    text = read_text(path, _MAX_JSON)
+    text = read_text(path, most)
     try:
         return json.loads(text)
     # not JSON, a number that is too long, or nested too deeply

@@ -15,6 +15,7 @@ from utils.report.analysis import ERRORS, interval_of_share
 from utils.report.html import gallery
 from utils.report.tables import Row, check_table_file, encode, find_images
 from utils.report.writing import FOLD
+from utils.runs.log import read_log
 
 
 def join(folders: list[Path], out: Path, images: bool) -> None:
@@ -26,7 +27,15 @@ def join(folders: list[Path], out: Path, images: bool) -> None:
     import pandas  # takes half a second
 
     check_table_file("--out", out)
-    tables = [pandas.DataFrame(read_json(folder / FOLD)) for folder in folders]
+    review = out.with_name("review.csv")
+    require(out != review, "--out review.csv is the list of labels to check", "use another name")
+    tables = []
+    for folder in folders:
+        rows = read_json(folder / FOLD, 2**30) if (folder / FOLD).is_file() else [{"step": -1}]
+        complete = rows[0]["step"] == read_log(folder)[-1]["step"]
+        fix = "complete it, without --report false and --max_eval_samples"
+        require(complete, f"{folder}: not a complete run with --fold", fix)
+        tables.append(pandas.DataFrame(rows).drop(columns="step"))
     names = [each["split"][0] for each in tables]
     count = len(names)
     expected = {f"{k + 1}/{count} of {names[0].split()[-1]}" for k in range(count)}
@@ -37,22 +46,25 @@ def join(folders: list[Path], out: Path, images: bool) -> None:
     right = table["predicted"] == table["label"]
     share = right.mean()
     # Wilson's interval, for as many single images as give the same variance as the groups (Korn
-    # and Graubard, 1998); if all are right or wrong, for as many as there are groups.
+    # and Graubard, 1998), but not for more; if all are right or wrong, for as many as there are
+    # groups.
     sums = (right - share).groupby(table.pop("group")).sum()
-    squares = sums @ sums
-    size = share * (1 - share) * len(right) ** 2 / squares if squares else len(sums)
+    size = len(sums)
+    if 0 < share < 1:
+        size = min(len(right), share * (1 - share) * len(right) ** 2 / max(sums @ sums, 1e-9))
     title = "accuracy {:.4f}, 95 % interval {:.4f} to {:.4f}, of {} images".format(
         share, *interval_of_share(share, size), len(right)
     )
     print(title)
     write_file(out, encode(table.to_dict("records"), out))
-    if images and "path" in table and isinstance(table["label"][0], str):
+    if "path" in table and isinstance(table["label"][0], str):
         table = table.assign(
             was=table["label"], suggestion=table["predicted"].mask(right, "")
         ).sort_values("loss", ascending=False)
-        review = out.with_name("review.csv")
         rows = table[["path", "label", "suggestion", "was"]].to_dict("records")
         write_file(review, encode(rows, review))
+        if not images:
+            return
         shown = [
             Row(row.label, [(row.class_1, row.probability_1), (row.class_2, row.probability_2)])
             for row in table[:ERRORS].itertuples()

@@ -257,12 +257,15 @@ def advice(
 
 
 def hint_for_few(config: TrainConfig, images: int) -> list[str]:
-    """A line about --pretrained for a new model that has published weights, and few training
-    images.
+    """A line for a model that trains all layers on few images: about --pretrained if it is new and
+    has published weights.
     """
-    if config.pretrained or config.init_from or images >= 1000:
+    if images >= 1000 or config.freeze:
         return []
-    return [f"{images} images are few for a new model; --pretrained is usually far more accurate"]
+    few = f"{images} images are few"
+    if config.pretrained or config.init_from:
+        return [f"{few}; compare with --freeze backbone, which may be more accurate"]
+    return [f"{few} for a new model; --pretrained is usually far more accurate"]
 
 
 def list_changes(config: TrainConfig, group: type) -> list[str]:

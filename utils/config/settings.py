@@ -287,7 +287,7 @@ class TrainConfig(
     def __post_init__(self):
         super().__post_init__()
         exclude(self, "eval_split", "eval_fraction", "fold", "group_by")
-        exclude(self, "fold", "eval_fraction", "max_eval_samples")
+        exclude(self, "fold", "eval_fraction")
         exclude(self, "pretrained", "init_from")
         exclude(self, "sync_batchnorm", "grad_checkpointing")
         # These change the bits of the microbatches.

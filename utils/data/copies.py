@@ -12,6 +12,7 @@ from utils.data.splits import Data, Split, fingerprint_of
 # resized photographs has 0.9975, and the highest of 153 x 244 pairs of different ones 0.79. All 12
 # pairs above it in CIFAR-10, of 5e8, are copies.
 _SAME = 0.99
+_BLOCK = 128  # thumbnails that are compared with all others together
 
 
 class Copy(NamedTuple):
@@ -34,12 +35,14 @@ def find_copies(data: Data, train_thumbnails: Any, eval_thumbnails: Any) -> list
     copies = _same_files(data)
     if train_thumbnails is not None:
         known = {copy.path for copy in copies}
-        for row, picture in enumerate(eval_thumbnails):
-            mirrored = picture.reshape(16, 16)[:, ::-1].ravel()  # as cached views may be
-            found = (train_thumbnails @ np.stack([picture, mirrored], axis=1)).max(axis=1)
-            copy = _compare(data.evaluation, row, "~", data.train, int(found.argmax()))
-            if found.max() > _SAME and copy.path not in known:
-                copies.append(copy)
+        for start in range(0, len(eval_thumbnails), _BLOCK):
+            block = np.asarray(eval_thumbnails[start : start + _BLOCK])
+            mirrored = block.reshape(-1, 16, 16)[:, :, ::-1].reshape(block.shape)  # as some views
+            found = np.maximum(block @ train_thumbnails.T, mirrored @ train_thumbnails.T)
+            for row in np.flatnonzero(found.max(axis=1) > _SAME).tolist():
+                other = int(found[row].argmax())
+                copy = _compare(data.evaluation, start + row, "~", data.train, other)
+                copies += [copy] * (copy.path not in known)
     return sorted(copies)
 
 
@@ -62,18 +65,21 @@ def _same_files(data: Data) -> list[Copy]:
     ]
     counts = Counter(row[-1] for row in rows)
     groups: dict = defaultdict(list)
-    copies = []
+    copies: list[Copy] = []
     for split, n, row, ends in progress("comparing files")(rows):
         if counts[ends] > 1:
             group = groups[fingerprint_of(split.images[row])]
-            copies += sorted(_compare(split, n, "=", *other) for other in group)[:1]
-            group.append((split, n))
+            # by class and split
+            found = {copy[:2]: copy for other in group if (copy := _compare(split, n, "=", *other))}
+            copies += found.values()
+            if (True, True) not in found:  # one of each class and split is enough
+                group.append((split, n))
     return [copy for copy in copies if not all(copy[:2])]
 
 
 def describe_copies(copies: list[Copy]) -> list[str]:
     """A line with the numbers of copies and the names of some, if there are any."""
-    both = sum(not copy.same_split for copy in copies)
-    several = sum(not copy.same_class for copy in copies)
+    both = len({copy.path for copy in copies if not copy.same_split})
+    several = len({copy.path for copy in copies if not copy.same_class})
     line = f"{both} evaluation images are also in training, {several} images have two classes"
     return [f"{line}: {join_names((' '.join(copy[2:]) for copy in copies), 3)}"] * bool(copies)

@@ -69,7 +69,8 @@ def group_keys(split: Split, by: str, class_names: Sequence[str]) -> list[str]:
     """
     names = [*map(split.describe, range(len(split)))]
     if split.groups is not None:
-        found = np.asarray(split.groups).astype(str)[split.image_index]
+        values = ["" if value is None or value != value else str(value) for value in split.groups]
+        found = [values[row] for row in split.image_index]
     elif by == "folder":
         found = [
             "" if (folder := Path(name).parent.name) in class_names else folder for name in names

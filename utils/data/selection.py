@@ -81,7 +81,8 @@ def load_split(
     only split. Any other name selects the split of that name. A data set that has all images of the
     list counts as the run's own, even if it has been moved.
     """
-    source = _open_checked(config, samples)
+    by = samples and samples.choices["group_by"]
+    source = _open_checked(replace(config, group_by=by or config.group_by), samples)
     of_run = name in (None, "train")
     if samples and of_run and (own_data or _holds_all(source, samples)):
         config = replace(config, **samples.choices)

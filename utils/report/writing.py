@@ -57,7 +57,7 @@ def report_training(run: Run, result: Mapping | None = None) -> None:
         with run.ranks.agree("writing report.html", no_timeout=True):
             if run.ranks.is_main:
                 with warned():
-                    if found and run.config.fold:
+                    if found and run.config.fold and not run.config.max_eval_samples:
                         _write_fold(run, found)
                     record = read_run(run.folder, images=False)["best"]
                     common = (always_answering(run.data) or [None])[0]
@@ -70,11 +70,17 @@ def _write_fold(run: Run, found: Predictions) -> None:
     """Write the predictions of the last weights: the best ones were chosen on the fold."""
     config = run.config
     split = run.data.evaluation
-    origin = fingerprint_of(config.data, config.seed, config.group_by, split.checksums)
+    listed = run.data.samples
+    origin = [listed.class_names, config.seed, config.group_by, *sorted(run.data.bad_images)]
+    if listed.train.names is None:  # of the whole table
+        origin += [listed.train.labels, listed.train.content]
+    for part in listed.parts if listed.train.names else ():
+        origin += zip(part.names, part.ends, part.classes, strict=True)
+    name = fingerprint_of(*sorted(map(str, origin)))[:8]
     keys = group_keys(split, config.group_by or "", run.data.class_names)
     rows = rows_of_split(run.task, split, found)
     for place, row in enumerate(rows):
-        row |= {"split": f"{config.fold} of {origin[:8]}", "group": keys[place]}
+        row |= {"split": f"{config.fold} of {name}", "group": keys[place], "step": run.state.step}
         if "path" in row:
             row["path"] = os.path.abspath(split.describe(place))
     path = run.folder / FOLD

@@ -93,7 +93,8 @@ class FeatureCache:
         if config.fold and len(split) < len(index):
             # All folds of a split share its features.
             whole = replace(split, image_index=index, labels=index)
-            dataset = make_dataset(whole, spec, config, bool(augmented), iter)
+            with ranks.local_main_first("decoding images"):
+                dataset = make_dataset(whole, spec, config, bool(augmented), iter)
             shared = self.load(dataset, whole, spec, views, augmented)
             rows = np.searchsorted(index, split.image_index)
             return Features(shared.views[:, rows], images, shared.thumbnails[rows], shared.origin)
