@@ -187,11 +187,13 @@ class Features(_Labelled):
     """The outputs of frozen layers for K views of the images of a split, float32 [K, N, ...].
 
     A sample has view (epoch + occurrence) modulo K; its occurrence in the epoch counts from 0.
-    `images` is the data set from which the features were computed. `origin` describes the views,
-    and says whether they were computed or found in the cache.
+    `images` is the data set from which the features were computed; `rows`, if it is not None, are
+    the positions of the samples in it. `origin` describes the views, and says whether they were
+    computed or found in the cache.
     """
 
     in_loader = False
+    rows: np.ndarray | None = None
     augmentation = Augmentation()
     image_bytes = 0  # not sent between processes
 
@@ -214,9 +216,8 @@ class Features(_Labelled):
         """The images from which the first features of a microbatch were computed, uint8 [n, H, W,
         C], n <= `most`.
         """
-        chosen = zip(
-            microbatch.indices[:most, None], self._choose(microbatch).tolist(), strict=False
-        )
+        indices = microbatch.indices if self.rows is None else self.rows[microbatch.indices]
+        chosen = zip(indices[:most, None], self._choose(microbatch).tolist(), strict=False)
         return torch.cat([self._image(Microbatch(0, view, 0, index)) for index, view in chosen])
 
     def _image(self, microbatch: Microbatch) -> Tensor:

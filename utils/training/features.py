@@ -97,7 +97,9 @@ class FeatureCache:
                 dataset = make_dataset(whole, spec, config, bool(augmented), iter)
             shared = self.load(dataset, whole, spec, views, augmented)
             rows = np.searchsorted(index, split.image_index)
-            return Features(shared.views[:, rows], images, shared.thumbnails[rows], shared.origin)
+            own = Features(shared.views[:, rows], images, shared.thumbnails[rows], shared.origin)
+            own.images, own.rows = dataset, rows
+            return own
         start = time.perf_counter()
         folder = expand(config.cache_dir) / "features"
         block_size = evaluation_blocks(len(images), config.eval_batch_size).block_size
