@@ -47,8 +47,8 @@ from utils.training.schedule import due_after
 _ROWS = 12  # of the largest gradients
 _LOGITS = 5  # printed for each sample
 _BITS = (
-    "Losses of another number of processes repeat only with --microbatches, and those of a GPU only "
-    "with that or --deterministic; the weights of --init_from must not have changed"
+    "Losses of another number of processes repeat only with --microbatches, and those of a GPU "
+    "only with that or --deterministic; the weights of --init_from must not have changed"
 )
 Layers = list[tuple[str, bool, bool]]  # name, and whether the inputs and the outputs are finite
 

@@ -8,6 +8,7 @@ from utils.report.__main__ import main  # the first import, because it guards th
 
 # isort: split
 from pathlib import Path
+from typing import Any
 
 from utils.config.bounds import require
 from utils.files import read_json, write_file
@@ -24,25 +25,10 @@ def join(folders: list[Path], out: Path, images: bool) -> None:
 
     Raises ValueError or OSError unless these are complete runs of all folds of a split, each once.
     """
-    import pandas  # takes half a second
-
     check_table_file("--out", out)
     review = out.with_name("review.csv")
     require(out != review, "--out review.csv is the list of labels to check", "use another name")
-    tables = []
-    for folder in folders:
-        rows = read_json(folder / FOLD, 2**30) if (folder / FOLD).is_file() else [{"step": -1}]
-        complete = rows[0]["step"] == read_log(folder)[-1]["step"]
-        fix = "complete it, without --report false and --max_eval_samples"
-        require(complete, f"{folder}: not a complete run with --fold", fix)
-        tables.append(pandas.DataFrame(rows).drop(columns="step"))
-    names = [each["split"][0] for each in tables]
-    count = len(names)
-    expected = {f"{k + 1}/{count} of {names[0].split()[-1]}" for k in range(count)}
-    problem = f"not all folds of one split: {', '.join(map('{} is {}'.format, folders, names))}"
-    require({*names} == expected, problem, "name one run of each, with equal data and settings")
-    table = pandas.concat(tables, ignore_index=True)
-    table.insert(3, "fold", table.pop("split").str.partition("/")[0].astype(int))
+    table = _read(folders)
     right = table["predicted"] == table["label"]
     share = right.mean()
     # Wilson's interval, for as many single images as give the same variance as the groups (Korn
@@ -71,6 +57,30 @@ def join(folders: list[Path], out: Path, images: bool) -> None:
         ]
         split = find_images(table["path"][:ERRORS])
         write_file(out.with_suffix(".html"), gallery(title + "; labels in bold", shown, split))
+
+
+def _read(folders: list[Path]) -> Any:
+    """The predictions of these runs, as a table with the columns `fold` and `group`.
+
+    Raises UserError unless the runs are complete, and are all folds of a split.
+    """
+    import pandas  # takes half a second
+
+    tables = []
+    for folder in folders:
+        rows = read_json(folder / FOLD, 2**30) if (folder / FOLD).is_file() else [{"step": -1}]
+        complete = rows[0]["step"] == read_log(folder)[-1]["step"]
+        fix = "complete it, without --report false and --max_eval_samples"
+        require(complete, f"{folder}: not a complete run with --fold", fix)
+        tables.append(pandas.DataFrame(rows).drop(columns="step"))
+    names = [each["split"][0] for each in tables]
+    count = len(names)
+    expected = {f"{k + 1}/{count} of {names[0].split()[-1]}" for k in range(count)}
+    problem = f"not all folds of one split: {', '.join(map('{} is {}'.format, folders, names))}"
+    require({*names} == expected, problem, "name one run of each, with equal data and settings")
+    table = pandas.concat(tables, ignore_index=True)
+    table.insert(3, "fold", table.pop("split").str.partition("/")[0].astype(int))
+    return table
 
 
 if __name__ == "__main__":

@@ -105,12 +105,9 @@ class Run:
 
 
 def log_start(run: Run) -> None:
-    """Print what runs where, start the trackers, and write the settings to the run folder;
-    collective.
-    """
+    """Print what runs where, start the trackers, and write the settings; collective."""
     config = run.config
     ranks = run.ranks
-    folder = run.folder
     data = run.data
     source = run.setup.source
     images = run.train_batches.dataset
@@ -148,15 +145,15 @@ def log_start(run: Run) -> None:
         lines += suggest_shrink(data.train, run.updates * run.plan.global_batch_size)
     if not run.setup.resumed_from and config.model not in OWN_MODELS:
         lines += hint_for_few(config, run.plan.samples)
-    title = "Lockstep  dry run" if config.dry_run else f"Lockstep  {folder}"
+    title = "Lockstep  dry run" if config.dry_run else f"Lockstep  {run.folder}"
     say("\n".join([*run.setup.changed, table(title, rows), *lines]))
     with ranks.agree():
         if ranks.is_main:
-            write_file(folder / "config.yaml", config_to_save(config))
+            write_file(run.folder / "config.yaml", config_to_save(config))
             if data.bad_images:
-                write_file(folder / BAD_IMAGES, json.dumps(data.bad_images, indent=1) + "\n")
+                write_file(run.folder / BAD_IMAGES, json.dumps(data.bad_images, indent=1) + "\n")
             if source and source.match:
-                write_file(folder / "init_from.txt", f"{source.name}\n{source.match.text()}")
+                write_file(run.folder / "init_from.txt", f"{source.name}\n{source.match.text()}")
 
 
 def start_rows(run: Run) -> list[tuple[str, str]]:
