@@ -17,19 +17,75 @@ from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.session import distributed_session
 
 
-def synchronised_step(shares: list[int]) -> tuple:
+def channels(values):
+    return values.float().movedim(1, -1).flatten(0, -2)
+
+
+def shaped(values, like):
+    return values.movedim(-1, 0).view(like.transpose(0, 1).shape).transpose(0, 1).to(like.dtype)
+
+
+# What the kernels of PyTorch's layer compute on a GPU; a CPU does not have them.
+def batch_norm_stats(input, eps):
+    values = channels(input)
+    return values.mean(0), (values.var(0, correction=0) + eps).rsqrt()
+
+
+def batch_norm_gather_stats_with_counts(
+    input, mean, invstd, running_mean, running_var, momentum, eps, counts
+):
+    total, shares = counts.sum(), (counts / counts.sum())[:, None]
+    centre = (shares * mean).sum(0)
+    variance = (shares * (invstd**-2 - eps + (mean - centre) ** 2)).sum(0)
+    running_mean.lerp_(centre, momentum)
+    running_var.lerp_(variance * total / (total - 1), momentum)
+    return centre, (variance + eps).rsqrt()
+
+
+def batch_norm_elemt(input, weight, bias, mean, invstd, eps):
+    return shaped((channels(input) - mean) * invstd * weight + bias, input)
+
+
+def batch_norm_backward_reduce(grad, input, mean, invstd, weight, *_wanted):
+    products = (channels(grad) * (channels(input) - mean)).sum(0)
+    total = channels(grad).sum(0)
+    return total, products, products * invstd, total
+
+
+def batch_norm_backward_elemt(grad, input, mean, invstd, weight, total, products, counts):
+    slope = (channels(input) - mean) * invstd**2 * products / counts.sum()
+    result = (channels(grad) - total / counts.sum() - slope) * invstd * weight
+    return shaped(result, input)
+
+
+def allow_fused_layer() -> torch.library.Library:
+    """Let PyTorch's layer run on the CPU while the result lives."""
+    kernels = torch.library.Library("aten", "IMPL", "CPU")
+    for kernel in (
+        batch_norm_stats, batch_norm_gather_stats_with_counts, batch_norm_elemt,
+        batch_norm_backward_reduce, batch_norm_backward_elemt,
+    ):  # fmt: skip
+        kernels.impl(kernel.__name__, kernel)
+    torch._C._get_privateuse1_backend_name = lambda: "cpu"  # a kind of device that it allows
+    return kernels
+
+
+def synchronised_step(shares: list[int], fused: bool = False, dtype=torch.float32) -> tuple:
     """This rank's share of one batch through a synchronised layer: output, gradients and running
     statistics.
     """
+    kernels = allow_fused_layer() if fused else None
     with distributed_session("train.py", TrainConfig(threads=1)) as ranks:
         ranks.join()
         layer, images, weights = material()
-        layer = convert_batch_norm(nn.Sequential(layer))
+        layer = convert_batch_norm(nn.Sequential(layer), fused)
+        assert isinstance(layer[0], nn.SyncBatchNorm) == (kernels is not None)
         begin = sum(shares[: ranks.topology.rank])
-        own = images[begin : begin + shares[ranks.topology.rank]].requires_grad_()
+        own = images[begin : begin + shares[ranks.topology.rank]].to(dtype).requires_grad_()
         output = layer(own)
         (output * weights[begin : begin + len(own)]).sum().backward()
         gradients = [parameter.grad for parameter in layer.parameters()]
+        assert all(each is not None for each in (own.grad, *gradients))
         return output.detach(), own.grad, gradients, [buffer.clone() for buffer in layer.buffers()]
 
 
@@ -42,12 +98,14 @@ def material():
     return layer, images, torch.randn(11, 3, 4, 4, generator=random)
 
 
+# `fused`: PyTorch's layer, which GPUs use
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("shares", [[6, 5], [10, 1], [4, 7, 0]])
-def test_synchronised_statistics_and_gradients_are_those_of_the_whole_batch(shares):
+def test_synchronised_statistics_and_gradients_are_those_of_the_whole_batch(shares, fused):
     layer, images, weights = material()
     expected = layer(images.requires_grad_())
     (expected * weights).sum().backward()
-    found = returned(len(shares), synchronised_step, shares)
+    found = returned(len(shares), synchronised_step, shares, fused)
     outputs, own, gradients, buffers = zip(*found, strict=True)
     torch.testing.assert_close(torch.cat(outputs), expected.detach())
     torch.testing.assert_close(torch.cat(own), images.grad)
@@ -55,6 +113,15 @@ def test_synchronised_statistics_and_gradients_are_those_of_the_whole_batch(shar
         torch.testing.assert_close(sum(parts), parameter.grad)
     for found in buffers:
         torch.testing.assert_close(found, list(layer.buffers()))
+
+
+def test_the_fused_layer_works_in_bfloat16_on_a_rank_without_samples():
+    layer, images, _ = material()
+    expected = layer(images)
+    found = returned(3, synchronised_step, [4, 7, 0], True, torch.bfloat16)
+    outputs, own, _, _ = zip(*found, strict=True)
+    torch.testing.assert_close(torch.cat(outputs), expected.detach(), rtol=0.02, atol=0.05)
+    assert [each.dtype for each in own] == [torch.bfloat16] * 3
 
 
 def test_a_step_without_samples_on_any_process_leaves_the_running_statistics():
