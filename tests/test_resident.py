@@ -114,7 +114,7 @@ def test_images_go_to_a_gpu_if_they_take_a_quarter_of_its_free_memory(
     (made,) = keep_on_device([images], TrainConfig(data_on_device=setting), gpu)
     assert isinstance(made, DeviceDataset) == kept
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (21599, 10**9))
-    with pytest.raises(UserError, match=r"^--data_on_device yes: 0\.0 MB of images, but "):
+    with pytest.raises(UserError, match=r"^--data_on_device yes: 0\.0 MB of images or features, but "):
         keep_on_device([images], TrainConfig(data_on_device="yes"), gpu)
 
 
@@ -122,7 +122,7 @@ def test_on_a_cpu_images_stay_where_they_are_unless_asked(images):
     cpu = CPU.device
     assert keep_on_device([images], TrainConfig(), cpu) == [images]
     (made,) = keep_on_device([images], TrainConfig(data_on_device="yes"), cpu)
-    assert made.images.data_ptr() == images.pixels.ctypes.data  # not copied
+    assert made.on_device.data_ptr() == images.pixels.ctypes.data  # not copied
     assert describe_place([made, made]) == "decoded, 0.0 MB on cpu"
 
 

@@ -17,8 +17,8 @@ def convert_batch_norm(module: nn.Module, fused: bool = False) -> nn.Module:
     not change.
 
     `fused`: with PyTorch's layer, which has a few kernels, but runs only on GPUs, and only if a
-    microbatch has samples on at least one rank. Raises UserError for a layer that does more than that of PyTorch (some of timm's also apply an
-    activation).
+    microbatch has samples on at least one rank. Raises UserError for a layer that does more than
+    that of PyTorch (some of timm's also apply an activation).
     """
     for layer in module.modules():
         if isinstance(layer, _BatchNorm):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from utils.config.defaults import advice, hint_for_few, list_changes
+from utils.config.defaults import advice, hint_for_few, hint_for_waits, list_changes
 from utils.config.recipe import AugmentationSettings, LossSettings, OptimizerSettings
 from utils.config.settings import TrainConfig
 from utils.console import printable, say, table
@@ -21,6 +21,7 @@ from utils.data.datasets import Features, describe_place
 from utils.data.sources import has_columns
 from utils.files import size_of, write_file
 from utils.launch.command import resume_command, script_command
+from utils.launch.environment import compiler
 from utils.launch.exits import inform_launcher
 from utils.memory import bytes_text
 from utils.models.weight_average import WeightAverage
@@ -136,9 +137,11 @@ def log_start(run: Run) -> None:
         processes=run.accelerator.num_processes,
         has_momentum=any("momentum" in group for group in run.optimizer.param_groups),
         centre=isinstance(images, Features) and not config.feature_views,
+        cached=isinstance(images, Features),
     )
     if not run.setup.resumed_from and config.model not in OWN_MODELS:
         lines += hint_for_few(config, run.plan.samples)
+    lines += hint_for_waits(config, ranks.device.type)
     title = "Lockstep  dry run" if config.dry_run else f"Lockstep  {folder}"
     say("\n".join([*run.setup.changed, table(title, rows), *lines]))
     with ranks.agree():
@@ -161,6 +164,7 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
     most = plan.microbatches
     per_rank = plan.microbatches // len(places)
     interface = f" on {ranks.interface}" if ranks.interface else ""
+    compiled = f", compiled by {compiler()}" if compiler() else ""
     model = [config.model, describe_parameters(run.module), run.spec.describe()]
     # only torchvision's models have the first of these, and models whose head was kept the second
     model += [getattr(run.module, name, "") for name in ("stem_change", "head_change")]
@@ -174,7 +178,7 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
         )
     rows = [
         *((f"rank {rank}", place) for rank, place in enumerate(places)),
-        ("backend", f"{ranks.backend}{interface}, precision {config.mixed_precision}"),
+        ("backend", f"{ranks.backend}{interface}, precision {config.mixed_precision}{compiled}"),
         ("data", f"{config.data}: {plan.samples} training, {len(data.evaluation)} {data.evaluation.name}"),
         ("classes", classes_row(data)),
         ("images", describe_place([run.train_batches.dataset, run.evaluator.batches.dataset])),
