@@ -18,7 +18,7 @@ from torchvision.transforms import v2
 import eval
 import train
 from utils.config.cli import parse_args
-from utils.config.defaults import advice, hint_for_few
+from utils.config.defaults import advice, hint_for_few, hint_for_waits
 from utils.config.settings import TrainConfig, to_yaml
 from utils.data.decode import center
 from utils.data.selection import load_data
@@ -156,6 +156,12 @@ def test_few_photographs_and_a_new_model_are_a_line_about_pretrained():
     assert hint_for_few(config, 1000) == hint_for_few(replace(config, pretrained=True), 9) == []
 
 
+def test_adafactor_on_a_gpu_is_a_line_about_its_waits():
+    config = TrainConfig(optimizer="adafactor")
+    assert "waits for the GPU" in hint_for_waits(config, "cuda")[0]
+    assert hint_for_waits(config, "cpu") == hint_for_waits(TrainConfig(), "cuda") == []
+
+
 @pytest.mark.parametrize(("small", "expected"), [
     ((True, True), ["num_workers", "eval_crop"]), ((True, False), []), ((False, True), ["eval_crop"]),
 ])  # fmt: skip
@@ -163,3 +169,5 @@ def test_only_settings_without_effect_at_either_size_are_reported(small, expecte
     settings = {"num_workers": 1, "data_on_device": "yes", "eval_crop": 0.9}
     text = " ".join(advice(TrainConfig(model="resnet18", **settings), small, False, False, 2))
     assert [name for name in settings if name in text] == expected
+    text = " ".join(advice(TrainConfig(**settings), (False, False), False, False, 2, cached=True))
+    assert "data_on_device" not in text
