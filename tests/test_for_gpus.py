@@ -11,7 +11,6 @@ import sys
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -426,10 +425,9 @@ def test_a_batch_is_handed_over_before_the_next_one_is_fetched(monkeypatch):
 
 @pytest.mark.parametrize(("device", "expected"), [(CUDA, 2), (torch.device("cpu"), 4)])
 def test_fewer_batches_are_in_page_locked_memory(device, expected):
-    dataset: Any = SimpleNamespace(in_loader=True, image_bytes=1)
-    sampler: Any = SimpleNamespace(largest=1)
-    (loader,) = workers.make_loaders([(dataset, sampler)], TrainConfig(num_workers=2), 1, device)
-    assert loader.prefetch_factor == expected and loader.num_workers == 2
+    part = SimpleNamespace(in_loader=True, image_bytes=1, largest=1)  # data set and sampler
+    (loader,) = workers.make_loaders([(part, part)], TrainConfig(num_workers=2), 1, device)
+    assert loader.prefetch_factor == expected
 
 
 def test_loader_processes_are_chosen_by_physical_cores(monkeypatch):

@@ -69,7 +69,7 @@ CASES = {
     "accumulation": ("--grad_accum 2", 120),
     "microbatches": ("--microbatches 4", 240),
     "AdamW": ("--optimizer adamw", 60),
-    "Adagrad": ("--optimizer adagrad", 69),
+    "Adagrad": ("--optimizer adagrad --lr 1e-5", 69),
     "ASGD": ("--optimizer asgd", 86),
 }
 LOWER = {

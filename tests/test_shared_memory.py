@@ -57,9 +57,7 @@ def test_first_fewer_batches_in_advance_then_fewer_workers_then_none(
     monkeypatch.setattr(os, "statvfs", lambda _path: space)
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    assert choose_workers(sizes, 8) == expected
-    assert choose_workers(sizes, 8, 2) == (expected[0], min(2, expected[1]))
-    assert choose_workers(sizes, 0)[0] == 0
+    assert choose_workers(sizes, 8) == expected and choose_workers(sizes, 0)[0] == 0
 
 
 # A /dev/shm of its own
