@@ -91,7 +91,7 @@ def apply_flags(found: Inference, flags: EvalConfig) -> tuple[Inference, bool]:
     if flags.data and absolute_data(flags.data) != found.config.data:
         own_data = False
     if not own_data:  # other data has other splits
-        given |= {"train_split": None, "eval_split": None, "eval_fraction": None}
+        given |= dict.fromkeys(("train_split", "eval_split", "eval_fraction", "fold", "group_by"))
     given |= {"metrics": True, "max_eval_samples": flags.max_eval_samples}
     return with_settings(found, replace(found.config, **given)), own_data
 

@@ -20,6 +20,7 @@ from utils.config.cli import parse_args
 from utils.config.scripts import PredictConfig
 from utils.config.settings import TrainConfig
 from utils.console import printable, say, table
+from utils.data.cache import shrink
 from utils.data.check import check_images
 from utils.data.datasets import PhotoDataset
 from utils.data.splits import Split, fingerprint_of
@@ -115,7 +116,8 @@ def predict(
     """
     config, spec = found.config, found.spec.for_evaluation()
     readable = split.select(np.flatnonzero(split.readable))
-    dataset = PhotoDataset(readable, spec)
+    # without a cache, because each image is read once
+    dataset = PhotoDataset(shrink(readable, spec, config.shrink), spec)
     # A loader process decodes whole blocks, so for a single block it would save no time.
     if len(dataset) <= config.eval_batch_size:
         config = replace(config, num_workers=0)

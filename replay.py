@@ -47,8 +47,8 @@ from utils.training.schedule import due_after
 _ROWS = 12  # of the largest gradients
 _LOGITS = 5  # printed for each sample
 _BITS = (
-    "All bits repeat on another number of processes only with --microbatches, and on a GPU only "
-    "with that or --deterministic; --init_from needs its old weights"
+    "Losses of another number of processes repeat only with --microbatches, and those of a GPU only "
+    "with that or --deterministic; the weights of --init_from must not have changed"
 )
 Layers = list[tuple[str, bool, bool]]  # name, and whether the inputs and the outputs are finite
 
@@ -215,7 +215,7 @@ def compute_loss(run: Run, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def observe_layers(module: nn.Module) -> Layers:
-    """A list to which each layer without layers of its own is added when it runs."""
+    """A list. Each layer without sub-layers is added to it when it runs."""
     layers: Layers = []
 
     def observe(name: str, _layer: nn.Module, inputs: Any, outputs: Any) -> None:

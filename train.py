@@ -93,8 +93,8 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
 def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str] | None) -> Run:
     """Load the data, build the model, and restore the checkpoint of a resumed run; collective.
 
-    `given` has the names of the settings that somebody gave; the others are those of the
-    checkpoint. With None, all are given.
+    `given` has the names of the settings from flags and the --config file; the others are those of
+    the checkpoint. With None, all are given.
     """
     checkpoints = CheckpointManager(config, ranks)
     saved = checkpoints.newest()  # None if the run is new

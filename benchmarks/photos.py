@@ -12,7 +12,7 @@ same published weights:
 
 * forty lines: forty_lines.py, which computes the features of each photograph once. --forty_lines=--channels_last makes
   it faster on many CPUs.
-* head only: `accelerate launch --config_file accelerate_configs/2cpu.yaml train.py ... --freeze backbone`.
+* head only: `accelerate launch --config_file accelerate_configs/2cpu.yaml train.py --config recipes/head.yaml`.
 * everything: the same launcher with `train.py --config recipes/photos.yaml`, from a run of `head only` with the same
   seed. With --from_weights, it starts from the published weights instead and does not use the
   recipe.
@@ -67,7 +67,7 @@ NO_UPDATE = "head only, no update"
 OVER = {FIRST: FORTY, SECOND: NO_UPDATE}  # what a time is compared with
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
 LAUNCH += [ROOT / "accelerate_configs/2cpu.yaml", ROOT / "train.py"]
-FREEZE = flags(freeze="backbone")
+FREEZE = flags(config=ROOT / "recipes/head.yaml")
 
 
 def timed(function: Callable, command: list, caches: Path) -> tuple[Any, dict[str, float]]:
@@ -120,8 +120,8 @@ def everything(args: argparse.Namespace, seed: int, caches: Path) -> dict[str, f
     if args.from_weights:
         return ours(args, [], seed, None, caches)
     with temporary() as folder:
-        # The best checkpoint is the last one, so it is not selected by val/.
-        ours(args, [*FREEZE, *flags(eval_every=10**6)], seed, folder, caches)
+        # Only the last checkpoint is evaluated, so it is not selected by val/.
+        ours(args, FREEZE, seed, folder, caches)
         start = flags(config=ROOT / "recipes/photos.yaml", init_from=folder / "run")
         return ours(args, [*start, *flags(init_match="name")], seed, None, caches)
 

@@ -24,6 +24,11 @@ def pytest_configure(config):
     if not getattr(config.option, "numprocesses", None):  # a worker, or the only process
         import helpers.preloaded  # noqa: F401
 
+        from utils.data.decoders import DECODERS
+
+        if "torchvision" in DECODERS["JPEG decoder"]:  # where torchcodec has no wheel
+            config.addinivalue_line("filterwarnings", "ignore:The image decoding")
+
 
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from datasets import ClassLabel
 from helpers.loading import RUN, error_of, load
-from helpers.make_data import encoded, image_folder, parquet, pictures, smooth, table
+from helpers.make_data import encoded, heic, image_folder, parquet, pictures, smooth, table
 from helpers.ranks import run_ranks
 from helpers.training_runs import (
     kept_in,
@@ -72,9 +72,11 @@ def checked(paths, full=False):
 # ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["jpeg", "png", "gif", "webp", "bmp", "tiff", "ppm"])
+@pytest.mark.parametrize(
+    "kind", ["jpeg", "png", "gif", "webp", "bmp", "tiff", "ppm", "avif", "heic"]
+)
 def test_a_whole_image_passes_and_one_without_its_end_does_not(kind):
-    data = encoded(smooth(64, 48), kind)
+    data = heic() if kind == "heic" else encoded(smooth(64, 48), kind)
     contents = data, data[: len(data) // 2], b"", b"no image"
     for name, content in enumerate(contents):
         Path(str(name)).write_bytes(content)

@@ -95,7 +95,7 @@ def test_photos_trains_everything_from_the_head_of_the_same_seed(benchmark, monk
     monkeypatch.setattr(photos, "ours", lambda args, how, seed, *_: calls.append((how, seed)))
     photos.everything(argparse.Namespace(from_weights=False), 3, Path("caches"))
     (head, seed), (everything, same) = calls
-    assert seed == same == 3 and head == [*photos.FREEZE, "--eval_every", "1000000"]
+    assert seed == same == 3 and head == photos.FREEZE
     assert everything[1].endswith("/recipes/photos.yaml") and everything[3].endswith("/run")
 
 

@@ -21,8 +21,9 @@ from PIL import Image
 from utils.config.settings import TrainConfig
 from utils.data import cache
 from utils.data.cache import decode_all
+from utils.data.folds import hold_out
 from utils.data.selection import load_data
-from utils.data.splits import Files, hold_out, whole_split
+from utils.data.splits import Files, whole_split
 from utils.ranks.session import distributed_session
 
 

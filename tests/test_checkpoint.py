@@ -292,7 +292,7 @@ def test_an_average_that_does_not_fit_or_has_a_nan_is_one_line_and_changes_nothi
     [
         ("adagrad", None, "step: nothing in the checkpoint"),
         ("adamw", "exp_avg", "exp_avg: nothing in the checkpoint"),
-        ("adamw", None, "as before the first gradient: output.bias"),
+        ("adamw", None, "of these parameters, which start new: output.bias"),
     ],
 )
 def test_a_state_of_a_parameter_that_must_be_there_is_refused_if_it_is_missing(

@@ -1,7 +1,10 @@
 """Encoded images to pixels, against Pillow and numpy."""
 
 import io
+import os
 import struct
+import sys
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
@@ -11,15 +14,20 @@ import timm.data
 import torch
 import torchvision
 from datasets import Value
-from helpers.make_data import encoded, pictures, smooth, table
-from helpers.ranks import returned
+from helpers.make_data import encoded, heic, image_folder, pictures, smooth, table
+from helpers.ranks import returned, run_ranks
+from helpers.training_runs import train_run, words
 from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngInfo
 from sklearn.datasets import load_sample_image
 
+import predict
+import train
 from utils.config.settings import TrainConfig
 from utils.data.cache import decode_all, make_dataset
+from utils.data.check import check_images
 from utils.data.decode import LARGE, decode, peek
+from utils.data.decoders import DECODERS, decode_jpeg, find_jpeg_decoder
 from utils.data.order import Microbatch
 from utils.data.selection import load_data
 from utils.data.splits import Files, whole_split
@@ -56,6 +64,7 @@ FILES = {
     "gif": encoded(PICTURE, "GIF"),
     "webp": encoded(PICTURE, "WEBP", lossless=True),
     "alpha webp": encoded(ALPHA, "WEBP", lossless=True, exact=True),
+    "avif": encoded(PICTURE, "AVIF", quality=100),
 }
 
 
@@ -99,6 +108,81 @@ def test_an_orientation_in_exif_data_or_else_in_xmp_data_is_applied_as_pillow_do
         # Pillow reads it from this file
         assert (expected.shape[:2] == (40, 24)) == (exif.get(0x0112, number) > 4)
         assert np.abs(pixels_of(raw, 3) - expected).max() <= 3, (number, exif)
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_heic_and_avif_files_stand_as_a_jpeg_of_the_same_photograph(orientation):
+    kinds = "JPEG", "AVIF"
+    made = [encoded(PICTURE, kind, quality=100, exif=exif_of(orientation)) for kind in kinds]
+    expected, *found = (pixels_of(raw, 3) for raw in (*made, heic(orientation)))
+    for ours in found:
+        assert ours.shape == expected.shape and np.abs(ours - expected).max() <= 12
+
+
+def test_without_pi_heif_one_line_names_it_and_with_it_the_file_is_checked_again(monkeypatch):
+    Path("photo.heic").write_bytes(heic())
+    split = split_of(Files(["photo.heic"]))
+    with monkeypatch.context() as missing:
+        missing.setitem(sys.modules, "pi_heif", None)
+        missing.delitem(DECODERS, "HEIC decoder")
+        (reason,) = check_images(split, True, "cache").errors.values()
+        assert reason.startswith("HEIC needs pi-heif, which is not installed; pip install pi-heif")
+    assert check_images(split, True, "cache").errors == {}
+
+
+def damaged(random, raw):
+    """The file with some bytes changed."""
+    raw = bytearray(raw)
+    for place in random.integers(0, len(raw), 3):
+        raw[place] = random.integers(0, 256)
+    return bytes(raw)
+
+
+@pytest.mark.filterwarnings("ignore:The image decoding")
+def test_both_decoders_of_jpeg_give_equal_pixels_and_the_same_verdicts(monkeypatch):
+    pytest.importorskip("torchcodec")
+    monkeypatch.setitem(sys.modules, "torchcodec", None)  # as where it has no wheel
+    _, other = find_jpeg_decoder()
+    files = [raw for name, raw in FILES.items() if "jpeg" in name]
+    files += [encoded(PICTURE, "JPEG", progressive=n > 4, exif=exif_of(n)) for n in range(1, 9)]
+    random = np.random.default_rng(0)
+    for raw in files * 9:
+        files += [damaged(random, raw), raw[: random.integers(2, len(raw))]]
+    errors = 0
+    for raw, mode in product(files, ("RGB", "GRAY")):
+        found = []
+        for decoder in (decode_jpeg, other):
+            found.append(torch.empty(0))
+            with suppress(RuntimeError):
+                found[-1] = decoder(torch.tensor([*raw], dtype=torch.uint8), mode=mode)
+        assert torch.equal(*found)
+        errors += found[0].numel() == 0
+    assert 200 < errors < 400
+
+
+def test_a_run_on_files_of_phones_is_that_on_their_pixels_and_names_another_decoder(monkeypatch):
+    both = (image_folder(kind, {"a": 12, "b": 12}, (24, 40), kind) for kind in ("avif", "png"))
+    for path, png in zip(*both, strict=True):
+        if "1" in path.name:
+            path = path.rename(path.with_suffix(".HEIC"))
+            path.write_bytes(heic())
+        png.write_bytes(encoded(pixels_of(path.read_bytes(), 3).astype(np.uint8), "PNG"))
+    flags = words("--model mlp --image_size 24 --global_batch_size 8 --threads 1 --cache_dir cache")
+    rows = []
+    for name in ("png", "avif"):
+        log = train_run(2, name, "--data", name, *flags, "--max_steps", "2")
+        given = ["--ckpt", f"runs/{name}", name, "--html", "page.html"]
+        rows += [found["rows"] for found in returned(1, predict.main, given)]
+        assert Path("page.html").read_text().count("data:image/png") == 24
+    assert rows[0] == rows[1]
+    old = log[0]["versions"]["JPEG decoder"]
+    for steps, new, files in ((3, old, 4), (4, "other 1.0", 6)):
+        monkeypatch.setitem(DECODERS, "JPEG decoder", new)
+        more = words(f"--data avif --run_name avif --resume auto --max_steps {steps}")
+        (outcome,) = run_ranks(1, train.main, [*flags, *more])
+        line = f"JPEG decoder was {old} in the checkpoint, now {new}: pixels may differ by a level"
+        assert outcome.out.splitlines().count(line) == (old != new)
+        assert len(os.listdir("cache/decoded")) == files
 
 
 def large(raw):
@@ -171,9 +255,9 @@ def test_arrays_and_pillow_images_of_any_height_are_taken_as_they_are():
             assert (pixels_of(grey, channels) == grey[..., None]).all()
 
 
-@pytest.mark.parametrize("name", ["jpeg", "png", "webp", "gif"])
+@pytest.mark.parametrize("name", ["jpeg", "png", "webp", "gif", "avif", "heic"])
 def test_a_truncated_file_is_an_error_or_complete(name):
-    raw = FILES[name]
+    raw = heic() if name == "heic" else FILES[name]
     complete, errors = pixels_of(raw, 3), 0
     for length in range(0, len(raw), max(1, len(raw) // 60)):
         try:
@@ -188,13 +272,10 @@ def test_a_truncated_file_is_an_error_or_complete(name):
 def damage_files():
     """Decode files with some bytes changed: errors are fine, a crash ends the process."""
     random = np.random.default_rng(0)
-    for name in FILES:
+    for file in (*FILES.values(), heic()):
         for _ in range(60):
-            raw = bytearray(FILES[name])
-            for place in random.integers(0, len(raw), 3):
-                raw[place] = random.integers(0, 256)
             try:
-                pixels_of(bytes(raw), 3)
+                pixels_of(damaged(random, file), 3)
             except ValueError as error:
                 assert "not a readable image" in str(error)
     return "alive"

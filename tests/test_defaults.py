@@ -253,5 +253,5 @@ def test_the_start_table_names_what_differs_between_topologies():
     (plain,) = run_ranks(1, train.main, [*flags, "--model", "mlp", "--sync_batchnorm"])
     assert re.search(r"^depends on topology +on another .* dropout masks", dropping.out, re.M)
     assert "depends on topology" not in plain.out
-    assert re.search(r"^best +0\.\d{4} at update 1$", plain.out, re.M)
+    assert re.search(r"^accuracy +0\.\d{4} \(best, update 1\)$", plain.out, re.M)
     assert "has no effect" not in plain.out

@@ -193,9 +193,9 @@ def test_help_and_recipes_know_the_plug_in(runs):
         ("mine.py", "a = 1\na / 0", ", line 2: ZeroDivisionError: division by zero"),
         ("mine.py", "a = (", ": SyntaxError: '(' was never closed (mine.py, line 1)"),
         ("", None, ": no such file"),
-        ("lab", "", ": not the name of a Python module; rename the file"),
-        ("lab.v2.py", "", ": not the name of a Python module; rename the file"),
-        ("json.py", "", ": ImportError: Python has another module of this name"),
+        ("lab", "", ": is not a name for a Python module; rename the file"),
+        ("lab.v2.py", "", ": is not a name for a Python module; rename the file"),
+        ("json.py", "", ": ImportError: another Python module has this name"),
     ],
 )
 def test_an_error_of_a_plug_in_is_one_line_with_its_place(name, text, problem):

@@ -17,6 +17,7 @@ import torch
 from helpers.make_data import image_folder, pictures
 from helpers.ranks import returned, run_ranks, start_ranks
 from helpers.training_runs import (
+    ROOT,
     records,
     refused,
     same_tensors,
@@ -39,12 +40,13 @@ import train
 from utils.config.settings import TrainConfig
 from utils.data.augment import Augmentation, ShiftAndFlip
 from utils.data.datasets import CachedDataset, Features
+from utils.data.decoders import DECODERS
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
 from utils.models.features import find_last_part
 from utils.models.layers import freeze
 from utils.models.zoo import build_model
-from utils.runs.manifest import find_checkpoint, sha256_of
+from utils.runs.manifest import find_checkpoint, read_pointer, sha256_of
 
 CLASSES = ("ant", "bee", "wasp")
 FLAGS = words("--init_from runs/source --freeze backbone --threads 1 --num_workers 0 --lr 0.05")
@@ -111,21 +113,48 @@ def test_losses_on_cached_features_are_those_of_layers_computed_for_each_batch(d
         assert numbers(name) == pytest.approx(numbers("plain"), rel=1e-5)
 
 
-def test_features_are_those_of_plain_pytorch_and_so_is_the_first_update():
-    """All training images are in one update of plain sgd, so that their order does not matter."""
-    flags = words("--max_steps 1 --global_batch_size 48 --weight_decay 0 --momentum 0")
-    train_run(1, "run", *SMALL, *flags, *words("--lr_schedule constant --cache_dir cache"))
+def plain_features() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """The head of runs/source, and the features of small/train and of its mirror images."""
     model = timm.create_model("test_resnet", num_classes=3).eval()
     model.load_state_dict(weights("source", "best"))
     head, model.fc = model.fc, nn.Identity()
     paths = sorted(Path("small/train").rglob("*.png"))
     pixels = np.stack([np.asarray(Image.open(path)) for path in paths])
+    images = torch.from_numpy((pixels / 255 - 0.4) / 0.5).float().permute(0, 3, 1, 2)
     with torch.no_grad():
-        x = model(torch.from_numpy((pixels / 255 - 0.4) / 0.5).float().permute(0, 3, 1, 2))
-        # of the loss by the logits
-        error = head(x).softmax(1) - torch.eye(3).repeat_interleave(16, 0)
-    cached = {array.shape[1]: array for array in map(np.load, Path("cache/features").iterdir())}
-    np.testing.assert_allclose(cached[48], x[None], rtol=1e-4, atol=1e-5)
+        return head, model(images), model(images.flip(3))
+
+
+def cached_features() -> np.ndarray:
+    """The features of small/train in the folder `cache`, [views, images, ...]."""
+    arrays = map(np.load, Path("cache/features").iterdir())
+    return {array.shape[1]: array for array in arrays}[48]
+
+
+def test_the_views_of_the_recipe_are_the_centre_and_its_mirror_image_and_the_last_is_the_best():
+    recipe = str(ROOT / "recipes/head.yaml")
+    flags = words("--data small --init_from runs/source --model timm/test_resnet --mean 0.4")
+    flags += words("--epochs 3 --report false --cache_dir cache --threads 1 --num_workers 0")
+    log = train_run(2, "run", "--config", recipe, *flags)
+    _, plain, mirrored = plain_features()
+    views = torch.from_numpy(cached_features())
+    in_order = [(view - plain).abs().amax(1) < 1e-4 for view in views]
+    assert torch.equal(in_order[0], ~in_order[1]) and 8 < in_order[0].sum() < 40
+    other = torch.where(in_order[0][:, None], views[1], views[0])
+    torch.testing.assert_close(other, mirrored, rtol=1e-4, atol=1e-5)
+    (evaluated,) = (record for record in log if record["kind"] == "eval")
+    best = read_pointer(Path("runs/run/checkpoints"), "best")
+    assert best.name == f"step-{evaluated['step']:08d}" and evaluated["epoch"] == 3
+
+
+def test_features_are_those_of_plain_pytorch_and_so_is_the_first_update():
+    """All training images are in one update of plain sgd, so that their order does not matter."""
+    flags = words("--max_steps 1 --global_batch_size 48 --weight_decay 0 --momentum 0")
+    train_run(1, "run", *SMALL, *flags, *words("--lr_schedule constant --cache_dir cache"))
+    head, x, _ = plain_features()
+    # of the loss by the logits
+    error = head(x).detach().softmax(1) - torch.eye(3).repeat_interleave(16, 0)
+    np.testing.assert_allclose(cached_features(), x[None], rtol=1e-4, atol=1e-5)
     found, expected = weights("run"), head.state_dict()
     for name, gradient in (("weight", error.T @ x), ("bias", error.sum(0))):
         weight = expected[name] - 0.05 / 48 * gradient
@@ -210,7 +239,9 @@ def started(*flags: str, processes: int = 1) -> str:
 
 
 @pytest.mark.full
-def test_a_second_start_finds_the_features_and_another_backbone_or_augmentation_does_not():
+def test_a_second_start_finds_the_features_and_another_backbone_augmentation_or_decoder_does_not(
+    monkeypatch,
+):
     first = started(processes=2)
     assert "found" not in first and re.search(r" 0\.\d MB cached", first)
     tensors = load_file(find_checkpoint(Path("runs/source")) / "model.safetensors")
@@ -228,6 +259,8 @@ def test_a_second_start_finds_the_features_and_another_backbone_or_augmentation_
     for more in (["--seed", "5"], ["--crop_padding", "2"]):
         line = started("--feature_views", "2", *more)
         assert "2 random views, computed in" in line and "centre, found in" in line
+    monkeypatch.setitem(DECODERS, "JPEG decoder", "another")
+    assert "found" not in started()
 
 
 @pytest.mark.full
@@ -326,7 +359,7 @@ def test_a_sample_that_is_drawn_again_takes_the_next_view():
     images, everything = CachedDataset(pictures(10), np.arange(10), augmentation), np.arange(10)
     draws = [augmentation.draw(Microbatch(0, epoch, 0, everything)) for epoch in range(3)]
     views = [augmentation.apply(torch.from_numpy(images.pixels), draw) for draw in draws]
-    features = Features(torch.stack(views).float().numpy(), images, "")
+    features = Features(torch.stack(views).float().numpy(), images, None, "")
     indices, occurrences = np.array([4, 9, 4, 0, 4]), np.array([0, 0, 1, 0, 2])
     for epoch, again in product(range(7), (None, occurrences)):
         batch = features.__getitems__(Microbatch(5, epoch, 0, indices, again))

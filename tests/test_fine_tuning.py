@@ -225,7 +225,7 @@ def test_a_replay_from_initial_weights_that_have_changed_reports_other_losses(fo
         save_file(changed, checkpoint / "model.safetensors")
         rewrite_manifest(checkpoint)
     (outcome,) = run_ranks(1, replay.main, command)
-    assert "1 differ" in outcome.out and "--init_from needs its old weights" in outcome.out
+    assert "1 differ" in outcome.out and "--init_from must not have changed" in outcome.out
 
 
 def test_averaged_weights_take_precedence(folder):

@@ -306,6 +306,9 @@ def test_the_page_shows_the_best_checkpoint_after_a_kill_and_before_and_after_ev
         assert np.trace(found["matrix"]) / 180 == found["record"]["accuracy"] == best["accuracy"]
     for name in ("matrix", "classes", "always", "errors", "confusions"):
         assert trained[name] == evaluated[name], name
+    said = f"{best['accuracy']:.4f} (best, update 4)", f"{last['accuracy']:.4f}"
+    for name, number in zip(("accuracy", "last accuracy"), said, strict=True):
+        assert re.search(rf"^{name} +{re.escape(number)}$", outcome.out, re.M)
     place = "<td>update 4, the best by accuracy</td>"
     assert place in page and place in again and not (folder / "best_predictions.npz").exists()
     data = load_data(TrainConfig(max_train_samples=480, cache_dir="cache"))

@@ -90,7 +90,7 @@ def test_microbatches_are_the_same_in_groups_of_any_size(training, most, images,
 def test_features_on_the_device_are_those_of_the_view_of_each_sample(images, monkeypatch):
     monkeypatch.setattr(resident, "_GROUP", 30 * 4 * 4)
     values = np.random.default_rng(0).random((3, 60, 2, 2), np.float32)
-    features = Features(values, images, "computed")
+    features = Features(values, images, None, "computed")
     sets = keep_on_device([features], TrainConfig(data_on_device="yes"), CPU.device)
     assert describe_place([*sets, *sets]).endswith("features of each view, 0.0 MB on cpu")
     for dataset in (features, *sets):

@@ -177,11 +177,11 @@ def _words(setting: Field, alone: bool) -> dict:
     if bool in types:
         return {"action": "store_true"} if alone else options | {"nargs": "?", "const": True}
     words = [word for kind in types if get_origin(kind) is Literal for word in get_args(kind)]
-    return options | ({"metavar": f"{{{'|'.join(words)}}}"} if words else {})
+    return options | ({"metavar": f"{{{'|'.join(words)}}}"} if words and int not in types else {})
 
 
 def _join(value: Any) -> Any:
-    """The value of a flag. The words of a list may be lists themselves, such as 0.5, or 0.5,0.5."""
+    """The value of a flag. A word of a list may have several values, such as 0.5, or 0.5,0.5."""
     if not isinstance(value, list):
         return value
     items = [item for part in value for item in (part if isinstance(part, list) else [part])]

@@ -75,7 +75,7 @@ def choose_sizes(
         times = f"{per_epoch} update{'s' * (per_epoch != 1)} per epoch"
         lines.append(f"global batch {batch} ({samples} training images: {times})")
     elif not config.global_batch_size:
-        why = "--batch_size is per process: it changes with their number"
+        why = "--batch_size is per process: it changes with the number of processes"
         lines.append(f"global batch {batch} ({why})")
     if chosen.get("drop_last"):
         lines.append(f"drop_last (the last batch would have {rest})")
@@ -248,7 +248,7 @@ def advice(
             not (any(small) or cached),
             "only small images and cached features are kept there",
         ),
-        ("eval_crop", small[1], "small images are evaluated whole"),
+        ("eval_crop shrink", small[1], "small images are used whole"),
         ("pos_weight threshold", targets, "only --task multilabel and binary use it"),
         (_RANDOM, centre, "features are of the centre only; --feature_views 4 caches random views"),
         ("image_column label_column", not has_columns, f"{config.data} has no columns"),

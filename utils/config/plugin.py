@@ -1,6 +1,6 @@
-"""--plugin FILE: a Python file of the user's own that adds entries to the tables.
+"""--plugin FILE: a Python file of the user that adds entries to the tables.
 
-Only a flag or a --config file names a file to import. Checkpoints and logs have its name and its
+Only a flag or a --config file names a file to import. Checkpoints and logs store its name and its
 SHA-256, which are only compared.
 """
 
@@ -26,7 +26,7 @@ def load_plugin(file: str) -> None:
     path = expand(file).resolve()
     require(path.is_file(), f"--plugin {file}: no such file", "give the path of a Python file")
     is_module = path.suffix == ".py" and path.stem.isidentifier()
-    require(is_module, f"--plugin {file}: not the name of a Python module", "rename the file")
+    require(is_module, f"--plugin {file}: is not a name for a Python module", "rename the file")
     content = sha256(path.read_bytes()).hexdigest()
     problem = f"--plugin {file}: has changed since it was imported"
     require(PLUGIN.get(path.name, content) == content, problem, "restart Python")
@@ -34,7 +34,7 @@ def load_plugin(file: str) -> None:
     try:
         module = import_module(path.stem)
         if not path.samefile(str(module.__file__)):
-            raise ImportError("Python has another module of this name: rename the file")
+            raise ImportError("another Python module has this name")
     except Exception as error:
         calls = extract_tb(error.__traceback__)
         lines = [f", line {call.lineno}" for call in calls if call.filename == str(path)]

@@ -79,8 +79,8 @@ class LaunchConfig:
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Communication backend of the process group; auto is nccl on GPUs and gloo on CPUs."""
     init_method: Annotated[str, _PLACE] = "env://"
-    """Where the processes connect: env:// uses the launcher's MASTER_ADDR and MASTER_PORT,
-    tcp://HOST:PORT is a port on the machine of rank 0."""
+    """Where the processes connect: env:// uses the launcher's MASTER_ADDR and MASTER_PORT, and
+    tcp://HOST:PORT a port on the machine of rank 0."""
     interface: str | None = None
     """Network interface between the machines, such as eth0 (default: the one that reaches rank 0's
     machine)."""
@@ -90,7 +90,7 @@ class LaunchConfig:
     """Seconds that a rank waits for another before the run fails; a download on the main process
     may take longer."""
     plugin: str | None = None
-    """Python file of your own to import, which adds models, losses, optimizers and others."""
+    """Python file to import, which adds your own models, losses, optimizers and other parts."""
     traceback: bool = False
     """Print the Python traceback of an error as well."""
 
@@ -153,6 +153,16 @@ class DataSettings:
     eval_fraction: Fixed[FractionBelow1 | None] = None
     """Evaluate on a hold-out of this fraction of the training split, stratified by class, instead
     of on a split."""
+    fold: Fixed[
+        Annotated[str, Bound("K/N, such as 1/5", re.compile(r"[1-9]\d{0,3}/[1-9]\d{0,3}$").match)]
+        | None
+    ] = None
+    """Evaluate on fold K of N of the training split, such as 1/5, stratified by class, instead of on
+    a split."""
+    group_by: Fixed[str | None] = None
+    """Keep images of the same group together in a fold or hold-out. Their group is the value in this
+    column, with folder the folder below that of their class, else what this regular expression finds
+    in the names of their files."""
     image_column: str | None = None
     """Column with the images (default: found by its type, or named path in a CSV file)."""
     label_column: str | None = None
@@ -168,11 +178,16 @@ class DataSettings:
     them."""
     check_images: Literal["quick", "full"] = "quick"
     """How to check images before training: quick reads both ends of each image, full decodes it."""
+    shrink: Fixed[PositiveInt | None] = None
+    """Shorter side in pixels to which photographs are reduced when they are first read. The reduced
+    pixels are stored in --cache_dir, so that large photographs are read many times as fast from the
+    second epoch on. Smaller photographs keep their size."""
     data_dir: Machine[str | None] = None
     """Folder of torchvision data sets, where missing ones are downloaded (default:
     CACHE_DIR/torchvision)."""
     cache_dir: Machine[str] = "~/.cache/lockstep"
-    """Folder for decoded small images, cached features and the results of image checks."""
+    """Folder for decoded small images, shrunk photographs, cached features and the results of image
+    checks."""
     num_workers: Machine[NonNegativeInt | None] = None
     """Loader processes per rank that decode photographs (default: the threads per process, at most
     8, or up to 16 if there are that many physical cores)."""
@@ -216,8 +231,8 @@ class CheckpointSettings:
     """Updates between checkpoints (default: one epoch, unless --save_seconds is given); the last
     update and a new best are always saved."""
     save_seconds: PositiveFloat | None = None
-    """Seconds of training between checkpoints, checked about once a second; with --save_every, whichever is due
-    first."""
+    """Seconds of training between checkpoints, checked about once a second; with --save_every,
+    whichever is due first."""
     keep: PositiveInt | Literal["all"] = 2
     """Number of newest checkpoints to keep, besides the best one; all keeps every checkpoint."""
 
@@ -271,7 +286,8 @@ class TrainConfig(
 
     def __post_init__(self):
         super().__post_init__()
-        exclude(self, "eval_split", "eval_fraction")
+        exclude(self, "eval_split", "eval_fraction", "fold", "group_by")
+        exclude(self, "fold", "eval_fraction", "max_eval_samples")
         exclude(self, "pretrained", "init_from")
         exclude(self, "sync_batchnorm", "grad_checkpointing")
         # These change the bits of the microbatches.

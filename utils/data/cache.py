@@ -1,22 +1,28 @@
-"""The data set of a split, and the cache of small images: decoded once, into a memory map that all
-ranks of a machine share.
+"""The data set of a split; the cache of small images, which are decoded once, into a memory map
+that all ranks of a machine share; and the cache of shrunk photographs.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
+import torchvision
+from torch import Tensor
 from torch.utils.data import DataLoader
+from torchvision.transforms.v2.functional import resize
 
 from utils.config.settings import TrainConfig
 from utils.data.augment import make_augmentation
 from utils.data.datasets import CachedDataset, ImageDataset, PhotoDataset
-from utils.data.decode import VERSION
+from utils.data.decode import VERSION, decode, pixels_key
+from utils.data.decoders import DECODERS
 from utils.data.order import BlockSampler
 from utils.data.spec import InputSpec
-from utils.data.splits import Split
+from utils.data.splits import Files, Split, fingerprint_of, stamp_of
 from utils.data.workers import choose_workers, move_to_shared_memory, worker_processes
 from utils.errors import UserError, one_line
 from utils.files import expand, whole_file
@@ -40,7 +46,7 @@ def open_cached(path: Path, shape: tuple[int, ...], dtype: str) -> np.memmap | N
 def cached(
     path: Path, shape: tuple[int, ...], dtype: str, chunks: Iterable[np.ndarray]
 ) -> np.memmap:
-    """The array in a file, mapped into memory. Unless it is there and whole, the `chunks` are
+    """The array in a file, mapped into memory. If the file is missing or not whole, the `chunks` are
     written first.
 
     They are written in order, completely or not at all. Several processes may do so at once. Raises
@@ -79,6 +85,7 @@ def make_dataset(
     if spec.small:
         pixels = decode_all(split, *spec.size, spec.channels, config.cache_dir, progress)
         return CachedDataset(pixels, split.labels, augmentation)
+    split = shrink(split, spec, config.shrink, f"{expand(config.cache_dir)}/shrunk")
     return PhotoDataset(split, spec, augmentation)
 
 
@@ -88,7 +95,7 @@ def decode_all(
     """All samples as uint8 [N, H, W, C]: the split's own array if it has one, else a memory-mapped
     file in the cache.
 
-    The name of the file contains the fingerprint of the data. For image files, the fingerprint
+    The name of the file contains the fingerprint of the data and the decoders. For image files, the fingerprint
     includes their paths, sizes and times. A file that is not whole is written again. `progress`
     wraps an iterable (tqdm). Raises UserError for an unreadable image, and if the cache cannot be
     read or written.
@@ -100,7 +107,7 @@ def decode_all(
         if images.shape[1:] == shape:
             is_whole = np.array_equal(split.image_index, np.arange(len(images)))
             return images if is_whole else images[split.image_index]
-    name = f"v{VERSION}-{split.cache_key}-{'x'.join(map(str, shape))}.npy"
+    name = f"{pixels_key(split)}-{'x'.join(map(str, shape))}.npy"
     path = expand(cache_dir) / "decoded" / name
     return cached(path, (len(split), *shape), "|u1", _decoded(split, shape, progress))
 
@@ -126,3 +133,62 @@ def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> I
             yield batch.images.numpy()
     except OSError as error:  # for example, no process can be started; the cache is not the reason
         raise UserError(f"images cannot be decoded ({one_line(error)})") from error
+
+
+@dataclass(frozen=True)
+class ShrunkImages:
+    """The images of a split with a shorter side of `side` pixels; smaller ones keep their size.
+
+    In `folder`, each is a file of its own with its pixels, so a cache that is only partly filled is
+    continued, and other splits of the same photographs use it too. Without a folder, the same
+    pixels are computed each time.
+    """
+
+    split: Split
+    channels: int
+    side: int
+    folder: str
+
+    def many(self, rows: Sequence[int]) -> list[Tensor]:
+        """The pixels of these images, uint8 [H, W, C], which are cached if they were not."""
+        return [*map(self._cached if self.folder else self._shrink, rows)]
+
+    def _cached(self, row: int) -> Tensor:
+        images = self.split.images
+        image = [self.split.fingerprint, row]
+        if isinstance(images, Files):
+            image = [images.paths[row], *stamp_of(images.paths[row])]
+        decoders = VERSION, torchvision.__version__, *DECODERS.values()
+        name = fingerprint_of(self.side, self.channels, self.split.bits, *image, *decoders)
+        path = Path(self.folder, f"{name}.npy")
+        array = open_cached(path, (), "|u1")
+        if array is None:
+            pixels = self._shrink(row).numpy()
+            array = cached(path, pixels.shape, "|u1", [pixels])
+        return torch.tensor(array)
+
+    def _shrink(self, row: int) -> Tensor:
+        pixels = decode(self.split, row, self.channels, shrink=lambda *size: min(size) / self.side)
+        if min(pixels.shape[:2]) > self.side:
+            pixels = resize(pixels.permute(2, 0, 1), [self.side]).permute(1, 2, 0)
+        return pixels.contiguous()
+
+
+def shrink(split: Split, spec: InputSpec, side: int | None, folder: str = "") -> Split:
+    """The split with photographs of the size of --shrink."""
+    if not side or spec.small:
+        return split
+    every = replace(split, image_index=np.arange(len(split.images)))  # a row is a position
+    images = ShrunkImages(every, spec.channels, side, folder)
+    return replace(split, images=images)  # type: ignore[arg-type]  # only `many` is used
+
+
+def suggest_shrink(split: Split, images: int) -> list[str]:
+    """A line about --shrink if it saves over a minute of a run that reads so many images."""
+    if split.checksums is None:
+        return []
+    sizes = split.checksums[split.image_index] >> 32
+    # Seconds of a core for each byte, less some, so that it is not suggested below a megabyte.
+    seconds = (images - len(split)) * (sizes.mean() * 2.5e-8 - 0.025) / usable_cores()
+    line = f"--shrink SIDE saves about {seconds / 60:.0f} minutes of reading large photographs"
+    return [f"{line}, but changes their pixels"] * bool(seconds > 60)

@@ -36,6 +36,10 @@ def open_csv(path: str, config: TrainConfig) -> Source:
         for row in rows.index[rows[name] == ""]:
             raise _error(file, row, f"the {name} is empty", "fill it in, or remove the row")
     notes = _find_files(file, rows)
+    # review.csv of utils.folds has the column was, the labels before they were reviewed.
+    changed = rows["path"][rows["label"] != rows.get("was", rows["label"])]
+    if changed.size:
+        notes.append(f"{file}: {changed.size} labels were changed: {join_names(changed)}")
     if several:  # without the spaces around the bars
         rows["label"] = rows["label"].str.findall(r"[^|\s](?:[^|]*[^|\s])?")
     names = name_splits(file, rows["split"].unique())
@@ -61,7 +65,8 @@ def open_csv(path: str, config: TrainConfig) -> Source:
             numbers = multi_hot(own["label"].str.len().to_numpy(), numbers, len(class_names))
         images = Files(own["path"].tolist(), str(file.parent))
         split = whole_split(name, images, numbers, fingerprint_of(file.resolve()))
-        return replace(split, notes=note_forms(class_names, labels))
+        groups = own.get(str(config.group_by).lower())
+        return replace(split, notes=note_forms(class_names, labels), groups=groups)
 
     return Source({n: partial(make, n) for n in counts.index}, class_names, names, tuple(notes))
 
@@ -118,13 +123,13 @@ def _read(file: Path, config: TrainConfig) -> Any:
     table = table[(table != "").any(axis=1)]  # a spreadsheet may write blank rows as commas
     header = [name.lower() for name in table[:1].to_numpy().ravel()]
     wanted = {"path": config.image_column or "path", "label": config.label_column or "label"}
-    columns = {"split": table[header.index("split")] if "split" in header else "train"}
+    columns = {"split": "train"} | {name: table[n] for n, name in enumerate(header)}
     for field, name in wanted.items():
         if header.count(name.lower()) != 1:
             problem = f"must name one column {name!r}, but has {join_names(header)}"
             fix = "add a first line such as path,label, or set --image_column and --label_column"
             raise _error(file, 1, problem, fix)
-        columns[field] = table[header.index(name.lower())]
+        columns[field] = columns[name.lower()]
     rows = pandas.DataFrame(columns)[1:]
     if rows.empty:
         raise _error(file, 2, "there is no image", "list one image on each line")

@@ -62,6 +62,7 @@ class _Labelled(Dataset):
     """A data set whose length is that of its labels."""
 
     labels: np.ndarray
+    thumbnails: Any = None  # small grey images of the samples, float32 [N, D], where they are known
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -93,8 +94,8 @@ class CachedDataset(_Labelled):
 
     @property
     def place(self) -> str:
-        where = "augmented by loader processes" if self.in_loader else "in host memory"
-        return f"decoded, {bytes_text(self.nbytes)} {where}"
+        how = ", augmented by loader processes" if self.in_loader else ""
+        return f"decoded, {bytes_text(self.nbytes)} in host memory{how}"
 
     def __getitems__(self, microbatch: Microbatch) -> Batch:
         images = torch.from_numpy(self.pixels[microbatch.indices])
@@ -222,8 +223,9 @@ class Features(_Labelled):
     augmentation = Augmentation()
     image_bytes = 0  # not sent between processes
 
-    def __init__(self, views: np.ndarray, images: ImageDataset, origin: str):
+    def __init__(self, views: np.ndarray, images: ImageDataset, thumbnails: Any, origin: str):
         self.views, self.images, self.labels, self.origin = views, images, images.labels, origin
+        self.thumbnails = thumbnails
 
     @property
     def place(self) -> str:
@@ -270,7 +272,7 @@ class DeviceFeatures(OnDevice, Features):
     """Features on the device, float32 [K * N, ...]."""
 
     def __init__(self, cached: Features, device: torch.device):
-        Features.__init__(self, cached.views, cached.images, cached.origin)
+        Features.__init__(self, cached.views, cached.images, cached.thumbnails, cached.origin)
         views = cached.views
         labels = np.concatenate([cached.labels] * len(views))
         self.keep(views.reshape(-1, *views.shape[2:]), labels, device)

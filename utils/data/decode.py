@@ -10,15 +10,15 @@ from statistics import median
 
 import numpy as np
 import torch
-import torchvision
 from PIL import ExifTags, Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
 from torch import Tensor
 from torch.nn.functional import interpolate
 from torchvision.transforms.v2 import functional as F
 
+from utils.data.decoders import DECODERS, decode_jpeg, is_heic, open_heic
 from utils.data.spec import InputSpec
-from utils.data.splits import Split
+from utils.data.splits import Split, fingerprint_of
 from utils.errors import UserError, one_line
 
 LARGE = 200_000  # bytes; for a larger file, reading the image's size first saves time
@@ -32,6 +32,11 @@ Shrink = Callable[[int, int], float]
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.frombuffer(b"JPEG", dtype=torch.uint8)
+
+
+def pixels_key(split: Split) -> str:
+    """Identifies the pixels of a split; part of the names of cached files that depend on them."""
+    return fingerprint_of(VERSION, *DECODERS.values(), split.cache_key)
 
 
 def decode(
@@ -70,8 +75,7 @@ def _reason(error: Exception) -> str:
 def _pixels(raw, channels: int, shrink: Shrink | None, bits: int = 16) -> Tensor:
     mode = "L" if channels == 1 else "RGB"
     if isinstance(raw, bytes):
-        is_jpeg = raw.startswith(b"\xff\xd8")
-        raw = _jpeg(raw, mode, shrink) if is_jpeg else Image.open(io.BytesIO(raw))
+        raw = _opened(raw, mode, shrink)
     if isinstance(raw, Tensor):
         return raw
     if isinstance(raw, Image.Image):
@@ -86,19 +90,21 @@ def _pixels(raw, channels: int, shrink: Shrink | None, bits: int = 16) -> Tensor
     return planes.expand(channels, -1, -1).permute(1, 2, 0)
 
 
-def _jpeg(raw: bytes, mode: str, shrink: Shrink | None) -> Tensor | Image.Image:
-    """Decode a JPEG with torchvision, twice as fast as Pillow.
+def _opened(raw: bytes, mode: str, shrink: Shrink | None) -> Tensor | Image.Image:
+    """The pixels of a JPEG, twice as fast as with Pillow; other images with Pillow.
 
-    Its decoders of other formats crash on damaged files.
+    torchvision's decoders of other formats crash on damaged files.
     """
+    if is_heic(raw):
+        return open_heic(raw)
+    if not raw.startswith(b"\xff\xd8"):
+        return Image.open(io.BytesIO(raw))
     if shrink and len(raw) >= LARGE and (image := _reduced(raw, mode, shrink)):
         return image
     with suppress(RuntimeError):  # Pillow reads more files, and its errors are clearer
         if not _turned_by_xmp(raw):
             data = torch.frombuffer(raw, dtype=torch.uint8)
-            mode = "GRAY" if mode == "L" else mode
-            planes = torchvision.io.decode_jpeg(data, mode, apply_exif_orientation=True)
-            return planes.permute(1, 2, 0)
+            return decode_jpeg(data, mode="GRAY" if mode == "L" else mode).permute(1, 2, 0)
     return Image.open(io.BytesIO(raw))
 
 
@@ -115,9 +121,9 @@ def _reduced(raw: bytes, mode: str, shrink: Shrink) -> Image.Image | None:
 
 
 def _turned_by_xmp(raw: bytes) -> bool:
-    """Whether a JPEG has its orientation only in XMP data, which torchvision does not read."""
+    """Whether a JPEG has its orientation only in XMP data, which decoders do not read."""
     if b"http://ns.adobe.com/xap/1.0/\0" in raw and b"tiff:Orientation" in raw:
-        with suppress(Exception):  # torchvision ignores damaged EXIF data
+        with suppress(Exception):  # decoders ignore damaged EXIF data
             # of the EXIF data alone; `getexif` adds the orientation in the XMP data
             exif = Image.Exif()
             exif.load(JpegImageFile(io.BytesIO(raw)).info.get("exif", b""))
@@ -165,8 +171,8 @@ def peek(split: Split) -> tuple[int, tuple[int, int] | None, int, float]:
 
 
 def center_factor(whole_height: int, whole_width: int, height: int, width: int) -> float:
-    """How many times smaller an image of the first size becomes to have one of the sides of the
-    second size, and the other one at least as long.
+    """The factor by which an image of the first size is reduced, so that one side has the second
+    size and the other one is at least as long.
     """
     return min(whole_height / height, whole_width / width)
 

@@ -46,7 +46,7 @@ _WORDS = {  # docs/data.md lists them
 }
 
 
-ENDINGS = (*IMG_EXTENSIONS, ".jfif", ".jpe")
+ENDINGS = (*IMG_EXTENSIONS, ".jfif", ".jpe", ".heic", ".heif", ".avif")
 # Folders that systems and tools add. Folders whose names begin with a dot are hidden too.
 _JUNK = (
     "__macosx",
@@ -157,11 +157,11 @@ def _without_repeat(folder: Path) -> Path:
 def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
     scan = Scan()
     children = folders_in(folder)
-    real = {os.path.realpath(child.path): child.name for child in children}
-    problem = f"{folder}: links give a class two names; its folders are those of {join_names(real.values())}"
+    real = {os.path.realpath(child.path) for child in children}
+    problem = f"{folder}: links give a class two names; the folders themselves are {join_names(sorted(real))}"
     require(len(real) == len(children), problem, "remove the link")
     images = {  # links to other classes are not followed
-        child.name: scan.images(files_below(child.path, _with_parents(child.path) | real.keys()))
+        child.name: scan.images(files_below(child.path, _with_parents(child.path) | real))
         for child in children
     }
     found = [class_name for class_name, paths in images.items() if paths]
@@ -270,6 +270,8 @@ def _is_image(file: os.DirEntry) -> bool:
         return ending in ENDINGS
     with suppress(Exception):  # any exception type, also for a link to itself
         if file.is_file():  # opening a pipe may wait forever
-            Image.open(file.path, formats=("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")).close()
+            Image.open(
+                file.path, formats=("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "AVIF")
+            ).close()
             return True
     return False

@@ -25,7 +25,7 @@ from utils.errors import UserError
 FILE = "samples.json.gz"
 _LARGEST = 2**30  # most bytes of the unpacked file; enough for ten million samples with long names
 # The settings that decide which samples are in a split.
-_CHOICES = ("train_split", "eval_split", "eval_fraction", "seed")
+_CHOICES = ("train_split", "eval_split", "eval_fraction", "fold", "group_by", "seed")
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,8 @@ def read_samples(path: Path) -> SampleList:
         values = json.loads(data)
         train = ListedSplit(**values["train"])
         evaluation = ListedSplit(**values["evaluation"])
-        samples = SampleList(train, evaluation, values["class_names"], dict(values["choices"]))
+        choices = {"fold": None, "group_by": None} | values["choices"]  # older lists lack these
+        samples = SampleList(train, evaluation, values["class_names"], choices)
         samples.check()
         return samples
     except Exception as error:  # the libraries raise errors of any class for damaged files

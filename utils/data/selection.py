@@ -9,6 +9,7 @@ from utils.config.bounds import require
 from utils.config.settings import TrainConfig
 from utils.console import join_names, nfc, say
 from utils.data.check import check_images
+from utils.data.folds import group_keys, hold_out
 from utils.data.samples import (
     ListedSplit,
     SampleList,
@@ -23,7 +24,6 @@ from utils.data.splits import (
     Data,
     Source,
     Split,
-    hold_out,
     indices_in,
     note_forms,
     random_subset,
@@ -55,7 +55,6 @@ def load_data(config: TrainConfig, samples: SampleList | None = None) -> Data:
     bad = {name: reason for split in checked for name, reason in split.unreadable().items()}
     train = _drop_unreadable(splits[0], config, keep_order=True)
     evaluation = _drop_unreadable(splits[1], config)
-    _report_trained_on(samples, evaluation)
     train = random_subset(train, config.max_train_samples, config.seed)
     evaluation = random_subset(evaluation, config.max_eval_samples, config.seed)
     for split in (train, evaluation):
@@ -134,11 +133,17 @@ def _choose_splits(source: Source, config: TrainConfig) -> tuple[tuple[Split, Sp
     from.
     """
     train_name = _train_name(source, config.train_split)
+    by = config.group_by
+    is_part = config.fold or by
+    if is_part and len(source.openers) > 1:
+        source.notes += (f"evaluation is on a part of split {train_name}; others are not used",)
     whole = source.split(train_name)
     train = _drop_unreadable(whole, config)
-    eval_name = None if config.eval_fraction else _eval_name(source, train_name, config.eval_split)
+    fraction = config.eval_fraction
+    eval_name = None if is_part or fraction else _eval_name(source, train_name, config.eval_split)
     if eval_name is None:
-        train, evaluation = hold_out(train, config.eval_fraction or 0.1, config.seed)
+        keys = group_keys(train, by, source.class_names) if by else ()
+        train, evaluation = hold_out(train, fraction or 0.1, config.seed, config.fold, keys)
         return (train, whole), (evaluation, whole)
     eval_whole = source.split(eval_name)
     return (train, whole), (_drop_unreadable(eval_whole, config), eval_whole)
@@ -179,10 +184,10 @@ def _find_again(
     if samples.train.names is None:
         train, evaluation = (part.source for part in samples.parts)
         # not another split that has appeared since
-        if train == evaluation and config.eval_split is None:
-            config = replace(config, eval_fraction=config.eval_fraction or 0.1)
-        else:
+        if train != evaluation or config.eval_split:
             config = replace(config, eval_split=evaluation, eval_fraction=None)
+        elif not config.fold:
+            config = replace(config, eval_fraction=config.eval_fraction or 0.1)
         splits_now = _choose_splits(source, replace(config, train_split=train))
         chosen = zip(samples.parts, splits_now, strict=True)
         for part, whole in pairs:

@@ -51,6 +51,7 @@ class Split:
     fingerprint: str
     checksums: Any = None
     errors: Mapping[int, str] = field(default_factory=dict)
+    groups: Any = None  # the values of the column --group_by, one of each image
     notes: tuple[str, ...] = ()  # lines to print about how the data set was read
     bits: int = 16  # used bits of 16-bit grey images
 
@@ -282,32 +283,6 @@ def lacks_class(label: Any, classes: Iterable, split: str, found: Iterable) -> s
     only = join_names(map(form, classes))
     own = join_names(map(form, found))
     return f"the training split has no class {label!r}, only {only} (split {split!r}: {own})"
-
-
-def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
-    """Hold out a random `fraction` of each class; returns (the rest, the hold-out).
-
-    The size of the hold-out is exact to one sample, per class and in total. A single sample of a
-    class is not held out. Multi-hot labels are divided by their sets of classes, of which single
-    ones may be held out. Raises ValueError if either part would be empty.
-    """
-    key = fold_in(seed, "hold-out")
-    is_multi = split.labels.ndim == 2
-    kinds = np.packbits(split.labels, axis=1) if is_multi else split.labels
-    _, labels, counts = np.unique(kinds, return_inverse=True, return_counts=True, axis=0)
-    order = permutation(len(split), key, 0)
-    # class by class, in random order within each
-    order = order[np.argsort(labels[order], kind="stable")]
-    # In this order, every (1/fraction)-th sample is held out, from a random start.
-    steps = np.floor(np.arange(len(split) + 1) * fraction + key / 2**64)
-    is_held = np.zeros(len(split), bool)
-    is_held[order] = np.diff(steps) > 0
-    is_held &= (counts[labels] > 1) | is_multi
-    problem = f"split {split.name!r} has too few samples ({len(split)}) to hold out {fraction:g} of each class"
-    fix = "add samples, change --eval_fraction or name an --eval_split"
-    require(is_held.any() and not is_held.all(), problem, fix)
-    held = replace(split.select(np.flatnonzero(is_held)), name=f"hold-out of {split.name}")
-    return split.select(np.flatnonzero(~is_held)), held
 
 
 def random_subset(split: Split, count: int | None, seed: int) -> Split:

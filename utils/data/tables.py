@@ -104,7 +104,8 @@ def table_source(splits, config: TrainConfig) -> Source:
         if not dataset.cache_files:  # the table is in memory
             stamps += images.many(range(len(images)))
         split = whole_split(name, images, labels, fingerprint_of(name, image_column, *stamps))
-        return replace(split, notes=note_forms(classes, found))
+        groups = dataset[config.group_by] if config.group_by in dataset.features else None
+        return replace(split, notes=note_forms(classes, found), groups=groups)
 
     return Source({name: partial(make, name) for name in splits}, class_names)
 

@@ -43,8 +43,8 @@ def compare(loaded: Loaded, code: Code, folder: Path) -> float:
     in `folder`.
 
     They are compared on random pixels, in batches of 1, 2 and 7 images. Raises ValueError if they
-    differ by over 1e-5. Of the checkpoint, the code has numbers and one of two words only, all of
-    them checked when it was read.
+    differ by over 1e-5. From the checkpoint, the code contains only numbers and one of two
+    words, which were checked when it was read.
     """
     names: dict = {}
     exec(definitions(loaded, code, repr(str(folder))), names)

@@ -7,6 +7,7 @@ from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import adaptive_avg_pool2d, normalize
 
 from utils.data.spec import InputSpec
 from utils.models.layers import restored_buffers
@@ -49,7 +50,11 @@ def find_last_part(model: nn.Module, spec: InputSpec) -> tuple[nn.Module | None,
 
 
 class FrozenPart(nn.Module):
-    """The layers before the last part of a model: from images [n, C, H, W] to features [n, ...]."""
+    """The layers before the last part of a model: from images [n, C, H, W] to features [n, ...].
+
+    `thumbnails` are grey ones of the last images, float32 [n, 256], with mean 0 and length 1: the
+    product of two is their correlation.
+    """
 
     def __init__(self, model: nn.Module, part: nn.Module):
         super().__init__()
@@ -58,6 +63,9 @@ class FrozenPart(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         found: list[Tensor] = []
+        # so small that it is the same after an image was resized
+        small = adaptive_avg_pool2d(images.mean(1), 16).flatten(1)
+        self.thumbnails = normalize(small - small.mean(1, keepdim=True))
         # a copy, because layers may change it
         with self.part.register_forward_pre_hook(lambda _, given: found.append(given[0].clone())):
             self.model(images)

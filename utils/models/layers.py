@@ -36,7 +36,9 @@ def freeze(model: nn.Module, patterns: Sequence[str], new: Mapping[str, str] = {
         if pattern == BACKBONE:
             matching = [name for name in parameters if not name.startswith(heads)]
         layers = [name for name, _ in model.named_modules() if name]
-        fix = suggestion(pattern, [*layers, *parameters], f"use {BACKBONE}, or such as {layers[0]}")
+        fix = suggestion(
+            pattern, [*layers, *parameters], f"use {BACKBONE}, or a name such as {layers[0]}"
+        )
         require(matching, f"--freeze {pattern}: no parameter has such a name", fix)
         for name in matching:
             problem = f"--freeze {pattern}: {name} would stay random ({new.get(name)})"

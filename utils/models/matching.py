@@ -99,10 +99,10 @@ def fit_names(
 
 
 def _prefix_of(tensors: Collection[str], own: Collection[str]) -> str:
-    """The prefix, such as `module.encoder_q.`, with which the most of the model's `own` names are
+    """The prefix, such as `module.encoder_q.`, that turns the most of the model's `own` names into
     names of the tensors.
 
-    Empty if these are less than half: the names may be those of other code.
+    Empty if these are less than half of them: the tensors may be those of other code.
     """
     dots = re.compile(r"^|\.").finditer
     found = Counter(

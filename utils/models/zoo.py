@@ -123,7 +123,7 @@ def build_model(
     """The model, from images [n, C, H, W] to logits [n, classes].
 
     Its weights are random, drawn with --seed. With --pretrained they are the published ones. If
-    these know all of the classes `names`, their head is kept. The first layer of fastnet is
+    these have all of the classes `names`, their head is kept. The first layer of fastnet is
     computed from the training `images`. `weight_bytes` is None for a new model. Otherwise weights
     of this size will be loaded into it: it starts random, and a far larger model is refused before
     it fills the memory. Raises ValueError if --model_args are invalid or the model does not accept

@@ -17,11 +17,11 @@ from utils.report.page import PAGE, write_page
 from utils.runs.log import check_log
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Write the page, and print where it is."""
+def main(argv: Sequence[str] | None = None, write=write_page, name="report") -> None:
+    """Write the page, or call another `write(folders, out, images)`; print where the result is."""
     guard_output()
     parser = argparse.ArgumentParser(
-        "python -m utils.report", description="Write the page of one or several runs."
+        f"python -m utils.{name}", description="Write a file about one or several runs."
     )
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="run folder; several are compared on one page"
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             load_plugin(flags.plugin)
         for folder in folders:
             check_log(folder)
-        write_page(folders, out, images=not flags.no_images)
+        write(folders, out, images=not flags.no_images)
     except Exception as error:
         if not isinstance(error, USER_ERRORS):
             problem = f"a file of the run has unknown contents: {error!r}"

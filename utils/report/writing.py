@@ -4,17 +4,18 @@ If that fails, the run only prints a warning.
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 
 from utils.console import say
-from utils.data.splits import Split
+from utils.data.folds import group_keys
+from utils.data.splits import Split, fingerprint_of
 from utils.errors import one_line
-from utils.files import write_file
+from utils.files import whole_file, write_file
 from utils.report.analysis import analyse
 from utils.report.html import thumbnail
 from utils.report.page import (
@@ -25,12 +26,14 @@ from utils.report.page import (
     without_places,
     write_page,
 )
+from utils.report.tables import encode, rows_of_split
 from utils.runs.log import finite
 from utils.tasks.task import Predictions, Task
 from utils.training.run import Run
 from utils.training.summary import always_answering
 
 _STORED = "best_predictions.npz"  # in the run folder, until the page is written
+FOLD = "fold_predictions.json"  # in the folder of a complete run with --fold
 
 
 def report_training(run: Run, result: Mapping | None = None) -> None:
@@ -48,19 +51,34 @@ def report_training(run: Run, result: Mapping | None = None) -> None:
     if not run.config.report:
         return
     if run.ranks.is_main and result and found and state.best_step in (None, state.step):
-        with warned():
-            file = BytesIO()
+        with warned(), whole_file(stored) as file:
             np.savez(file, step=state.step, **found._asdict())
-            write_file(stored, file.getvalue())
     if run.ended and not state.owes_evaluation:
         with run.ranks.agree("writing report.html", no_timeout=True):
             if run.ranks.is_main:
                 with warned():
+                    if found and run.config.fold:
+                        _write_fold(run, found)
                     record = read_run(run.folder, images=False)["best"]
                     common = (always_answering(run.data) or [None])[0]
                     best = _read(stored, record["step"])
                     write_report(run.folder, run.task, run.data.evaluation, best, record, common)
                     stored.unlink(missing_ok=True)
+
+
+def _write_fold(run: Run, found: Predictions) -> None:
+    """Write the predictions of the last weights: the best ones were chosen on the fold."""
+    config = run.config
+    split = run.data.evaluation
+    origin = fingerprint_of(config.data, config.seed, config.group_by, split.checksums)
+    keys = group_keys(split, config.group_by or "", run.data.class_names)
+    rows = rows_of_split(run.task, split, found)
+    for place, row in enumerate(rows):
+        row |= {"split": f"{config.fold} of {origin[:8]}", "group": keys[place]}
+        if "path" in row:
+            row["path"] = os.path.abspath(split.describe(place))
+    path = run.folder / FOLD
+    write_file(path, encode(rows, path))
 
 
 def _read(path: Path, step: int) -> Predictions | None:

@@ -274,8 +274,8 @@ class CheckpointManager:
 
 
 def _beginning(folder: Path) -> tuple[Path | None, TrainConfig | None]:
-    """The checkpoint of another run that a run without checkpoints started from, and its settings,
-    as far as it has got.
+    """The checkpoint of another run that a run without checkpoints started from, and the settings of
+    the run; None for each that it has not written.
     """
     origin = folder / _ORIGIN
     settings = folder / "config.yaml"

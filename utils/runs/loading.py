@@ -212,8 +212,8 @@ def _copy_state(
                 values[key] = own[key]
         optimizer.state[parameter] = values
     if missing:
-        which = f"before the first gradient: {join_names(missing)}"
-        say(f"without a state of the optimizer in the checkpoint, as {which}")
+        which = f"of these parameters, which start new: {join_names(missing)}"
+        say(f"the checkpoint has no optimizer state {which}")
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

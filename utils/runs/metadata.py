@@ -25,6 +25,7 @@ from utils.config.settings import (
     TrainConfig,
     to_yaml,
 )
+from utils.data.decoders import DECODERS
 from utils.data.order import Plan
 from utils.data.samples import FILE, SampleList, read_samples
 from utils.data.spec import InputSpec
@@ -153,8 +154,8 @@ def _defaults(names: Iterable[str]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of Lockstep, its commit, Python, the main packages and the plug-in, and the
-    compiler of the model, if any.
+    """The versions of Lockstep, its commit, Python, the main packages, decoders and the plug-in,
+    and the compiler of the model, if any.
     """
     packages = {
         module.__name__: module.__version__ for module in (torch, torchvision, accelerate, np)
@@ -163,6 +164,7 @@ def versions() -> dict[str, str]:
         "lockstep": VERSION,
         "commit": code_commit(),
         **packages,
+        **DECODERS,
         "python": platform.python_version(),
         **({"compiler": compiler()} if compiler() else {}),
         **PLUGIN,

@@ -15,6 +15,7 @@ import torch
 from utils.config.bounds import require
 from utils.config.defaults import resolve_batch
 from utils.config.settings import CHOSEN, FIXED, OF_THIS_MACHINE, TrainConfig
+from utils.data.decoders import DECODERS
 from utils.data.order import Plan
 from utils.data.splits import Data
 from utils.errors import UserError, shorten
@@ -94,8 +95,8 @@ def keep_settings(
     """The settings: those that are `given` or belong to this machine, else those of the run
     `before`.
 
-    A run that has only `begun` keeps its batch sizes too; with a checkpoint, they follow from the
-    global batch. Raises UserError if the settings contradict each other.
+    A run without a checkpoint (`begun`) also keeps its batch sizes. With a checkpoint, they follow
+    from the global batch. Raises UserError if the settings contradict each other.
     """
     own = {
         name
@@ -186,6 +187,11 @@ def resume_lines(
     changed = [name for name in now if name not in ignored and before[name] != now[name]]
     lines = [f"resuming from {saved.path}"]
     lines += [f"{name} was {before[name]} in the checkpoint, now {now[name]}" for name in changed]
+    lines += [
+        f"{name} was {old} in the checkpoint, now {now}: pixels may differ by a level"
+        for name, now in DECODERS.items()
+        if (old := there.versions.get(name, now)) != now
+    ]
     if {"processes", "threads"} & {*changed} and not config.microbatches:
         lines.append(
             "the samples are the same; floating-point sums have a different order: losses agree to rounding; "

@@ -59,7 +59,7 @@ class Task:
     gathered: Sequence[str] = ()
     """The numbers that `metrics` returns."""
     of_classes: tuple[str, str] = ("", "")
-    """What the numbers of classes are that `report` shows, and their name in `metrics`."""
+    """The name that `report` shows for the numbers of each class, and their name in `metrics`."""
     shown: Mapping[str, str]
     """The metrics to print after an evaluation, in this order, and the words for them; absent ones
     are skipped."""

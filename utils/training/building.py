@@ -320,6 +320,6 @@ def load_source(
         theirs = join_names(tensors, 3)
         own = join_names(module.state_dict(), 3)
         problem = f"{where}: none of its tensors ({theirs}) fits {config.model}, which has {own}"
-        fix = "set --model to the model of these weights, use others, or try --init_match order"
+        fix = "set --model to the model of these weights, use other weights, or try --init_match order"
         raise UserError(problem, fix)
     return match

@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,8 +17,9 @@ from utils.config.bounds import require
 from utils.config.plugin import PLUGIN
 from utils.config.recipe import AugmentationSettings
 from utils.data.augment import make_augmentation
-from utils.data.cache import VERSION, cached, open_cached
+from utils.data.cache import cached, make_dataset, open_cached
 from utils.data.datasets import Features, ImageDataset
+from utils.data.decode import pixels_key
 from utils.data.order import evaluation_blocks
 from utils.data.spec import InputSpec
 from utils.data.splits import Split, fingerprint_of
@@ -87,23 +88,35 @@ class FeatureCache:
         """The features of a split, which are computed if they are not cached; collective."""
         config = self.setup.config
         ranks = self.setup.ranks
+        data = self.setup.data
+        index = np.union1d(data.train.image_index, data.evaluation.image_index)
+        if config.fold and len(split) < len(index):
+            # All folds of a split share its features.
+            whole = replace(split, image_index=index, labels=index)
+            dataset = make_dataset(whole, spec, config, bool(augmented), iter)
+            shared = self.load(dataset, whole, spec, views, augmented)
+            rows = np.searchsorted(index, split.image_index)
+            return Features(shared.views[:, rows], images, shared.thumbnails[rows], shared.origin)
         start = time.perf_counter()
         folder = expand(config.cache_dir) / "features"
         block_size = evaluation_blocks(len(images), config.eval_batch_size).block_size
         key = [*self._key, block_size, spec, views, *augmented]
-        path = folder / f"v{VERSION}-{fingerprint_of(split.cache_key, key)}.npy"
+        path = folder / f"{fingerprint_of(pixels_key(split), key)}.npy"
         array = open_cached(path, (views, len(images)), "<f4")
+        small_path = folder.with_name("thumbnails") / path.name
+        small = open_cached(small_path, (len(images),), "<f4")
         origin = f"found in {folder}"
-        if ranks.any_rank(array is None):
-            found = self._compute(images, spec, views)
+        if ranks.any_rank(array is None or small is None):
+            found, seen = self._compute(images, spec, views)
             with ranks.local_main_first("writing features"):
                 array = cached(path, found.shape, "<f4", [found])
+                small = cached(small_path, seen.shape, "<f4", [seen])
             origin = f"computed in {time.perf_counter() - start:.1f} s"
         assert array is not None
         view = "centre"
         if augmented:
             view = "one random view" if views == 1 else f"{views} random views"
-        return Features(array, images, f"{view}, {origin}")
+        return Features(array, images, small, f"{view}, {origin}")
 
     @cached_property
     def _key(self) -> list[Any]:
@@ -118,7 +131,7 @@ class FeatureCache:
         weights = hash_tensors(tensor for tensor in tensors if id(tensor) not in trained)
         model = config.model, getattr(frozen.model, "stem_change", ""), weights
         arguments = sorted(config.model_args.items())
-        how = config.channels_last, config.tf32, config.deterministic
+        how = config.channels_last, config.tf32, config.deterministic, config.shrink
         place = self.setup.accelerator.mixed_precision, self.setup.ranks.rounding
         modules = [sys.modules.get(name) for name in ("torchvision", "timm")]
         return [
@@ -130,8 +143,10 @@ class FeatureCache:
             *(getattr(m, "__version__", "") for m in modules),
         ]
 
-    def _compute(self, images: ImageDataset, spec: InputSpec, views: int) -> np.ndarray:
-        """The features of all images, float32 [views, N, ...], on every rank; collective."""
+    def _compute(self, images: ImageDataset, spec: InputSpec, views: int) -> list[np.ndarray]:
+        """The features of all images, float32 [views, N, ...], and thumbnails of the last view,
+        [N, D], on every rank; collective.
+        """
         setup = self.setup
         frozen = self.frozen
         config = setup.config
@@ -153,7 +168,9 @@ class FeatureCache:
             loader = prepare_data_loader(loader, even_batches=False)
             evaluator = Evaluator(ranks, accelerator, frozen, loader, spec, setup.task, config)
             with torch.compiler.set_stance("force_eager"):
-                rows = evaluator.collect(lambda outputs, _: (outputs,), shape=shape)
-            _, found[view] = evaluator.in_order(accelerator.gather(rows))
+                rows = evaluator.collect(
+                    lambda outputs, _: (outputs, frozen.thumbnails[: len(outputs)]), shape=shape
+                )
+            _, found[view], small = evaluator.in_order(accelerator.gather(rows))
         frozen.model.train()
-        return found
+        return [found, small]

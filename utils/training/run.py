@@ -17,6 +17,8 @@ from utils.config.recipe import AugmentationSettings, LossSettings, OptimizerSet
 from utils.config.settings import TrainConfig
 from utils.console import printable, say, table
 from utils.data.batches import DeviceLoader
+from utils.data.cache import suggest_shrink
+from utils.data.copies import describe_copies, find_copies
 from utils.data.datasets import Features, describe_place
 from utils.data.sources import has_columns
 from utils.files import size_of, write_file
@@ -113,6 +115,9 @@ def log_start(run: Run) -> None:
     data = run.data
     source = run.setup.source
     images = run.train_batches.dataset
+    small = images.thumbnails, run.evaluator.batches.dataset.thumbnails
+    with ranks.agree("looking for copies", no_timeout=True):
+        copies = find_copies(data, *small) if ranks.is_main else []
     numbers = run.plan.sizes(run.accelerator.num_processes) | {
         "threads": ranks.threads,
         "precision": run.accelerator.mixed_precision,
@@ -120,15 +125,17 @@ def log_start(run: Run) -> None:
         "input": run.spec.describe_pixels(),
         "init_weights": source and source.weights,
         "max_seconds": config.max_seconds,
+        "shrink": config.shrink,
         "versions": versions(),
     }
     numbers = {name: value for name, value in numbers.items() if value is not None}
     with ranks.agree("starting the trackers"):
         if ranks.is_main:
             run.trackers.start(numbers)
-    run.log.write("start", step=run.state.step, **numbers, time=time.time())
+    # not to the trackers, because of the paths
+    run.log.write("start", step=run.state.step, **numbers, copies=copies[:24], time=time.time())
     rows = start_rows(run)
-    lines = warn_about_data(data)
+    lines = warn_about_data(data) + describe_copies(copies)
     lines += advice(
         config,
         small=(run.spec.small, run.spec.for_evaluation().small),
@@ -139,6 +146,8 @@ def log_start(run: Run) -> None:
         centre=isinstance(images, Features) and not config.feature_views,
         cached=isinstance(images, Features),
     )
+    if images.in_loader and not config.shrink:
+        lines += suggest_shrink(data.train, run.updates * run.plan.global_batch_size)
     if not run.setup.resumed_from and config.model not in OWN_MODELS:
         lines += hint_for_few(config, run.plan.samples)
     lines += hint_for_waits(config, ranks.device.type)
@@ -182,6 +191,7 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
         ("data", f"{config.data}: {plan.samples} training, {len(data.evaluation)} {data.evaluation.name}"),
         ("classes", classes_row(data)),
         ("images", describe_place([run.train_batches.dataset, run.evaluator.batches.dataset])),
+        ("shrink", str(config.shrink or "")),
         ("model", ", ".join(filter(None, model))),
         ("input", run.spec.describe_pixels()),
         ("init_from", setup.source.describe() if setup.source else ""),
@@ -239,8 +249,11 @@ def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, st
     state = run.state
     metric = run.task.metric
     found = result or {}
+    rows = []
+    if state.best is not None:  # the result, also of report.html and eval.py
+        rows.append((metric, f"{state.best:.4f} (best, update {state.best_step})"))
     names = [name for name in dict.fromkeys([metric, "loss"]) if name in found]
-    rows = [(name, f"{found[name]:.4f}") for name in names]
+    rows += [(f"last {name}", f"{found[name]:.4f}") for name in names]
     if "weights" in found:
         rows.append(("weights", found["weights"]))
     if result and metric == "accuracy" and (always := always_answering(run.data)):
@@ -249,8 +262,6 @@ def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, st
         setting = f"--{run.ended} {getattr(run.config, run.ended)}"
         where = f"after update {state.step} of {run.updates}"
         rows.append(("ended by", f"{setting} {where}; raise it to continue"))
-    if state.best is not None:
-        rows.append(("best", f"{state.best:.4f} at update {state.best_step}"))
     rate = state.images / max(state.seconds, 1e-9)
     rows.append(("training", f"{state.seconds:.1f} s, {rate:.0f} images/s"))
     if run.ranks.is_main:  # no other rank prints

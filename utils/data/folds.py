@@ -1,0 +1,86 @@
+"""Divide a split: hold-outs and folds, also of groups of samples that stay together."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from utils.config.bounds import require
+from utils.data.order import fold_in, permutation
+from utils.data.splits import Split
+from utils.errors import UserError
+
+
+def hold_out(
+    split: Split, fraction: float, seed: int, fold: str | None = None, keys: Sequence[str] = ()
+) -> tuple[Split, Split]:
+    """Hold out a random `fraction` of each class, or a fold such as "1/5"; returns (the rest, the
+    hold-out).
+
+    The size of the hold-out is exact to one sample, per class and in total. A single sample of a
+    class is not held out, except in a fold: the folds of a split share no sample, and have all of
+    them together. Multi-hot labels are divided by their sets of classes, of which single ones may
+    be held out. Samples with the same key stay together if there are `keys`. Then all this holds
+    for groups instead of samples; the class of a group is that of its first sample. Raises
+    ValueError if either part would be empty.
+    """
+    key = fold_in(seed, "hold-out")
+    is_multi = split.labels.ndim == 2
+    kinds = np.packbits(split.labels, axis=1) if is_multi else split.labels
+    # the first sample of each group, the group of each sample, and the sizes
+    _, first, groups, sizes = np.unique(keys or range(len(split)), True, True, True)
+    _, labels, counts = np.unique(kinds[first], return_inverse=True, return_counts=True, axis=0)
+    order = permutation(len(first), key, 0)
+    # class by class, the largest groups first, in random order among those of equal size
+    order = order[np.lexsort((-sizes[order], labels[order]))]
+    is_held = np.zeros(len(first), bool)
+    if fold:
+        number, count = map(int, fold.split("/"))
+        filled = np.zeros((len(counts), count))  # samples of each class in each fold
+        for group in order:  # to the fold that has the fewest of its class, then of all
+            own = filled[labels[group]]
+            least = np.lexsort((filled.sum(0), own))[0]
+            own[least] += sizes[group]
+            is_held[group] = least == number - 1
+    else:
+        # In this order, every (1/fraction)-th sample is held out, from a random start.
+        steps = np.floor(np.arange(len(first) + 1) * fraction + key / 2**64)
+        is_held[order] = np.diff(steps) > 0
+        is_held &= (counts[labels] > 1) | is_multi
+    is_held = is_held[groups]
+    name = (f"fold {fold}" if fold else "hold-out") + f" of {split.name}"
+    most = sizes.max()
+    if keys:
+        name += f", {len(sizes)} groups of up to {most}"
+    problem = f"{name}: would have {is_held.sum()} of {len(split)} samples"
+    found = 0 < is_held.sum() < len(split) and (not keys or most > 1)
+    require(found, problem, "change --eval_fraction, --fold or --group_by, or add samples")
+    held = split.select(np.flatnonzero(is_held))
+    return split.select(np.flatnonzero(~is_held)), replace(held, name=name)
+
+
+def group_keys(split: Split, by: str, class_names: Sequence[str]) -> list[str]:
+    """The group of each sample by --group_by; one that has none is a group of its own.
+
+    Folders of the same name are one group, as a series may have several classes. A folder that has
+    the name of a class is none.
+    """
+    names = [*map(split.describe, range(len(split)))]
+    if split.groups is not None:
+        found = np.asarray(split.groups).astype(str)[split.image_index]
+    elif by == "folder":
+        found = [
+            "" if (folder := Path(name).parent.name) in class_names else folder for name in names
+        ]
+    else:
+        try:
+            pattern = re.compile(by)
+        except re.error as error:
+            raise UserError(f"--group_by {by}: {error}", "give a regular expression") from None
+        found = [
+            (own := pattern.search(Path(name).name)) and own[min(1, pattern.groups)]
+            for name in names
+        ]
+    return [key or name for key, name in zip(found, names, strict=True)]
