@@ -22,6 +22,8 @@ from helpers.training_runs import (
 
 import eval
 import train
+from utils.errors import UserError
+from utils.models.weight_average import WeightAverage
 from utils.runs.manifest import checkpoints_of
 from utils.training.evaluation import Evaluator
 
@@ -162,6 +164,14 @@ def test_an_average_that_starts_late_starts_from_the_weights(in_folder):
             )
     train_run(1, "late", *FLAGS, "--ema_decay", "null", "--resume", "auto", "--max_steps", "11")
     assert not Path("runs/late/checkpoints/step-00000011", FILE).exists()
+
+
+def test_weights_that_move_in_memory_are_an_error_and_not_an_average_of_old_ones():
+    module = torch.nn.Linear(2, 2)
+    average = WeightAverage(module, DECAY)
+    module.bias.data = module.bias.data.clone()
+    with pytest.raises(UserError, match="--ema_decay: the weights have other memory"):
+        average.update(0)
 
 
 def test_what_a_run_does_not_have_is_refused_in_one_line(in_folder):

@@ -2,6 +2,8 @@
 about.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from helpers.ranks import returned
@@ -17,19 +19,72 @@ from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.session import distributed_session
 
 
-def synchronised_step(shares: list[int]) -> tuple:
+def column(values):
+    return values[:, None, None]
+
+
+# What the kernels of PyTorch's layer compute on a GPU; a CPU does not have them.
+def batch_norm_stats(input, eps):
+    variance, mean = torch.var_mean(input.float(), (0, 2, 3), correction=0)
+    return mean, (variance + eps).rsqrt()
+
+
+def batch_norm_gather_stats_with_counts(
+    input, mean, invstd, running_mean, running_var, momentum, eps, counts
+):
+    total, shares = counts.sum(), (counts / counts.sum())[:, None]
+    centre = (shares * mean).sum(0)
+    variance = (shares * (invstd**-2 - eps + (mean - centre) ** 2)).sum(0)
+    running_mean.lerp_(centre, momentum)
+    running_var.lerp_(variance * total / (total - 1), momentum)
+    return centre, (variance + eps).rsqrt()
+
+
+def batch_norm_elemt(input, weight, bias, mean, invstd, eps):
+    result = (input - column(mean)) * column(invstd * weight) + column(bias)
+    return result.to(input.dtype)
+
+
+def batch_norm_backward_reduce(grad, input, mean, invstd, weight, *_wanted):
+    products = (grad * (input - column(mean))).sum((0, 2, 3))
+    total = grad.float().sum((0, 2, 3))
+    return total, products, products * invstd, total
+
+
+def batch_norm_backward_elemt(grad, input, mean, invstd, weight, total, products, counts):
+    slope = (input - column(mean)) * column(invstd**2 * products / counts.sum())
+    result = (grad - column(total / counts.sum()) - slope) * column(invstd * weight)
+    return result.to(input.dtype)
+
+
+def allow_fused_layer() -> torch.library.Library:
+    """Let PyTorch's layer run on the CPU while the result lives."""
+    kernels = torch.library.Library("aten", "IMPL", "CPU")
+    for kernel in (
+        batch_norm_stats, batch_norm_gather_stats_with_counts, batch_norm_elemt,
+        batch_norm_backward_reduce, batch_norm_backward_elemt,
+    ):  # fmt: skip
+        kernels.impl(kernel.__name__, kernel)
+    torch._C._get_privateuse1_backend_name = lambda: "cpu"  # a kind of device that it allows
+    return kernels
+
+
+def synchronised_step(shares: list[int], fused: torch.dtype | None = None) -> tuple:
     """This rank's share of one batch through a synchronised layer: output, gradients and running
     statistics.
     """
+    kernels = allow_fused_layer() if fused else None
     with distributed_session("train.py", TrainConfig(threads=1)) as ranks:
         ranks.join()
         layer, images, weights = material()
-        layer = convert_batch_norm(nn.Sequential(layer))
+        layer = convert_batch_norm(nn.Sequential(layer), fused is not None)
+        assert isinstance(layer[0], nn.SyncBatchNorm) == (kernels is not None)
         begin = sum(shares[: ranks.topology.rank])
-        own = images[begin : begin + shares[ranks.topology.rank]].requires_grad_()
+        own = images[begin : begin + shares[ranks.topology.rank]].to(fused).requires_grad_()
         output = layer(own)
         (output * weights[begin : begin + len(own)]).sum().backward()
         gradients = [parameter.grad for parameter in layer.parameters()]
+        assert all(each is not None for each in (own.grad, *gradients))
         return output.detach(), own.grad, gradients, [buffer.clone() for buffer in layer.buffers()]
 
 
@@ -42,19 +97,24 @@ def material():
     return layer, images, torch.randn(11, 3, 4, 4, generator=random)
 
 
+# `fused`: the images' type in PyTorch's layer, which GPUs use
+@pytest.mark.parametrize("fused", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shares", [[6, 5], [10, 1], [4, 7, 0]])
-def test_synchronised_statistics_and_gradients_are_those_of_the_whole_batch(shares):
+def test_synchronised_statistics_and_gradients_are_those_of_the_whole_batch(shares, fused):
     layer, images, weights = material()
     expected = layer(images.requires_grad_())
     (expected * weights).sum().backward()
-    found = returned(len(shares), synchronised_step, shares)
+    found = returned(len(shares), synchronised_step, shares, fused)
     outputs, own, gradients, buffers = zip(*found, strict=True)
-    torch.testing.assert_close(torch.cat(outputs), expected.detach())
-    torch.testing.assert_close(torch.cat(own), images.grad)
+    close = partial(torch.testing.assert_close, check_dtype=False)
+    if fused == torch.bfloat16:
+        close = partial(close, rtol=0.02, atol=0.5)
+    close(torch.cat(outputs), expected.detach())
+    close(torch.cat(own), images.grad)
     for parameter, parts in zip(layer.parameters(), zip(*gradients, strict=True), strict=True):
-        torch.testing.assert_close(sum(parts), parameter.grad)
+        close(sum(parts), parameter.grad)
     for found in buffers:
-        torch.testing.assert_close(found, list(layer.buffers()))
+        close(found, list(layer.buffers()))
 
 
 def test_a_step_without_samples_on_any_process_leaves_the_running_statistics():

@@ -423,6 +423,13 @@ def test_a_batch_is_handed_over_before_the_next_one_is_fetched(monkeypatch):
 # Loader processes, and where the time goes.
 
 
+@pytest.mark.parametrize(("device", "expected"), [(CUDA, 2), (torch.device("cpu"), 4)])
+def test_fewer_batches_are_in_page_locked_memory(device, expected):
+    part = SimpleNamespace(in_loader=True, image_bytes=1, largest=1)  # data set and sampler
+    (loader,) = workers.make_loaders([(part, part)], TrainConfig(num_workers=2), 1, device)
+    assert loader.prefetch_factor == expected
+
+
 def test_loader_processes_are_chosen_by_physical_cores(monkeypatch):
     for logical, physical, threads, processes, expected in (
         (2, 1, 2, 1, 2),  # up to 8 are started for logical cores

@@ -69,17 +69,26 @@ CASES = {
     "accumulation": ("--grad_accum 2", 120),
     "microbatches": ("--microbatches 4", 240),
     "AdamW": ("--optimizer adamw", 60),
+    "Adagrad": ("--optimizer adagrad --lr 1e-5", 69),
+    "ASGD": ("--optimizer asgd", 86),
 }
 LOWER = {
     "bf16": ("--mixed_precision bf16", 80),
     "fp16, clipping": ("--mixed_precision fp16 --clip_norm 1 --clip_value 1", 140),
 }
+# The table of docs/gpus.md
+RESNET = "--model resnet18 --image_size 32 --global_batch_size 16"
+MODELS = {
+    "fastnet": ("--model fastnet --model_args '{widths: [8, 16, 16]}' --image_size 32", 95),
+    "resnet18": (RESNET, 219),
+    "synchronised batch statistics": (f"{RESNET} --sync_batchnorm", 219),
+}
 
 
-@pytest.mark.parametrize("case", CASES | LOWER)
+@pytest.mark.parametrize("case", CASES | LOWER | MODELS)
 def test_no_update_waits_for_the_gpu(case):
     # `most`: operations of an update, a quarter more than today
-    flags, most = (CASES | LOWER)[case]
+    flags, most = (CASES | LOWER | MODELS)[case]
     faults, operations = trained_on_gpu(flags)
     assert faults == [] and len(operations) == 5
     assert max(operations[2:]) < most
@@ -93,7 +102,8 @@ def test_a_head_on_cached_features_has_no_fault():
     image_folder("photos", {"cats": 24, "dogs": 24}, size=(150, 120), kind="jpg")
     flags = "--data photos --model resnet18 --freeze backbone --image_size 64 --global_batch_size 8"
     faults, operations = trained_on_gpu(flags)
-    assert faults == [] and max(operations[2:]) < 40
+    # some updates draw the features of the next ones
+    assert faults == [] and max(operations[2:]) < 42 and min(operations[2:]) < 25
     train_on_cpu(flags)
     assert losses("gpu") == pytest.approx(losses("cpu"), abs=TOLERANCE)
 

@@ -20,6 +20,7 @@ from utils.data.cache import make_dataset
 from utils.data.datasets import (
     CachedDataset,
     DeviceDataset,
+    Features,
     describe_place,
     keep_on_device,
 )
@@ -86,6 +87,22 @@ def test_microbatches_are_the_same_in_groups_of_any_size(training, most, images,
     assert torch.equal(batches[0].images, first) == (not training)
 
 
+def test_features_on_the_device_are_those_of_the_view_of_each_sample(images, monkeypatch):
+    monkeypatch.setattr(resident, "_GROUP", 30 * 4 * 4)
+    values = np.random.default_rng(0).random((3, 60, 2, 2), np.float32)
+    features = Features(values, images, None, "computed")
+    sets = keep_on_device([features], TrainConfig(data_on_device="yes"), CPU.device)
+    assert describe_place([*sets, *sets]).endswith("features of each view, 0.0 MB on cpu")
+    for dataset in (features, *sets):
+        (loader,) = make_loaders([(dataset, MICROBATCHES)], TrainConfig(), 1, CPU.device)
+        found = DeviceLoader(loader, SPEC, TrainConfig(), CPU.device, True)
+        for batch, part in zip(found, MICROBATCHES, strict=True):
+            again = 0 if part.occurrences is None else part.occurrences
+            views = (part.epoch + again + 0 * part.indices) % 3
+            assert np.array_equal(batch.images, values[views, part.indices])
+            assert np.array_equal(batch.labels, images.labels[part.indices])
+
+
 def test_images_that_loader_processes_augment_stay_with_them(images):
     config = TrainConfig(data_on_device="yes", color_jitter=0.4)
     split = whole_split("train", images.pixels.transpose(0, 3, 1, 2), images.labels, "made")
@@ -114,7 +131,9 @@ def test_images_go_to_a_gpu_if_they_take_a_quarter_of_its_free_memory(
     (made,) = keep_on_device([images], TrainConfig(data_on_device=setting), gpu)
     assert isinstance(made, DeviceDataset) == kept
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (21599, 10**9))
-    with pytest.raises(UserError, match=r"^--data_on_device yes: 0\.0 MB of images, but "):
+    with pytest.raises(
+        UserError, match=r"^--data_on_device yes: 0\.0 MB of images or features, but "
+    ):
         keep_on_device([images], TrainConfig(data_on_device="yes"), gpu)
 
 
@@ -122,7 +141,7 @@ def test_on_a_cpu_images_stay_where_they_are_unless_asked(images):
     cpu = CPU.device
     assert keep_on_device([images], TrainConfig(), cpu) == [images]
     (made,) = keep_on_device([images], TrainConfig(data_on_device="yes"), cpu)
-    assert made.images.data_ptr() == images.pixels.ctypes.data  # not copied
+    assert made.on_device.data_ptr() == images.pixels.ctypes.data  # not copied
     assert describe_place([made, made]) == "decoded, 0.0 MB on cpu"
 
 

@@ -94,6 +94,15 @@ def test_a_compiled_run_has_the_losses_and_the_checkpoint_keys_of_an_uncompiled_
     assert list(weights("compiled")) == list(weights("plain"))
 
 
+def test_the_compiler_is_printed_and_saved_and_a_change_on_resume_is_said():
+    flags = words("--model mlp --threads 1 --run_name run --resume auto --save_every 1 --max_steps")
+    (first,) = run_ranks(1, _compiled, train.main, [*flags, "1"])
+    assert ", compiled by aot_eager\n" in first.out
+    (other,) = run_ranks(1, train.main, [*flags, "2"])
+    assert "compiler was" not in first.out and "compiled by" not in other.out
+    assert "compiler was aot_eager in the checkpoint, now none\n" in other.out
+
+
 def _precision(natives, asked):
     config = TrainConfig(mixed_precision=asked)
     with distributed_session("train.py", config) as ranks:

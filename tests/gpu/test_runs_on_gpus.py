@@ -203,6 +203,14 @@ def test_a_rank_may_have_no_sample_in_an_update(pair):
     assert len(losses(log)) == 2 and all(map(math.isfinite, losses(log)))
 
 
+def test_a_rank_without_samples_takes_part_in_synchronised_batch_statistics(pair):
+    # mixing cuts updates into pairs, so the second rank has none of the last two samples
+    flags = f"{RESNET} --sync_batchnorm --mixup 0.2 --max_train_samples 66 --lr 1e-4"
+    flags += " --global_batch_size 64 --max_steps 2 --log_every 1"
+    log = train(2, "run", f"{flags} {pair}")
+    assert len(losses(log)) == 2 and all(map(math.isfinite, losses(log)))
+
+
 def test_a_run_with_loader_processes_exits_at_once():
     """Older versions of PyTorch would wait 5 s for each of them."""
     train(1, "run", "--data synthetic/5x224x80 --model mlp --max_steps 2 --num_workers 4")

@@ -224,12 +224,13 @@ def advice(
     processes: int,
     has_momentum: bool = True,
     centre: bool = False,
+    cached: bool = False,
 ) -> list[str]:
     """A line for each changed setting that has no effect in this run.
 
     `small`: whether training and evaluation use small images. With `by_loader`, loader processes
     augment them. `has_momentum`: whether --momentum applies to the optimizer. `centre`: whether
-    only the centre of images is used.
+    only the centre of images is used. `cached`: whether features of images are used.
     """
     alone = processes == 1
     targets = config.task == "classification"
@@ -242,7 +243,11 @@ def advice(
             all(small) and not by_loader,
             "small images are decoded once, before training",
         ),
-        ("data_on_device", not any(small), "only small images are decoded before training"),
+        (
+            "data_on_device",
+            not (any(small) or cached),
+            "only small images and cached features are kept there",
+        ),
         ("eval_crop shrink", small[1], "small images are used whole"),
         ("pos_weight threshold", targets, "only --task multilabel and binary use it"),
         (_RANDOM, centre, "features are of the centre only; --feature_views 4 caches random views"),
@@ -266,6 +271,13 @@ def hint_for_few(config: TrainConfig, images: int) -> list[str]:
     if config.pretrained or config.init_from:
         return [f"{few}; compare with --freeze backbone, which may be more accurate"]
     return [f"{few} for a new model; --pretrained is usually far more accurate"]
+
+
+def hint_for_waits(config: TrainConfig, device: str) -> list[str]:
+    """A line about an optimizer that is slow on a GPU."""
+    if config.optimizer != "adafactor" or device != "cuda":
+        return []
+    return ["--optimizer adafactor waits for the GPU twice for each parameter; adamw does not"]
 
 
 def list_changes(config: TrainConfig, group: type) -> list[str]:

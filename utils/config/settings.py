@@ -192,9 +192,9 @@ class DataSettings:
     """Loader processes per rank that decode photographs (default: the threads per process, at most
     8, or up to 16 if there are that many physical cores)."""
     data_on_device: Machine[Literal["auto", "yes", "no"]] = "auto"
-    """Keep decoded small images in the memory of the device, and draw batches there; auto does so
-    on a GPU if they take at most a quarter of its free memory. The images are the same either
-    way."""
+    """Keep decoded small images and cached features in the memory of the device, and draw batches
+    there; auto does so on a GPU if they take at most a quarter of its free memory. The images are
+    the same either way."""
 
 
 @dataclass

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from utils.config.settings import TrainConfig
 from utils.data.augment import Augmentation
-from utils.data.datasets import Batch, DeviceDataset, Features
+from utils.data.datasets import Batch, Features, OnDevice
 from utils.data.draws import Draws
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
@@ -170,7 +170,7 @@ class DeviceLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         loaded = wait_for_items(self.loader, self.what)
-        is_resident = isinstance(self.dataset, DeviceDataset)
+        is_resident = isinstance(self.dataset, OnDevice)
         for batch in self._drawn(loaded) if is_resident else self._streamed(loaded):
             self.error = batch.error or self.error
             mix = None
@@ -193,7 +193,7 @@ class DeviceLoader:
     def _drawn(self, loaded: Iterator[Batch]) -> Iterator[Batch]:
         """Batches drawn from images on the device, augmented, from batches without pixels."""
         for joined, parts in _upload(self.dataset.groups(loaded), self.device):
-            images = self.dataset.images.index_select(0, joined.indices)
+            images = self.dataset.on_device.index_select(0, joined.indices)
             labels = self.dataset.targets.index_select(0, joined.indices)
             augmentation = self.dataset.augmentation
             images = augmentation.apply(images, augmentation.draw(joined))

@@ -89,9 +89,13 @@ class CachedDataset(_Labelled):
         return self.pixels[:1].nbytes
 
     @property
+    def nbytes(self) -> int:
+        return self.pixels.nbytes
+
+    @property
     def place(self) -> str:
         how = ", augmented by loader processes" if self.in_loader else ""
-        return f"decoded, {bytes_text(self.pixels.nbytes)} in host memory{how}"
+        return f"decoded, {bytes_text(self.nbytes)} in host memory{how}"
 
     def __getitems__(self, microbatch: Microbatch) -> Batch:
         images = torch.from_numpy(self.pixels[microbatch.indices])
@@ -139,25 +143,29 @@ _SHARE = 1 / 4  # of a GPU's free memory that --data_on_device auto uses at most
 _GROUP = 2**25  # most bytes of pixels that are drawn together
 
 
-class DeviceDataset(CachedDataset):
-    """Decoded images on the device. Microbatches are loaded without pixels, and drawn there in
-    groups.
+class OnDevice(_Labelled):
+    """Decoded images or features on the device. Microbatches are loaded without them, and drawn
+    there in groups.
 
     Drawing takes about fifty kernels. For a single microbatch, a GPU would run them faster than the
     host launches them, so consecutive microbatches share them.
     """
 
-    def __init__(self, decoded: CachedDataset, device: torch.device):
-        super().__init__(decoded.pixels, decoded.labels, decoded.augmentation)
+    def keep(self, rows: np.ndarray, labels: np.ndarray, device: torch.device) -> None:
+        """Copy the images or features, and as many labels, to the device."""
         with warnings.catch_warnings():
             # the map of the cache; it is only read
             warnings.filterwarnings("ignore", message=".*not writable")
-            self.images = torch.from_numpy(decoded.pixels).to(device).contiguous()
-        self.targets = torch.tensor(decoded.labels, device=device)
+            self.on_device = torch.from_numpy(rows).to(device).contiguous()
+        self.targets = torch.tensor(labels, device=device)
+
+    def rows(self, microbatch: Microbatch) -> np.ndarray:
+        """The row of each sample on the device, int64 [n]."""
+        return microbatch.indices
 
     @property
-    def place(self) -> str:
-        return f"decoded, {bytes_text(self.images.nbytes)} on {self.images.device}"
+    def where(self) -> str:
+        return f"{bytes_text(self.on_device.nbytes)} on {self.on_device.device}"
 
     def __getitems__(self, microbatch: Microbatch) -> Batch:
         return Batch(torch.empty(0), torch.empty(0), microbatch)
@@ -166,18 +174,38 @@ class DeviceDataset(CachedDataset):
         """Groups of microbatches of one epoch: joined into one, with its samples as tensors, and as
         a list.
         """
-        most = _GROUP // max(1, self.images[:1].numel())
+        most = _GROUP // max(1, self.on_device[:1].nbytes)
         group: list[Microbatch] = []
         count = 0  # samples in the group
         for microbatch in (batch.microbatch for batch in batches):
             count += len(microbatch.indices)
             if group and (microbatch.epoch != group[0].epoch or count > most):
-                yield _joined(group), group
+                yield self._joined(group), group
                 group = []
                 count = len(microbatch.indices)
             group.append(microbatch)
         if group:
-            yield _joined(group), group
+            yield self._joined(group), group
+
+    def _joined(self, group: list[Microbatch]) -> Microbatch:
+        """The microbatches as one, with its rows on the device as tensors."""
+        joined: dict = {"indices": torch.from_numpy(np.concatenate([*map(self.rows, group)]))}
+        if group[0].occurrences is not None:  # those of all microbatches, or of none
+            occurrences = [np.asarray(part.occurrences) for part in group]
+            joined["occurrences"] = torch.from_numpy(np.concatenate(occurrences))
+        return group[0]._replace(**joined)
+
+
+class DeviceDataset(OnDevice, CachedDataset):
+    """Decoded images on the device."""
+
+    def __init__(self, decoded: CachedDataset, device: torch.device):
+        CachedDataset.__init__(self, decoded.pixels, decoded.labels, decoded.augmentation)
+        self.keep(decoded.pixels, decoded.labels, device)
+
+    @property
+    def place(self) -> str:
+        return f"decoded, {self.where}"
 
 
 ImageDataset = CachedDataset | PhotoDataset
@@ -187,13 +215,13 @@ class Features(_Labelled):
     """The outputs of frozen layers for K views of the images of a split, float32 [K, N, ...].
 
     A sample has view (epoch + occurrence) modulo K; its occurrence in the epoch counts from 0.
-    `images` is the data set from which the features were computed; `rows`, if it is not None, are
-    the positions of the samples in it. `origin` describes the views, and says whether they were
+    `images` is the data set from which the features were computed; `image_rows`, if it is not None,
+    are the positions of the samples in it. `origin` describes the views, and says whether they were
     computed or found in the cache.
     """
 
     in_loader = False
-    rows: np.ndarray | None = None
+    image_rows: np.ndarray | None = None
     augmentation = Augmentation()
     image_bytes = 0  # not sent between processes
 
@@ -204,8 +232,15 @@ class Features(_Labelled):
     @property
     def place(self) -> str:
         numbers = " x ".join(map(str, self.views.shape[2:]))
-        size = bytes_text(self.views.nbytes)
-        return f"{self.origin}, {numbers} features of each view, {size} cached"
+        return f"{self.origin}, {numbers} features of each view, {self.where}"
+
+    @property
+    def nbytes(self) -> int:
+        return self.views.nbytes
+
+    @property
+    def where(self) -> str:
+        return f"{bytes_text(self.nbytes)} cached"
 
     def __getitems__(self, microbatch: Microbatch) -> Batch:
         indices = microbatch.indices
@@ -216,7 +251,9 @@ class Features(_Labelled):
         """The images from which the first features of a microbatch were computed, uint8 [n, H, W,
         C], n <= `most`.
         """
-        indices = microbatch.indices if self.rows is None else self.rows[microbatch.indices]
+        indices = microbatch.indices
+        if self.image_rows is not None:
+            indices = self.image_rows[indices]
         chosen = zip(indices[:most, None], self._choose(microbatch).tolist(), strict=False)
         return torch.cat([self._image(Microbatch(0, view, 0, index)) for index, view in chosen])
 
@@ -234,26 +271,47 @@ class Features(_Labelled):
         return (microbatch.epoch + occurrences + zeros) % len(self.views)
 
 
+class DeviceFeatures(OnDevice, Features):
+    """Features on the device, float32 [K * N, ...]."""
+
+    def __init__(self, cached: Features, device: torch.device):
+        vars(self).update(vars(cached))
+        views = cached.views
+        labels = np.concatenate([cached.labels] * len(views))
+        self.keep(views.reshape(-1, *views.shape[2:]), labels, device)
+
+    def rows(self, microbatch: Microbatch) -> np.ndarray:
+        return self._choose(microbatch) * len(self.labels) + microbatch.indices
+
+
 AnyDataset = ImageDataset | Features
 
 
 def keep_on_device(
     sets: Sequence[AnyDataset], config: TrainConfig, device: torch.device
 ) -> list[AnyDataset]:
-    """The data sets of a run, with decoded images on the device as --data_on_device says.
+    """The data sets of a run, with decoded images and features on the device as --data_on_device
+    says.
 
     Images that loader processes augment stay in host memory.
     """
-    decoded = [each for each in sets if isinstance(each, CachedDataset) and not each.in_loader]
-    size = sum(each.pixels.nbytes for each in decoded)
+    kept = [
+        each for each in sets if isinstance(each, CachedDataset | Features) and not each.in_loader
+    ]
+    size = sum(each.nbytes for each in kept)
     how = config.data_on_device
     # on a CPU they are already there
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else size
     if how == "no" or (how == "auto" and size > _SHARE * free):
         return list(sets)
-    problem = f"{bytes_text(size)} of images, but {device} has {bytes_text(free)} free"
+    problem = f"{bytes_text(size)} of images or features, but {device} has {bytes_text(free)} free"
     require(size <= free, f"--data_on_device yes: {problem}", "use auto or no")
-    return [DeviceDataset(each, device) if each in decoded else each for each in sets]
+    return [_on_device(each, device) if each in kept else each for each in sets]
+
+
+def _on_device(dataset: Any, device: torch.device) -> AnyDataset:
+    kind = DeviceFeatures if isinstance(dataset, Features) else DeviceDataset
+    return kind(dataset, device)
 
 
 def describe_place(sets: Sequence[AnyDataset]) -> str:
@@ -262,13 +320,3 @@ def describe_place(sets: Sequence[AnyDataset]) -> str:
     if len(set(places)) == 1:
         return places[0]
     return f"training: {places[0]}; evaluation: {places[1]}"
-
-
-def _joined(group: list[Microbatch]) -> Microbatch:
-    """The microbatches as one, with its samples as tensors."""
-    joined: dict = {
-        name: torch.from_numpy(np.concatenate([getattr(part, name) for part in group]))
-        for name in ("indices", "occurrences")
-        if getattr(group[0], name) is not None  # the occurrences of all microbatches, or of none
-    }
-    return group[0]._replace(**joined)

@@ -19,13 +19,15 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from utils.config.settings import TrainConfig
 from utils.console import say
-from utils.data.datasets import AnyDataset, Batch, DeviceDataset
+from utils.data.datasets import AnyDataset, Batch, OnDevice
 from utils.data.order import MicrobatchSampler
 from utils.errors import UserError, one_line
 from utils.launch.environment import local_rank_and_size
 from utils.memory import SHM, SHM_FIX, bytes_text, free_shm, usable_physical_cores
 
 AHEAD = 4  # batches that each worker prepares in advance
+# with a GPU, whose batches are in page-locked memory, which nothing else can use
+_AHEAD_OF_GPU = 2
 # batches that the rank holds: the current one, and the next one, which Accelerate reads ahead
 _IN_USE = 2
 _SMALL = 2**16  # bytes of a batch besides its images: labels, indices, and rounding to pages
@@ -42,9 +44,9 @@ def default_workers(threads: int, processes: int) -> int:
     return min(threads, max(8, min(16, usable_physical_cores() // processes)))
 
 
-def choose_workers(sizes: Sequence[int], wanted: int) -> tuple[int, int]:
+def choose_workers(sizes: Sequence[int], wanted: int, ahead: int = AHEAD) -> tuple[int, int]:
     """How many workers each loader of a rank has, and how many batches each worker prepares in
-    advance.
+    advance, at most `ahead`.
 
     `sizes` has the bytes of each loader's batches. If not all batches fit into this rank's share of
     /dev/shm, fewer are prepared in advance, then there are fewer workers or none.
@@ -52,7 +54,7 @@ def choose_workers(sizes: Sequence[int], wanted: int) -> tuple[int, int]:
     free = _USABLE * free_shm() / local_rank_and_size()[1]
     most = free / (sum(size + _SMALL for size in sizes) or 1) - _IN_USE
     workers = int(max(0, min(wanted, most)))
-    return workers, int(min(AHEAD, most / max(1, workers)))
+    return workers, int(min(ahead, most / max(1, workers)))
 
 
 def move_to_shared_memory(batch: Any) -> Batch:
@@ -155,7 +157,8 @@ def make_loaders(
     # Otherwise a batch is one copy of small images, which is faster than passing it between
     # processes.
     sizes = [each.largest * dataset.image_bytes for dataset, each in parts if dataset.in_loader]
-    most, ahead = choose_workers(sizes, wanted)
+    on_gpu = device.type == "cuda"
+    most, ahead = choose_workers(sizes, wanted, _AHEAD_OF_GPU if on_gpu else AHEAD)
     if sizes and most < wanted:
         problem = (
             f"{SHM}: {bytes_text(int(free_shm()))} free, too little for --num_workers {wanted}"
@@ -170,7 +173,7 @@ def make_loaders(
             collate_fn=move_to_shared_memory,
             **worker_processes(workers, ahead),
             persistent_workers=workers > 0,
-            pin_memory=device.type == "cuda" and not isinstance(dataset, DeviceDataset),
+            pin_memory=on_gpu and not isinstance(dataset, OnDevice),
         )
         loaders.append(loader)
     return loaders

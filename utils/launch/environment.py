@@ -39,6 +39,12 @@ _EXPORT = {
 }
 
 
+def compiler() -> str:
+    """The backend of torch.compile that the accelerate config asks for; empty if none."""
+    backend = environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    return "" if backend == "no" else backend
+
+
 @dataclass(frozen=True)
 class Topology:
     """The rank of this process among `world_size`, and its local rank among the `local_world_size`

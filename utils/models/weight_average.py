@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from utils.config.bounds import require
 from utils.models.sharded import copy_into, distinct_state, local
 
 
@@ -21,19 +22,34 @@ class WeightAverage:
     """
 
     def __init__(self, module: nn.Module, decay: float):
-        self.decay, state = decay, distinct_state(module).items()
-        own = dict(sorted(state, key=lambda item: item[1].is_floating_point()))  # these come last
+        self.decay, self._module = decay, module
+        own = self._own()
         self._state = {name: tensor.clone() for name, tensor in own.items()}
         self._weights = [*map(local, own.values())]  # in the memory of the model
+        self._is_checked = False
         self._averages = [*map(local, self._state.values())]
         self._copied = sum(not tensor.is_floating_point() for tensor in self._weights)
+
+    def _own(self) -> dict[str, Tensor]:
+        state = distinct_state(self._module).items()
+        return dict(sorted(state, key=lambda item: item[1].is_floating_point()))  # these come last
+
+    def _check(self) -> None:
+        # Once, after the first update: FSDP2 with offload replaces memory that is not page-locked.
+        now = map(local, self._own().values())
+        same = all(a.data_ptr() == b.data_ptr() for a, b in zip(now, self._weights, strict=True))
+        fix = "use fsdp_offload_params: false, or leave out --ema_decay"
+        require(same, "--ema_decay: the weights have other memory after an update", fix)
+        self._is_checked = True
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Average in the weights after update `step`, counted from 0.
 
-        Does not wait for the device.
+        Does not wait for the device. Raises UserError if the weights have moved in memory.
         """
+        if not self._is_checked:
+            self._check()
         share = 1 - min(self.decay, (1 + step) / (10 + step))
         first = self._copied
         torch._foreach_lerp_(self._averages[first:], self._weights[first:], share)

@@ -12,28 +12,43 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from utils.config.bounds import require
 
 
-def convert_batch_norm(module: nn.Module) -> nn.Module:
+def convert_batch_norm(module: nn.Module, fused: bool = False) -> nn.Module:
     """Make the module's batch normalisation use all processes, in place. Parameters and buffers do
     not change.
 
-    Raises UserError for a layer that does more than that of PyTorch (some of timm's also apply an
-    activation).
+    `fused`: with PyTorch's layer, which has a few kernels, but runs only on GPUs, and only if a
+    microbatch has samples on at least one rank. Raises UserError for a layer that does more than
+    that of PyTorch (some of timm's also apply an activation).
     """
     for layer in module.modules():
         if isinstance(layer, _BatchNorm):
             is_plain = type(layer).forward is _BatchNorm.forward
             problem = f"--sync_batchnorm: {type(layer).__name__} is not plain batch normalisation"
             require(is_plain, problem, "leave out the flag")
-            layer.__class__ = _SyncBatchNorm
+            layer.__class__ = _FusedSyncBatchNorm if fused else _SyncBatchNorm
     return module
+
+
+class _FusedSyncBatchNorm(nn.SyncBatchNorm):
+    """PyTorch's layer for GPUs. With several ranks, its forward pass waits for the GPU."""
+
+    process_group = None  # all ranks; set here, because the constructor of another class has run
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.numel():
+            return super().forward(input)
+        # Under autocast, this rank would send its sums as bfloat16, and the others theirs as
+        # float32. It would also have no gradients, which FSDP2 waits for; those of this are 0.
+        input = input.float()
+        zeros = nn.functional.batch_norm(input, None, None, self.weight, self.bias, training=True)
+        return super().forward(input) + zeros
 
 
 class _SyncBatchNorm(_BatchNorm):
     """Batch normalisation of [N, C, ...] with sums over the ranks; autograd differentiates the
     other operations.
 
-    nn.SyncBatchNorm is not used, because under autocast a rank without samples would send a
-    different dtype. Sums are in float64 on CPUs, and in float32 on GPUs, where float64 is slow.
+    Sums are in float64 on CPUs, and in float32 on GPUs, where float64 is slow.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:

@@ -32,6 +32,7 @@ from utils.data.spec import InputSpec
 from utils.data.splits import Data
 from utils.errors import UserError
 from utils.files import read_json
+from utils.launch.environment import compiler
 from utils.ranks.ranks import Ranks
 from utils.runs.manifest import MODEL, checkpoint_of, checkpoints_of, damage_of
 from utils.runs.state import TrainState
@@ -153,7 +154,9 @@ def _defaults(names: Iterable[str]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of Lockstep, its commit, Python, the main packages, decoders and the plug-in."""
+    """The versions of Lockstep, its commit, Python, the main packages, decoders and the plug-in,
+    and the compiler of the model, if any.
+    """
     packages = {
         module.__name__: module.__version__ for module in (torch, torchvision, accelerate, np)
     }
@@ -163,6 +166,7 @@ def versions() -> dict[str, str]:
         **packages,
         **DECODERS,
         "python": platform.python_version(),
+        **({"compiler": compiler()} if compiler() else {}),
         **PLUGIN,
     }
 

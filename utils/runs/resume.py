@@ -20,7 +20,7 @@ from utils.data.order import Plan
 from utils.data.splits import Data
 from utils.errors import UserError, shorten
 from utils.launch.command import elastic_nodes, precision_is_chosen
-from utils.launch.environment import local_rank_and_size
+from utils.launch.environment import compiler, local_rank_and_size
 from utils.runs.metadata import Checkpoint
 from utils.runs.state import TrainState
 
@@ -180,7 +180,9 @@ def resume_lines(
     there = saved.state_file
     threads = torch.get_num_threads()
     before = vars(saved.config) | {"processes": there.processes, "threads": there.threads}
+    before["compiler"] = there.versions.get("compiler", "none")
     now = vars(resolved) | {"processes": processes, "threads": threads}
+    now["compiler"] = compiler() or "none"
     ignored = {*OF_THIS_MACHINE, "batch_size", "grad_accum"} - {"threads"}
     changed = [name for name in now if name not in ignored and before[name] != now[name]]
     lines = [f"resuming from {saved.path}"]

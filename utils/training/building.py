@@ -251,7 +251,10 @@ def adapt_model(
         if has_batch_norm(model):
             sharing = ranks.topology.world_size if config.sync_batchnorm else 1
             check_batch_norm(setup.plan, setup.updates, sharing)
-        model = convert_batch_norm(model) if config.sync_batchnorm else model
+        if config.sync_batchnorm:
+            # only with both may a microbatch have no samples on any rank
+            may_be_empty = config.mixes and setup.plan.microbatches > ranks.topology.world_size
+            model = convert_batch_norm(model, ranks.device.type == "cuda" and not may_be_empty)
         compile_model(accelerator, model)
     copies = not config.microbatches and last_part is None and not accelerator.is_fsdp2
     if saved is None and ranks.topology.world_size > 1 and not copies:

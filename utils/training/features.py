@@ -98,7 +98,7 @@ class FeatureCache:
             shared = self.load(dataset, whole, spec, views, augmented)
             rows = np.searchsorted(index, split.image_index)
             own = Features(shared.views[:, rows], images, shared.thumbnails[rows], shared.origin)
-            own.images, own.rows = dataset, rows
+            own.images, own.image_rows = dataset, rows
             return own
         start = time.perf_counter()
         folder = expand(config.cache_dir) / "features"

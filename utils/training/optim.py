@@ -172,6 +172,11 @@ def init_optimizer(prepared: AcceleratedOptimizer, accelerator: Accelerator) -> 
     optimizer = prepared.optimizer
     if accelerator.is_fsdp2:
         optimizer.state.clear()  # that of Adagrad belongs to parameters that FSDP2 has replaced
+    elif accelerator.device.type == "cuda":  # otherwise these two wait for each parameter
+        for state in optimizer.state.values() if isinstance(optimizer, optim.Adagrad) else ():
+            state["step"] = state["step"].cpu()
+        for group in optimizer.param_groups if isinstance(optimizer, optim.ASGD) else ():
+            group["capturable"] = True
     for group in optimizer.param_groups if isinstance(optimizer, optim.SGD) else ():
         if accelerator.is_fsdp2:
             group["fused"] = False  # fused SGD does not support DTensor

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from utils.config.defaults import advice, hint_for_few, list_changes
+from utils.config.defaults import advice, hint_for_few, hint_for_waits, list_changes
 from utils.config.recipe import AugmentationSettings, LossSettings, OptimizerSettings
 from utils.config.settings import TrainConfig
 from utils.console import printable, say, table
@@ -23,6 +23,7 @@ from utils.data.datasets import Features, describe_place
 from utils.data.sources import has_columns
 from utils.files import size_of, write_file
 from utils.launch.command import resume_command, script_command
+from utils.launch.environment import compiler
 from utils.launch.exits import inform_launcher
 from utils.memory import bytes_text
 from utils.models.weight_average import WeightAverage
@@ -131,20 +132,7 @@ def log_start(run: Run) -> None:
     # not to the trackers, because of the paths
     run.log.write("start", step=run.state.step, **numbers, copies=copies[:24], time=time.time())
     rows = start_rows(run)
-    lines = warn_about_data(data) + describe_copies(copies)
-    lines += advice(
-        config,
-        small=(run.spec.small, run.spec.for_evaluation().small),
-        by_loader=images.in_loader,
-        has_columns=has_columns(config.data),
-        processes=run.accelerator.num_processes,
-        has_momentum=any("momentum" in group for group in run.optimizer.param_groups),
-        centre=isinstance(images, Features) and not config.feature_views,
-    )
-    if images.in_loader and not config.shrink:
-        lines += suggest_shrink(data.train, run.updates * run.plan.global_batch_size)
-    if not run.setup.resumed_from and config.model not in OWN_MODELS:
-        lines += hint_for_few(config, run.plan.samples)
+    lines = start_lines(run, copies)
     title = "Lockstep  dry run" if config.dry_run else f"Lockstep  {run.folder}"
     say("\n".join([*run.setup.changed, table(title, rows), *lines]))
     with ranks.agree():
@@ -154,6 +142,30 @@ def log_start(run: Run) -> None:
                 write_file(run.folder / BAD_IMAGES, json.dumps(data.bad_images, indent=1) + "\n")
             if source and source.match:
                 write_file(run.folder / "init_from.txt", f"{source.name}\n{source.match.text()}")
+
+
+def start_lines(run: Run, copies: list) -> list[str]:
+    """Warnings and advice below the table at the start."""
+    config = run.config
+    data = run.data
+    images = run.train_batches.dataset
+    lines = warn_about_data(data) + describe_copies(copies)
+    lines += advice(
+        config,
+        small=(run.spec.small, run.spec.for_evaluation().small),
+        by_loader=images.in_loader,
+        has_columns=has_columns(config.data),
+        processes=run.accelerator.num_processes,
+        has_momentum=any("momentum" in group for group in run.optimizer.param_groups),
+        centre=isinstance(images, Features) and not config.feature_views,
+        cached=isinstance(images, Features),
+    )
+    if images.in_loader and not config.shrink:
+        lines += suggest_shrink(data.train, run.updates * run.plan.global_batch_size)
+    if not run.setup.resumed_from and config.model not in OWN_MODELS:
+        lines += hint_for_few(config, run.plan.samples)
+    lines += hint_for_waits(config, run.ranks.device.type)
+    return lines
 
 
 def start_rows(run: Run) -> list[tuple[str, str]]:
@@ -167,6 +179,7 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
     most = plan.microbatches
     per_rank = plan.microbatches // len(places)
     interface = f" on {ranks.interface}" if ranks.interface else ""
+    compiled = f", compiled by {compiler()}" if compiler() else ""
     model = [config.model, describe_parameters(run.module), run.spec.describe()]
     # only torchvision's models have the first of these, and models whose head was kept the second
     model += [getattr(run.module, name, "") for name in ("stem_change", "head_change")]
@@ -180,7 +193,7 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
         )
     rows = [
         *((f"rank {rank}", place) for rank, place in enumerate(places)),
-        ("backend", f"{ranks.backend}{interface}, precision {config.mixed_precision}"),
+        ("backend", f"{ranks.backend}{interface}, precision {config.mixed_precision}{compiled}"),
         ("data", f"{config.data}: {plan.samples} training, {len(data.evaluation)} {data.evaluation.name}"),
         ("classes", classes_row(data)),
         ("images", describe_place([run.train_batches.dataset, run.evaluator.batches.dataset])),
