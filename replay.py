@@ -32,7 +32,7 @@ from utils.config.settings import TrainConfig
 from utils.console import table
 from utils.data.datasets import Batch
 from utils.files import expand, write_file
-from utils.models.layers import restored_buffers
+from utils.models.layers import main_output, restored_buffers
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import Stopping
 from utils.runs.inference import given_settings
@@ -208,10 +208,10 @@ def inspect(run: Run, batch: Batch, stop: bool) -> str:
 
 
 def compute_loss(run: Run, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """The summed loss and the outputs of a microbatch."""
+    """The summed loss of a microbatch and its logits."""
     run.gradients.seed(batch)
     outputs = run.model(batch.images)
-    return run.task.loss(outputs, batch.labels), outputs
+    return run.task.loss(outputs, batch.labels), main_output(outputs)
 
 
 def observe_layers(module: nn.Module) -> Layers:

@@ -47,6 +47,7 @@ from utils.ranks import accelerator as wrapping
 from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.session import distributed_session
 from utils.tasks.classification import Classification
+from utils.training.gradients import make_gradients
 from utils.training.meter import Meter
 
 CUDA = torch.device("cuda", 0)
@@ -333,7 +334,12 @@ def test_ddp_does_not_measure_updates_which_would_wait_for_the_gpu():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = DistributedDataParallel(nn.Linear(1, 1))
-        wrapping.prepare_buckets(model, torch.zeros(0, 1))
+        gloo = SimpleNamespace(num_processes=1, device=torch.device("cpu"))
+        task = SimpleNamespace(loss=lambda outputs, targets: outputs.sum())
+        plan = SimpleNamespace(ranges=lambda processes: [range(1)])
+        setup = SimpleNamespace(config=TrainConfig(), accelerator=gloo, task=task, plan=plan)
+        empty = SimpleNamespace(no_images=torch.zeros(0, 1), no_labels=torch.zeros(0))
+        make_gradients(setup, model, empty)
         for _ in range(110):
             model(torch.ones(1, 1)).sum().backward()
         assert model._get_ddp_logging_data()["iteration"] <= 10

@@ -145,6 +145,7 @@ class DeviceLoader:
         self.error: Exception | None = None
         self.what = "a training batch" if training else "an evaluation batch"
         self.dataset: Any = self.loader.dataset  # its `labels` are those of the whole split
+        self.no_labels = torch.tensor(self.dataset.labels[:0], device=device)  # type: ignore[attr-defined]
         # Accelerate would copy on the compute stream; `_upload` copies instead
         self.loader.device = None
         self.mixing = Mixing(config, spec, outputs) if training and config.mixes else None

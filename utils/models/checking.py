@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -14,31 +15,32 @@ from utils.config.settings import TrainConfig
 from utils.data.order import Plan
 from utils.data.spec import InputSpec
 from utils.errors import UserError, one_line
+from utils.models.layers import main_output, restored_buffers
 from utils.models.published import timm_weights
 from utils.models.sharded import local
 
 # smaller images are enlarged to it; 32 for other models
-MINIMUM_SIZE = {"mnist_cnn": 28, "mlp": 1, "fastnet": 28}
+MINIMUM_SIZE = {"mnist_cnn": 28, "mlp": 1, "fastnet": 28, "inception_v3": 299}
 
 
 def check_output(model: nn.Module, config: TrainConfig, spec: InputSpec, classes: int) -> None:
     """Run the model on images of training and of evaluation, and let it accept an empty batch,
-    which a rank without samples computes.
+    which a rank without samples computes. In evaluation mode, it then returns logits alone.
 
     Raises UserError for a model that does not take these images or has other outputs.
     """
     name = config.model
     other = spec.for_evaluation()
-    training = model.training
     usual = cfg.input_size[1] if (cfg := timm_weights(name)) else MINIMUM_SIZE.get(name, 224)
-    tries = [(spec, 1, f"try --image_size {usual}")]
+    tries = [(spec, count, f"try --image_size {usual}") for count in (1, 2)]
     tries += [(other, 1, "leave out --eval_size")] * (other.size != spec.size)
     # ranks share batch statistics, so all of them must be in training mode
     tries += [(spec, 0, "leave out --sync_batchnorm")] * config.sync_batchnorm
     for each, count, fix in tries:
         try:
-            with torch.no_grad():
-                logits = model.eval()(torch.zeros(count, each.channels, *each.size))
+            model.train(count == 2)  # some models have more layers in training
+            with torch.no_grad(), restored_buffers(model):
+                logits = main_output(model(torch.zeros(count, each.channels, *each.size)))
         except (RuntimeError, AssertionError, ValueError) as error:
             what = "an empty batch of " * (count == 0)
             what += f"{each.height}x{each.width}x{each.channels} images"
@@ -47,10 +49,9 @@ def check_output(model: nn.Module, config: TrainConfig, spec: InputSpec, classes
         found = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         wanted = [count, classes]
         problem = f"{name} returns {found} for {count} images, not one score per class, {wanted}"
-        require(found == wanted, problem, "leave out --model_args, or use another model")
-    model.train(training)
-    if not config.sync_batchnorm:
-        model.forward = partial(_accepting_empty_batches, model)
+        require(found == wanted, problem, "leave out --model_args, or see docs/extending.md")
+    model.train()
+    model.forward = partial(_forward, model, config.sync_batchnorm)
 
 
 def hook_for_size(weight_bytes: float) -> Callable[..., None]:
@@ -132,24 +133,24 @@ def _sum_bits(tensor: Tensor) -> Tensor:
     return (sums * torch.arange(1, 2 * _COLUMNS, 2, device=sums.device)).sum()
 
 
-def _accepting_empty_batches(model: nn.Module, images: Tensor, *more: Any) -> Tensor:
-    """Compute an image of zeros instead of an empty batch, and return no row of its output.
+def _forward(model: nn.Module, shares_statistics: bool, images: Tensor, *more: Any) -> Any:
+    """What the model returns; in evaluation mode its logits alone.
 
-    Some kernels of a GPU do not accept an empty batch: cuDNN's attention returns None (PyTorch
-    2.11). All gradients are then zero. The model is in evaluation mode meanwhile, so batch
-    statistics do not change.
+    Unless ranks share batch statistics, two images of zeros are computed instead of an empty batch,
+    and no row of the outputs is returned. Some kernels of a GPU do not accept an empty batch:
+    cuDNN's attention returns None (PyTorch 2.11). Batch normalisation does not accept one image. All
+    gradients are then zero, and buffers do not change.
     """
+    # not `len`, which would fix the size of a batch in an exported model
+    if images.shape[0] == 0 and not shares_statistics:
+        images = images.new_zeros(2, *images.shape[1:])
+        with restored_buffers(model):
+            outputs = _forward(model, shares_statistics, images, *more)
+        return recursively_apply(lambda each: each[:0], outputs)
     # Not a closure over `model.forward`: in a copy of the model, that would be the forward pass of
     # the original.
-    forward = partial(type(model).forward, model)
-    if images.shape[0] != 0:  # not `len`, which would fix the size of a batch in an exported model
-        return forward(images, *more)
-    training = model.training
-    model.eval()
-    try:
-        return forward(images.new_zeros(1, *images.shape[1:]), *more)[:0]
-    finally:
-        model.train(training)  # frozen layers stay in evaluation mode
+    outputs = type(model).forward(model, images, *more)
+    return outputs if model.training else main_output(outputs)
 
 
 def has_batch_norm(model: nn.Module) -> bool:

@@ -107,9 +107,6 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def _compute_twice(block: nn.Module, forward: Callable, *inputs: Any, **named: Any) -> Any:
-    # also for an empty batch, see `_accepting_empty_batches` of checking.py: the second pass would be in training
-    if not block.training:
-        return forward(*inputs, **named)
     # The second pass has the same random numbers, and must not change the batch statistics again.
     return checkpoint(
         forward,
@@ -128,7 +125,16 @@ def restored_buffers(module: nn.Module) -> Iterator[None]:
         yield
     finally:  # PyTorch ends the second pass of a block by an exception
         for buffer, value in zip(module.buffers(), before, strict=True):
-            buffer.copy_(value)
+            buffer.data.copy_(value)  # a backward pass may follow
+
+
+def main_output(outputs: Any) -> Any:
+    """The logits in what a model returns: the first of a tuple or list, `logits` of a dictionary, or
+    else all of it.
+    """
+    if isinstance(outputs, Mapping):
+        return outputs.get("logits", outputs)
+    return outputs[0] if isinstance(outputs, tuple | list) else outputs
 
 
 class TestTimeAugmentation(nn.Module):

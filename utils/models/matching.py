@@ -50,14 +50,15 @@ def shape_of(tensor: Tensor) -> str:
 
 def find_heads(model: nn.Module) -> tuple[str, ...]:
     """The names of the layers that compute the logits: those that timm names, else the last linear
-    layer.
+    layer and those of torchvision's auxiliary heads.
     """
     layers = {
         name: layer
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear | nn.Conv2d)
     }
-    named = getattr(model, "pretrained_cfg", {}).get("classifier") or ()
+    own = ("aux1.fc2", "aux2.fc2", "AuxLogits.fc", *[*layers][-1:])
+    named = getattr(model, "pretrained_cfg", {}).get("classifier") or own
     named = (named,) if isinstance(named, str) else named
     return tuple(name for name in named if name in layers) or tuple(layers)[-1:]
 

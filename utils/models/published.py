@@ -20,6 +20,9 @@ from utils.data.spec import EVAL_CROP, InputSpec
 from utils.errors import UserError, one_line
 from utils.models.matching import copy_matching, head_prefixes, zero_heads
 
+# torchvision itself would change ImageNet's normalisation to theirs (`transform_input`)
+OF_TENSORFLOW = {"googlenet", "inception_v3"}
+
 
 def timm_weights(name: str) -> Any:
     """timm's description of the published weights of timm/NAME; None if it has none, and for
@@ -50,7 +53,8 @@ def published_input(name: str) -> dict:
     preset = torchvision_weights(name).transforms()
     (side,), (resized,), how = preset.crop_size, preset.resize_size, preset.interpolation.value
     shape = {"input_size": [3, side, side], "crop_pct": side / resized, "interpolation": how}
-    return input_of({"mean": preset.mean, "std": preset.std, **shape})
+    half = [0.5] * 3 * (name in OF_TENSORFLOW)
+    return input_of({"mean": half or preset.mean, "std": half or preset.std, **shape})
 
 
 def input_of(cfg: Mapping) -> dict:

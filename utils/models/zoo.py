@@ -18,10 +18,14 @@ from utils.data.order import fold_in
 from utils.data.spec import SMALL, InputSpec, sides
 from utils.errors import UserError, one_line
 from utils.models.checking import MINIMUM_SIZE, check_output, hook_for_size
-from utils.models.published import copy_published, published_input, resize_input
+from utils.models.published import (
+    OF_TENSORFLOW,
+    copy_published,
+    published_input,
+    resize_input,
+)
 from utils.models.small import MLP, FastNet, MnistCNN, some_images
 
-_SEVERAL_HEADS = {"googlenet", "inception_v3"}  # they have three outputs in training
 # timm would unpickle the file of the last one
 _NOT_ARGUMENTS = {"weights", "pretrained", "checkpoint_path"}
 _FOR_DROP_PATH = (
@@ -71,8 +75,8 @@ def check_model(config: TrainConfig) -> None:
 
 
 def torchvision_models() -> list[str]:
-    """Names of torchvision's classification models with one output."""
-    return sorted({*torchvision.models.list_models(module=torchvision.models)} - _SEVERAL_HEADS)
+    """Names of torchvision's classification models."""
+    return sorted(torchvision.models.list_models(module=torchvision.models))
 
 
 def input_spec(
@@ -120,7 +124,8 @@ def build_model(
     names: Sequence[str] = (),
     images: ImageDataset | None = None,
 ) -> nn.Module:
-    """The model, from images [n, C, H, W] to logits [n, classes].
+    """The model, from images [n, C, H, W] to logits [n, classes]; in training, it may return more
+    (`main_output`).
 
     Its weights are random, drawn with --seed. With --pretrained they are the published ones. If
     these have all of the classes `names`, their head is kept. The first layer of fastnet is
@@ -173,6 +178,10 @@ def _create(config: TrainConfig, spec: InputSpec, classes: int, arguments: dict)
         problem = f"--drop_path: {name} does not support it"
         require(has_drop_path or not config.drop_path, problem, _FOR_DROP_PATH)
         return model
+    if name in OF_TENSORFLOW:  # torchvision warns without the first; GoogLeNet's published weights
+        # have no auxiliary heads
+        own = {"init_weights": True, "aux_logits": not config.pretrained or name == "inception_v3"}
+        arguments = own | arguments
     model = torchvision.models.get_model(name, num_classes=classes, **arguments)
     if config.pretrained:
         problem = "--pretrained weights of torchvision take colour images"

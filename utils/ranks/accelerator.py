@@ -17,9 +17,8 @@ from accelerate.utils import (
     ProjectConfiguration,
     patch_environment,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.nn.parallel import DistributedDataParallel
 
 from utils.config.settings import TrainConfig
 from utils.console import say
@@ -27,10 +26,6 @@ from utils.errors import UserError
 from utils.launch.command import precision_is_chosen
 from utils.launch.environment import is_set, shards_model
 from utils.ranks.ranks import Ranks
-
-_OF_SIZE_1 = (
-    r"Grad strides do not match bucket view strides[\s\S]*\bgrad\.sizes\(\) = \[(\d+, )*1[,\]]"
-)
 
 
 def check_precision(config: TrainConfig, ranks: Ranks) -> None:
@@ -210,29 +205,3 @@ def compile_model(accelerator: Accelerator, module: nn.Module) -> None:
         # code for any size.
         module.compile(**plugin.to_kwargs() | {"dynamic": bool(plugin.dynamic)})
         plugin.backend = DynamoBackend.NO  # done
-
-
-def prepare_buckets(model: nn.Module, no_images: Tensor) -> None:
-    """Run one backward pass on an empty batch, so that DDP rebuilds its gradient buckets now;
-    collective.
-
-    DDP rebuilds them after its first backward pass. With three or more ranks, gradients are then
-    added in a different order, so a resumed run would differ from an uninterrupted one. `no_images`
-    is an empty input. The buffers of the model are restored.
-    """
-    if not isinstance(model, DistributedDataParallel):
-        return
-    # By default, DDP waits for the GPU in the first 10 updates, which cannot be changed, and in
-    # each 100th update.
-    model._set_ddp_runtime_logging_sample_rate(10**9)
-    # DDP warns if a gradient and its parameter have different layouts. For kernels of grey images
-    # and kernels of one pixel this warning is wrong, because the stride of a dimension of size 1
-    # has no meaning.
-    warnings.filterwarnings("ignore", message=_OF_SIZE_1)
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    with torch.compiler.set_stance("force_eager"):  # do not compile for an empty batch
-        model(no_images).sum().backward()
-    model.zero_grad()
-    with torch.no_grad():
-        for buffer, before in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(before)

@@ -16,6 +16,7 @@ Losses are linear in the targets: the loss of mixed targets is the mixture of th
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -110,7 +111,9 @@ class Classification(Task):
         any_class = torch.zeros(1, dtype=torch.int64)
         self.uniform_loss = self.losses(equal_scores, any_class, 0.0, None).item()
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        if not isinstance(outputs, Tensor):
+            return super().loss(outputs, targets)
         return self.losses(outputs, targets, self.smoothing, self.weight).sum()
 
     def training_sums(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:

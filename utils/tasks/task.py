@@ -64,9 +64,22 @@ class Task:
     """The metrics to print after an evaluation, in this order, and the words for them; absent ones
     are skipped."""
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The training loss, a scalar, summed over the samples of `outputs` [n, outputs]."""
-        raise NotImplementedError
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        """The training loss, a scalar, summed over the n samples.
+
+        `outputs` is what the model returns in training: a tensor [n, outputs], or a tuple, list or
+        dictionary. The other methods get the tensor in it, see `main_output`. Here the outputs are
+        several such tensors. The loss of the first one is added to 0.4 times that of a second one,
+        as in Inception v3, or to 0.3 times those of all others, as in GoogLeNet. Raises UserError
+        for other outputs.
+        """
+        require(
+            {np.shape(each) for each in outputs} == {(len(targets), self.outputs)},
+            "--task has no loss for a model that returns more than scores of classes",
+            "use a Task of your own, see docs/extending.md",
+        )
+        main, *auxiliary = [self.loss(each, targets) for each in outputs]
+        return main + (0.3 if auxiliary[1:] else 0.4) * sum(auxiliary)
 
     def training_sums(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
         """The sums named by `training`, each a scalar. `loss` is that of the same batch."""

@@ -137,7 +137,7 @@ class Evaluator:
         # Ranks take blocks in turn, so none has more blocks or rows than rank 0.
         sizes = [len(block.indices) for block in [*blocks][::processes]][:most]
         nothing = torch.zeros(0, *(shape or [self.task.outputs]), device=device)  # for its types
-        no_rows = step(nothing, torch.tensor(labels[:0], device=device))
+        no_rows = step(nothing, self.batches.no_labels)
         found = [(torch.zeros(0, dtype=torch.int64, device=device), *no_rows)]
         bar, interval, block = progress("evaluating"), SyncInterval(), 0
         self.model.eval()

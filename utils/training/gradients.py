@@ -5,6 +5,7 @@ To add another way, write a subclass of `Gradients` and choose it in `make_gradi
 """
 
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -12,15 +13,20 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from utils.config.settings import TrainConfig
 from utils.data.batches import DeviceLoader
 from utils.data.datasets import Batch
 from utils.data.order import Plan, fold_in
+from utils.models.layers import restored_buffers
 from utils.models.sharded import is_sharded
-from utils.ranks.accelerator import prepare_buckets
 from utils.training.building import Setup
 from utils.training.tree_sum import TreeSum, joined, set_parts
+
+_OF_SIZE_1 = (
+    r"Grad strides do not match bucket view strides[\s\S]*\bgrad\.sizes\(\) = \[(\d+, )*1[,\]]"
+)
 
 
 class ExchangeTimer:
@@ -188,8 +194,25 @@ def clip_gradients(
 
 
 def make_gradients(setup: Setup, model: nn.Module, batches: DeviceLoader) -> Gradients:
-    """How the gradients of `model`, as Accelerate wraps it, are added up; collective."""
-    kind = TreeGradients if setup.config.microbatches else Gradients
-    if kind is Gradients:  # otherwise a resumed run sums gradients differently
-        prepare_buckets(model, batches.no_images)
-    return kind(model, setup.accelerator, setup.plan)
+    """How the gradients of `model`, as Accelerate wraps it, are added up; collective.
+
+    Without --microbatches, one backward pass on an empty batch lets DDP rebuild its gradient
+    buckets now. It would rebuild them after its first backward pass. With three or more ranks,
+    gradients are then added in a different order, so a resumed run would differ from an
+    uninterrupted one.
+    """
+    if setup.config.microbatches:
+        return TreeGradients(model, setup.accelerator, setup.plan)
+    if isinstance(model, DistributedDataParallel):
+        # By default, DDP waits for the GPU in the first 10 updates, which cannot be changed, and in
+        # each 100th update.
+        model._set_ddp_runtime_logging_sample_rate(10**9)
+        # DDP warns if a gradient and its parameter have different layouts. For kernels of grey
+        # images and kernels of one pixel this warning is wrong, because the stride of a dimension
+        # of size 1 has no meaning.
+        warnings.filterwarnings("ignore", message=_OF_SIZE_1)
+        # do not compile for an empty batch
+        with torch.compiler.set_stance("force_eager"), restored_buffers(model):
+            setup.task.loss(model(batches.no_images), batches.no_labels).backward()
+        model.zero_grad()
+    return Gradients(model, setup.accelerator, setup.plan)

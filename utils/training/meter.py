@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from utils.console import join_names
 from utils.data.datasets import Batch
 from utils.errors import UserError
+from utils.models.layers import main_output
 from utils.tasks.task import Task
 
 
@@ -78,12 +79,13 @@ class Meter:
         self.batches: list[tuple[tuple[int, int], Sequence[Tensor]]] = []
         self.started = time.perf_counter()
 
-    def add(self, loss: Tensor, outputs: Tensor, batch: Batch) -> None:
-        """Add a microbatch with its summed loss and its `outputs` [n, ...].
+    def add(self, loss: Tensor, outputs: Any, batch: Batch) -> None:
+        """Add a microbatch with its summed loss and its `outputs`, as the model returns them.
 
         Does not wait for the GPU.
         """
-        sums = self.task.training_sums(loss.detach(), outputs.detach(), batch.labels)
+        outputs = main_output(outputs).detach()
+        sums = self.task.training_sums(loss.detach(), outputs, batch.labels)
         self.batches.append(((batch.update, batch.number), sums))
         self.totals["count"] += len(batch.labels)
 
