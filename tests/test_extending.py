@@ -10,9 +10,11 @@ import subprocess
 from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from helpers.make_data import image_folder, pictures
 from helpers.ranks import returned, run_ranks, start_ranks
 from helpers.training_runs import (
@@ -30,6 +32,7 @@ from helpers.training_runs import (
     weights,
 )
 from helpers.waiting import until
+from torch import nn
 
 import eval as eval_script
 import export
@@ -41,6 +44,20 @@ from utils.report.__main__ import main as report
 
 PAGE = (ROOT / "docs/extending.md").read_text()
 LAB = "\n\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S))
+LAB += """
+class TwoHeads(nn.Module):
+    def __init__(self, spec, classes):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(spec.channels, 8, 3), nn.BatchNorm2d(8), nn.Dropout(0.1))
+        self.early, self.last = nn.Linear(8, classes), nn.Linear(8, classes)
+
+    def forward(self, images):
+        features = self.first(images).square().mean((2, 3))
+        return {"early": self.early(features), "logits": self.last(features), "features": features}
+
+
+OWN_MODELS["two_heads"] = TwoHeads
+"""
 FLAGS = shlex.split(" ".join(re.findall(r"^python train.py (.+)$", PAGE, re.M)))
 FLAGS += shlex.split(
     "--microbatches 4 --global_batch_size 12 --drop_last --image_size 16 --epochs 2"
@@ -114,6 +131,35 @@ def test_a_changed_plug_in_is_reported_and_used(runs, main, flags):
     (outcome,) = run_ranks(1, main, [*flags, *MINE])
     assert outcome.code == 0, outcome.err
     assert outcome.out.count("was not made with this version of --plugin lab.py\n") == 1
+
+
+def plain_loss(run):
+    """The evaluation loss of the logits of two_heads, without Lockstep's loop."""
+    load_plugin("lab.py")
+    from lab import TwoHeads
+
+    model = TwoHeads(SimpleNamespace(channels=3), 3).eval()
+    model.load_state_dict(weights(run))
+    arrays = np.load("arrays/pictures.npz")
+    images = torch.from_numpy(arrays["x_test"]).permute(0, 3, 1, 2) / 127.5 - 1
+    labels = torch.from_numpy(arrays["y_test"])
+    losses = nn.functional.cross_entropy(model(images)["logits"], labels, reduction="none")
+    return (losses + 0.5 * (1 - torch.exp(-losses))).mean().item()
+
+
+def test_a_task_trains_all_outputs_of_a_model_and_its_logits_are_evaluated_and_exported(runs):
+    flags = [*FLAGS, *shlex.split("--model two_heads --task supervised")]
+    for count in (1, 2):
+        returned(count, train.main, [*flags, "--run_name", f"heads{count}"])
+    assert same_run("heads1", "heads2")
+    last = [*MINE, "--ckpt", "runs/heads2/checkpoints/step-00000008"]
+    loss = returned(1, eval_script.main, last)[0]["loss"]
+    assert loss == records("heads1", "eval")[-1]["loss"]
+    assert loss == pytest.approx(returned(1, plain_loss, "heads1")[0])
+    exported = returned(1, export.main, [*last, "--to", "torch", "--out", "heads"])
+    assert exported[0]["difference"] < 1e-6
+    line = refused(train.main, *flags, "--task", "classification")
+    assert "--task has no loss for a model that returns more than scores of classes; use" in line
 
 
 @pytest.mark.full

@@ -167,7 +167,7 @@ class Unordered(MLP):
     """
 
     def forward(self, images):
-        if self.training:
+        if self.training and len(images) > 2:  # not when the model is tried
             torch.zeros(1).put_(torch.tensor([0]), torch.ones(1))
         return super().forward(images)
 
@@ -399,7 +399,7 @@ def test_updates_that_fp16_skips_are_counted(fused):
 
 def test_a_gpu_normalises_in_one_operation():
     spec = InputSpec(4, 64, 3, [0.1, 0.45, 0.9], [0.2, 0.3, 0.7])
-    loader = SimpleNamespace(dataset=None)
+    loader = SimpleNamespace(dataset=SimpleNamespace(labels=[]))
     with fake_gpu() as gpu:
         batches = uploads.DeviceLoader(loader, spec, TrainConfig(), CUDA, training=False)
         images = torch.empty(5, 4, 64, 3, dtype=torch.uint8, device=CUDA)

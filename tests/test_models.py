@@ -21,7 +21,7 @@ from utils.models.zoo import build_model, check_model, input_spec, torchvision_m
 
 FAMILIES = ["mnist_cnn", "mlp", "fastnet", "resnet18", "mobilenet_v3_small", "squeezenet1_0"]
 FULL = "shufflenet_v2_x0_5 densenet121 efficientnet_b0 convnext_tiny swin_t regnet_y_400mf"
-FULL += " timm/resnet10t timm/convnext_atto vgg11 alexnet vit_b_16"
+FULL += " googlenet timm/resnet10t timm/convnext_atto vgg11 alexnet vit_b_16"
 
 
 def spec_of(size, channels):
@@ -44,9 +44,10 @@ def check_training(model, spec):
     """A full and an empty batch go forward and backward, as ranks do."""
     model.train()
     for count in (4, 0):
-        logits = model(torch.zeros(count, spec.channels, *spec.size))
-        assert logits.shape == (count, 7)
-        logits.sum().backward()
+        outputs = model(torch.zeros(count, spec.channels, *spec.size))
+        heads = outputs if isinstance(outputs, tuple) else [outputs]
+        assert {logits.shape for logits in heads} == {(count, 7)}
+        sum(logits.sum() for logits in heads).backward()
     assert all(torch.isfinite(value.float()).all() for value in model.state_dict().values())
     assert all(each.grad is not None for each in model.parameters() if each.requires_grad)
 
@@ -286,9 +287,13 @@ NO_EMPTY = "timm/swin_tiny_patch4_window7_224"
         (RESNET | {"model_args": {"act_layer": "x"}}, "KeyError: 'x'; change or remove these"),
         (
             RESNET | {"model_args": {"features_only": True}},
-            "returns list for 1 images, not one score",
+            r"returns \[1, .* for 1 images, not one score",
         ),
         (RESNET | {"model_args": {"drop_rate": "x"}}, "does not accept 32x32x3 images"),
+        (
+            {"model": "inception_v3", "image_size": 224},
+            "not accept 224x224.*; try --image_size 299",
+        ),
         ({"model": "mnist_cnn", "image_size": 8}, "8x8x3 images .*; try --image_size 28,"),
         ({"model": "mlp", "stem": "small"}, "--stem small: only for models of torchvision"),
         ({"model": "swin_t", "stem": "small"}, "--stem small: swin_t has no stem that can be"),

@@ -54,7 +54,10 @@ def plain_losses(*flags):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step, config.max_steps)
         logits = model(images[chosen])
-        if config.loss == "cross_entropy":
+        if config.model == "googlenet":
+            main, second, first = (F.cross_entropy(each, labels[chosen]) for each in logits)
+            loss = main + 0.3 * second + 0.3 * first
+        elif config.loss == "cross_entropy":
             loss = F.cross_entropy(logits, labels[chosen], label_smoothing=config.label_smoothing)
         else:
             targets = torch.full((len(chosen), 10), config.label_smoothing / 10)
@@ -101,6 +104,14 @@ def test_every_setting_of_the_step_means_what_plain_pytorch_means(flags):
     for name, tensor in weights("run").items():
         # a unit at zero may flip
         torch.testing.assert_close(tensor, model[name], rtol=1e-3, atol=5e-5)
+
+
+def test_the_auxiliary_heads_of_googlenet_are_trained_as_in_a_plain_loop():
+    flags = words("--model googlenet --max_train_samples 16 --global_batch_size 16 --max_steps 2")
+    flags += ["--model_args", "{dropout: 0, dropout_aux: 0}", *words("--lr 0.01 --report false")]
+    train_run(1, "run", *DIGITS, *flags)
+    found = [record["loss"] for record in records("run", "train")]
+    assert found == pytest.approx(plain_losses(*flags)[0], rel=1e-4)
 
 
 @pytest.mark.full
