@@ -111,7 +111,9 @@ def test_the_auxiliary_heads_of_googlenet_are_trained_as_in_a_plain_loop():
     flags += ["--model_args", "{dropout: 0, dropout_aux: 0}", *words("--lr 0.01 --report false")]
     train_run(1, "run", *DIGITS, *flags)
     found = [record["loss"] for record in records("run", "train")]
-    assert found == pytest.approx(plain_losses(*flags)[0], rel=1e-4)
+    # batch normalisation makes rounding errors larger: another order of the images changes the
+    # second loss by 0.3 %
+    assert found == pytest.approx(plain_losses(*flags)[0], rel=0.01)
 
 
 @pytest.mark.full
