@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.make_data import image_folder
 from helpers.training_runs import ROOT, start
+from helpers.waiting import PATIENCE
 
 BOOK = ROOT / "notebooks/gpu.ipynb"
 CELLS = [cell for cell in json.loads(BOOK.read_text())["cells"] if cell["cell_type"] == "code"]
@@ -38,7 +39,8 @@ def test_the_cells_run_on_two_cpu_processes_and_the_table_has_its_digest():
     image_folder("pictures", {"a": 30, "b": 30}, size=(32, 32))
     Path("cells.py").write_text("\n\n".join("".join(cell["source"]) for cell in CELLS))
     env = {"LOCKSTEP": str(ROOT), "LOCKSTEP_FLAGS": SMALL, "LOCKSTEP_CHECKS": "--list"}
-    code, out, err = start(Path(sys.executable).name, "cells.py", HF_HUB_OFFLINE="1", **env)
+    python = Path(sys.executable).name
+    code, out, err = start(python, "cells.py", seconds=6 * PATIENCE, HF_HUB_OFFLINE="1", **env)
     assert code == 0, out + err
     assert "git clone" not in out and out.count("the same bits\n") == 10
     report = Path("report.md").read_text()

@@ -100,7 +100,8 @@ def test_features_on_the_device_are_those_of_the_view_of_each_sample(images, mon
             again = 0 if part.occurrences is None else part.occurrences
             views = (part.epoch + again + 0 * part.indices) % 3
             assert np.array_equal(batch.images, values[views, part.indices])
-            assert batch.images.storage_offset() * 4 % 256 == 0  # else bits would depend on the group
+            # otherwise bits would depend on the group
+            assert batch.images.storage_offset() * 4 % 256 == 0
             assert np.array_equal(batch.labels, images.labels[part.indices])
 
 
