@@ -32,7 +32,7 @@ from utils.training.run import Run
 
 TIMES = {"seconds", "images_per_second", "data_wait", "computing", "waiting"}
 WITH_TIMES = "state.json", "manifest.json"
-PHOTOS = words("--data photos --model timm/test_resnet --image_size 48 --num_workers 1 --flip")
+PHOTOS = words("--data photos --model timm/test_resnet --image_size 104 --num_workers 1 --flip")
 PHOTOS += words("--threads 1 --global_batch_size 16 --max_steps 8 --eval_fraction 0.2 --lr 0.05")
 PHOTOS += words("--ema_decay 0.5 --log_every 1 --eval_every 4 --save_every 3 --channels_last false")
 PHOTOS += ["--model_args", "{drop_rate: 0.5}"]
@@ -74,7 +74,7 @@ def _train_with_nothing_left(flags: list[str]) -> int:
     "environment, processes", [({}, 2), full({}, 1), full(FSDP, 2), full(COMPILED, 1)]
 )
 def test_each_run_is_bit_identical_to_one_trained_alone(environment, processes, monkeypatch):
-    image_folder("photos", {"a": 30, "b": 30}, (120, 100), "jpeg")
+    image_folder("photos", {"a": 30, "b": 30}, (130, 120), "jpeg")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     flags = [*PHOTOS, *words("--run_name run --seeds 7,3")]
