@@ -33,8 +33,9 @@ from utils.training.run import Run
 TIMES = {"seconds", "images_per_second", "data_wait", "computing", "waiting"}
 WITH_TIMES = "state.json", "manifest.json"
 PHOTOS = words("--data photos --model timm/test_resnet --image_size 104 --num_workers 1 --flip")
-PHOTOS += words("--threads 1 --global_batch_size 16 --max_steps 8 --eval_fraction 0.2 --lr 0.05")
-PHOTOS += words("--ema_decay 0.5 --log_every 1 --eval_every 4 --save_every 3 --channels_last false")
+PHOTOS += words("--threads 1 --report false --global_batch_size 16 --max_steps 8 --lr 0.05")
+PHOTOS += words("--eval_fraction 0.2 --ema_decay 0.5 --log_every 1 --eval_every 4 --save_every 3")
+PHOTOS += words("--channels_last false")
 PHOTOS += ["--model_args", "{drop_rate: 0.5}"]
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 COMPILED = {"ACCELERATE_DYNAMO_BACKEND": "aot_eager"}
@@ -73,15 +74,14 @@ def _train_with_nothing_left(flags: list[str]) -> int:
 @pytest.mark.parametrize(
     "environment, processes", [({}, 2), full({}, 1), full(FSDP, 2), full(COMPILED, 1)]
 )
-def test_each_run_is_bit_identical_to_one_trained_alone(environment, processes, monkeypatch):
+def test_a_later_run_is_bit_identical_to_one_trained_alone(environment, processes, monkeypatch):
     image_folder("photos", {"a": 30, "b": 30}, (130, 120), "jpeg")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     flags = [*PHOTOS, *words("--run_name run --seeds 7,3")]
     graphs = returned(processes, _train_with_nothing_left, flags)
     assert all(graphs) == (environment == COMPILED)
-    for seed in ("7", "3"):
-        check_alone(processes, seed, *PHOTOS)
+    check_alone(processes, "3", *PHOTOS)
 
 
 def _signal_rank_1(name: str, flags: list[str]) -> None:
