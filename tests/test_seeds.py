@@ -72,7 +72,7 @@ def _train_with_nothing_left(flags: list[str]) -> int:
 
 
 @pytest.mark.parametrize(
-    "environment, processes", [({}, 2), full({}, 1), full(FSDP, 2), full(COMPILED, 1)]
+    "environment, processes", [({}, 1), full({}, 2), full(FSDP, 2), full(COMPILED, 1)]
 )
 def test_a_later_run_is_bit_identical_to_one_trained_alone(environment, processes, monkeypatch):
     image_folder("photos", {"a": 30, "b": 30}, (130, 120), "jpeg")
