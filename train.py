@@ -31,6 +31,7 @@ from utils.ranks.accelerator import make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import EXIT_RESUME, Stopping
+from utils.report.seeds import in_turn
 from utils.report.writing import report_training
 from utils.runs.checkpoint import CheckpointManager
 from utils.runs.loading import make_average
@@ -64,27 +65,32 @@ from utils.training.sharding import get_ready_to_shard
 
 
 def main(argv: Sequence[str] | None = None) -> dict | None:
-    """Train and return the last evaluation. Exits with code 75 if the run was stopped early."""
+    """Train and return the last evaluation. Exits with code 75 if a run was stopped early."""
     guard_output()
     config, given = parse_given(TrainConfig, "train.py", argv, TABLES)
     command = typed_command(argv)
-    with (
-        distributed_session("train.py", config) as ranks,
-        Stopping(ranks) as stopping,
-    ):
-        check_settings(config, ranks)  # these errors are reported before the processes connect
+    if config.seeds:
+        given.add("seed")
+    with distributed_session("train.py", config) as ranks, Stopping(ranks) as stopping:
+        for each in config.runs:
+            check_settings(each, ranks)  # these errors are reported before the processes connect
         ranks.join()
-        run = build(trial(config), ranks, stopping, given)
-        log_start(run)
-        if config.dry_run:
-            dry_run(run, train_update)
-            return None
-        stopping.defer_signals()
-        with gc_frozen(), make_profiler(run) as profiler:
-            result = train(run, profiler)
-        if result is None:  # the run was complete; a page may be missing
-            report_training(run)
-        stopped = log_end(run, result, command)
+        for each in in_turn(config, ranks, stopping):  # with --seeds there are several
+            run = build(trial(each), ranks, stopping, given)
+            if not (config.seeds and run.is_complete):  # a finished one is left alone
+                log_start(run)
+            if config.dry_run:
+                dry_run(run, train_update)
+                return None
+            stopping.defer_signals()
+            with gc_frozen(), make_profiler(run) as profiler:
+                result = train(run, profiler)
+            if result is None:  # the run was complete; a page may be missing
+                report_training(run)
+            stopped = log_end(run, result, command, config.run_name)
+            if stopped:
+                break
+            del run, profiler  # nothing of it is in memory beside the next one
     if stopped:
         exit_with(EXIT_RESUME)
     return result

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from helpers.ranks import returned
 from helpers.training_runs import ROOT
 from torch import nn
@@ -89,6 +90,17 @@ def places_of_batches() -> None:
     assert returned(1, places) == [["meta", "cpu"]]
 
 
+def states_of_accelerate() -> None:
+    """Else a run after another one in the same process is not compiled, or not sharded."""
+
+    def precisions() -> list[str]:
+        found = [Accelerator(cpu=True, mixed_precision="bf16").mixed_precision]
+        AcceleratorState._reset_state(True)
+        return [*found, Accelerator(cpu=True, mixed_precision="no").mixed_precision]
+
+    assert returned(1, precisions) == [["bf16", "no"]]
+
+
 def replaced_forwards() -> None:
     """Else cached features and --grad_checkpointing compute the whole model as it was."""
     layer = nn.Identity()
@@ -104,6 +116,7 @@ CASES = {
     operations_of_policies: "_AUGMENTATION_SPACE _fill _apply_image_or_video_transform",
     ends_of_workers: "_MultiProcessingDataLoaderIter _clean_up_worker",
     places_of_batches: "",  # attributes that others read
+    states_of_accelerate: "_reset_state",
     replaced_forwards: "",
 }
 

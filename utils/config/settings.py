@@ -7,7 +7,7 @@ recipe are in `recipe.py`.
 
 import os
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, Literal
 
 from utils.config.bounds import (
@@ -62,6 +62,11 @@ def _can_name_a_folder(name: str) -> bool:
 
 
 _RUN_NAME = Bound("a plain name of at most 200 bytes, such as mnist-1", _can_name_a_folder)
+
+
+_SEVERAL = Bound("several seeds, each once", lambda seeds: 1 < len(seeds) == len(set(seeds)))
+# more were probably meant for --seed
+Seeds = Annotated[int, at_least(2), at_most(1000)] | Annotated[list[NonNegativeInt], _SEVERAL]
 
 
 _PLACE = Bound(
@@ -137,6 +142,9 @@ class BasicSettings:
     """Learning rate schedule."""
     seed: Annotated[int, at_least(-(2**63) + 1), at_most(2**63 - 1)] = 0
     """Seed of the initial weights, sample order, augmentation, dropout and hold-out."""
+    seeds: OneStart[Seeds | None] = None
+    """Train one run for each seed, in turn: 5 for 0 to 4, or a list such as 3,7,11. The run folders
+    are RUN_NAME-seed3 and so on."""
 
 
 @dataclass
@@ -289,6 +297,7 @@ class TrainConfig(
         exclude(self, "eval_split", "eval_fraction", "fold", "group_by")
         exclude(self, "fold", "eval_fraction")
         exclude(self, "pretrained", "init_from")
+        exclude(self, "seeds", "seed")
         exclude(self, "sync_batchnorm", "grad_checkpointing")
         # These change the bits of the microbatches.
         exclude(self, "microbatches", "batch_size", "grad_accum", "sync_batchnorm", "comm_hook")
@@ -297,6 +306,21 @@ class TrainConfig(
         self.optimizer = (self.optimizer or default).lower()  # upper and lower case are the same
         named = self.resume != "auto" or self.run_name is not None
         require(named, "--resume auto needs --run_name", "give the name of the run to resume")
+        if self.seeds:
+            require(self.run_name, "--seeds needs --run_name", "give a name for all runs")
+            problem = f"--seeds and --resume {self.resume} cannot be used together"
+            require(self.resume in (None, "auto"), problem, "use --resume auto, or --seed")
+
+    @property
+    def runs(self) -> list["TrainConfig"]:
+        """The settings of each run of this launch."""
+        if self.seeds is None:
+            return [self]
+        seeds = range(self.seeds) if isinstance(self.seeds, int) else self.seeds
+        return [
+            replace(self, seeds=None, seed=seed, run_name=f"{self.run_name}-seed{seed}")
+            for seed in seeds
+        ]
 
     @property
     def fine_tunes(self) -> bool:

@@ -17,6 +17,7 @@ from accelerate.utils import (
     ProjectConfiguration,
     patch_environment,
 )
+from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -79,6 +80,15 @@ def has_native_bf16(device: torch.device) -> bool:
     # older versions of PyTorch lack it
     capabilities: dict = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def leave_run() -> None:
+    """Free the memory of a run that has ended, so that another one in this process is as in a new
+    process.
+    """
+    AcceleratorState._reset_state(True)  # it keeps what FSDP and the compiler have changed
+    torch.compiler.reset()  # after eight models, PyTorch would stop compiling
+    clear_device_cache(garbage_collection=True)
 
 
 def make_accelerator(ranks: Ranks, config: TrainConfig) -> Accelerator:

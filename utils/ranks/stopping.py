@@ -50,6 +50,14 @@ class Stopping:
                 number, signal.SIG_IGN if self.agreed and number != signal.SIGINT else handler
             )
 
+    def begin_run(self) -> None:
+        """Before another run of this launch: end it if a signal has come, or when one comes, until
+        `defer_signals`; collective.
+        """
+        self._training = False
+        if self._ranks.any_rank(self.agreed or bool(self.request)):
+            raise Interrupted(self._signal or signal.SIGTERM)
+
     def defer_signals(self) -> None:
         """From now on, a stopped run finishes its update and saves before it exits."""
         self._training = True

@@ -53,7 +53,7 @@ def report_training(run: Run, result: Mapping | None = None) -> None:
     if run.ranks.is_main and result and found and state.best_step in (None, state.step):
         with warned(), whole_file(stored) as file:
             np.savez(file, step=state.step, **found._asdict())
-    if run.ended and not state.owes_evaluation:
+    if run.is_complete:
         with run.ranks.agree("writing report.html", no_timeout=True):
             if run.ranks.is_main:
                 with warned():

@@ -145,7 +145,7 @@ class CheckpointManager:
                 else:
                     write_file(self.folder / _ORIGIN, bytes(saved.path.absolute()))
         # after a restart, its own checkpoints come before that of --resume
-        self.ranks.store_set("started", "yes")
+        self.ranks.store_set(f"started-{self.config.run_name}", "yes")
         return self.folder
 
     @contextmanager
@@ -234,7 +234,7 @@ class CheckpointManager:
         config = self.config
         checkpoint = None
         begun = None
-        before = self.ranks.store_get("run-folder")
+        before = self.ranks.store_get(f"run-folder-{self.config.run_name}")
         path = Path(before) if before else None
         if path is None:
             check_run_folder(config, connected=True)
@@ -245,7 +245,9 @@ class CheckpointManager:
             if not path.exists():
                 print(f"{path} does not exist; starting a new run")
             self._lock(path)
-            if config.resume == "auto" or (before and self.ranks.store_get("started")):
+            if config.resume == "auto" or (
+                before and self.ranks.store_get(f"started-{self.config.run_name}")
+            ):
                 checkpoint = newest_good(path)
                 if checkpoint is None:
                     checkpoint, begun = _beginning(path)
@@ -269,7 +271,7 @@ class CheckpointManager:
         self._locked = lock(path, _ORPHANS_EXIT_WITHIN)
         clean_up(path / "checkpoints")
         clean_up(path)
-        self.ranks.store_set("run-folder", str(path.absolute()))
+        self.ranks.store_set(f"run-folder-{self.config.run_name}", str(path.absolute()))
         return path
 
 

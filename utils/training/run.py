@@ -89,6 +89,11 @@ class Run:
         self.meter = Meter(task, device, state.since_log, ranks.is_main, self.optimizer)
 
     @property
+    def is_complete(self) -> bool:
+        """Whether neither updates nor an evaluation remain to be done."""
+        return bool(self.ended) and not self.state.owes_evaluation
+
+    @property
     def ended(self) -> str:
         """The setting that has ended training after update `state.step`; empty if updates remain.
 
@@ -214,16 +219,16 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
     return [(name, text) for name, text in rows if text]
 
 
-def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
+def log_end(run: Run, result: dict | None, command: Sequence[str], name: str | None) -> bool:
     """Print the result and the next command; returns whether updates or an evaluation remain to be
     done.
 
-    `command` is the command that started the run.
+    `command` is the command that started the run, and `name` its --run_name.
     """
     state = run.state
     config = run.config
     folder = run.folder
-    done = bool(run.ended) and not state.owes_evaluation
+    done = run.is_complete
     if done:
         if state.step < run.updates:
             run.log.write("end", step=state.step, reason=run.ended, seconds=state.seconds)
@@ -241,7 +246,9 @@ def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
     else:
         reason = run.stopping.request or "another rank was asked to stop"
         title = f"Stopped after update {state.step} of {run.updates} ({reason})"
-        following = f"resume with: {resume_command(command, config.output_dir, folder.name)}"
+        following = (
+            f"resume with: {resume_command(command, config.output_dir, name or folder.name)}"
+        )
         if run.ranks.topology.local_rank == 0:  # each machine has its own launcher
             inform_launcher(f"{title}\n{following}")
     say(f"{table(title, result_rows(run, result, done))}\n{following}")

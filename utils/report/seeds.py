@@ -1,0 +1,43 @@
+"""The runs of a launch with --seeds, one after the other, and the table of their results."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from utils.config.settings import TrainConfig
+from utils.console import say, table
+from utils.files import expand
+from utils.ranks.accelerator import leave_run
+from utils.ranks.ranks import Ranks
+from utils.ranks.stopping import Stopping
+from utils.report.page import read_run
+
+
+def in_turn(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Iterator[TrainConfig]:
+    """The settings of each run of a launch. If there are several, frees the memory of each, and
+    prints their results at the end; collective.
+    """
+    yield config.runs[0]
+    for each in config.runs[1:]:
+        stopping.begin_run()
+        leave_run()
+        yield each
+    if config.seeds:
+        with ranks.agree("reading the results"):
+            if ranks.is_main:
+                say(results(config))
+
+
+def results(config: TrainConfig) -> str:
+    """A table of the best and the last evaluation of each run, with their mean and standard
+    deviation.
+    """
+    runs = [read_run(expand(f"{each.output_dir}/{each.run_name}"), False) for each in config.runs]
+    metric = runs[0]["metric"]
+    found = [[run["best"].get(metric), run["eval"][-1].get(metric)] for run in runs]
+    values = np.array(found, float)  # NaN if a metric is undefined
+    rows = {f"seed {each.seed}": row for each, row in zip(config.runs, values, strict=True)}
+    rows["mean"] = values.mean(0)
+    rows["standard deviation"] = values.std(0, ddof=1)
+    lines = [(name, "best {:.4f}, last {:.4f}".format(*row)) for name, row in rows.items()]
+    return table(f"{metric} of {len(runs)} seeds", lines)
