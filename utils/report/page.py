@@ -53,8 +53,8 @@ _FROM_ZERO = ("images_per_second", "data_wait", "gpu_memory")  # else small chan
 def write_page(
     folders: Sequence[Path], out: Path, images: bool = True, compared: Mapping | None = None
 ) -> None:
-    """Write the page of these run folders, with their comparison (pairs.py) if there is one. Raises ValueError or OSError if one of them is not the
-    folder of a run.
+    """Write the page of these run folders, with their comparison (pairs.py) if there is one. Raises
+    ValueError or OSError if one of them is not the folder of a run.
 
     Runs with the same --best_metric are sorted by the value of their best checkpoint. If folders
     have the same name, all are numbered.

@@ -53,19 +53,21 @@ def _compare(groups: list[list[Path]]) -> dict:
     config = read_config(folders[0] / "config.yaml")
     _, task = make_task(config, runs[0].classes.tolist(), None)
     one, other = np.split(_values(runs, task), 2)
-    scale = 100 if task.higher_is_better else -1
-    samples = np.sign(scale) * (other - one)
+    scale, unit = 1, task.metric
+    samples = one - other
+    if task.higher_is_better:
+        scale, unit = 100, f"points of {task.metric}"
+        samples = other - one
     mean, half, used, needed = compare(samples, len(runs[0].images))
-    names = [run.name.removesuffix(f"-seed{seeds[0]}") for run in (folders[0], folders[len(seeds)])]
-    size, low, high = (number(abs(scale) * (abs(mean) + side * half)) for side in (0, -1, 1))
-    unit = f"points of {task.metric}" if scale > 1 else task.metric
+    names = [run.name.removesuffix(f"-seed{seeds[0]}") for run in folders[:: len(seeds)]]
+    size, low, high = (number(scale * (abs(mean) + side * half)) for side in (0, -1, 1))
     text = f"{names[int(mean > 0)]} is better by {size} {unit} (95 % interval {low} to {high})"
     if abs(mean) < half:
         needed = f"about {needed} would be needed for a difference of this size"
         text = f"{used} cannot tell {names[0]} and {names[1]} apart: {text}; {needed}"
     lines = [text]
-    if left := ends[0].keys() ^ ends[1]:
-        lines.append(f"only one of them has the seeds {', '.join(sorted(left))}, which are left out")
+    if left := sorted(ends[0].keys() ^ ends[1]):
+        lines.append(f"only one of them has the seeds {', '.join(left)}, which are left out")
     if task.metric == "accuracy" and not several:
         wins, differ = np.sum(samples > 0), np.count_nonzero(samples)
         chance = number(binomtest(wins, max(1, differ)).pvalue)
@@ -73,11 +75,11 @@ def _compare(groups: list[list[Path]]) -> dict:
             f"McNemar's exact test: p = {chance}; {names[1]} is right on {wins} of the {differ} "
             "images on which only one of them is; other seeds may give another result"
         )
-    own = dict(zip(seeds, abs(scale) * np.nanmean(samples, 1), strict=True))
-    whole = {"mean": abs(scale) * mean, "half": abs(scale) * half, "unit": unit, "own": own}
-    # images that only one of the first pair has right
-    first, second = (run.values[:, 1:2] for run in (runs[0], runs[len(seeds)]))
-    return {"lines": lines, "names": names, "differ": np.flatnonzero(first != second), **whole}
+    # of the first pair: only one of them is right
+    differ = np.flatnonzero(runs[0].values[:, 1:2] != runs[len(seeds)].values[:, 1:2])
+    own = dict(zip(seeds, np.nanmean(samples, 1), strict=True))
+    drawn = {"mean": mean, "half": half, "scale": scale, "unit": unit, "own": own}
+    return {"lines": lines, "names": names, "differ": differ, **drawn}
 
 
 def _values(runs: list, task: Task) -> np.ndarray:
