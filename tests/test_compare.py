@@ -71,7 +71,7 @@ def test_with_the_number_that_is_said_80_percent_are_found(seeds, mean, scales):
 
 
 def test_the_variance_is_that_of_an_analysis_of_variance_of_two_random_factors():
-    samples = normal(np.random.default_rng(0), 4, 50, 0.3, (0.3, 1, 1))
+    samples = normal(np.random.default_rng(0), 4, 50, 0.3, (1, 2, 1))
     rows = pandas.DataFrame(samples).stack().rename_axis(["seed", "image"]).rename("d")
     squares = anova_lm(ols("d ~ C(seed) + C(image)", rows.reset_index()).fit())["mean_sq"]
     of_seeds, of_images = squares["C(seed)"], squares["C(image)"] - squares["Residual"]
@@ -84,7 +84,8 @@ def test_the_variance_is_that_of_an_analysis_of_variance_of_two_random_factors()
 def test_seeds_with_other_images_are_independent():
     samples = np.full((3, 90), np.nan)
     for seed in range(3):
-        samples[seed, 30 * seed : 30 * seed + 30] = np.random.default_rng(seed).normal(size=30)
+        own = np.random.default_rng(seed).normal(seed, size=30)
+        samples[seed, 30 * seed : 30 * seed + 30] = own
     low, high = ttest_1samp(np.nanmean(samples, 1), 0).confidence_interval()
     assert compare(samples, 30)[1] == pytest.approx((high - low) / 2)
 

@@ -76,10 +76,10 @@ def _compare(groups: list[list[Path]]) -> dict:
             "images on which only one of them is; other seeds may give another result"
         )
     # of the first pair: only one of them is right
-    differ = np.flatnonzero(runs[0].values[:, 1:2] != runs[len(seeds)].values[:, 1:2])
+    flipped = np.flatnonzero(runs[0].values[:, 1:2] != runs[len(seeds)].values[:, 1:2])
     own = dict(zip(seeds, np.nanmean(samples, 1), strict=True))
     drawn = {"mean": mean, "half": half, "scale": scale, "unit": unit, "own": own}
-    return {"lines": lines, "names": names, "differ": differ, **drawn}
+    return {"lines": lines, "names": names, "flipped": flipped, **drawn}
 
 
 def _values(runs: list, task: Task) -> np.ndarray:
