@@ -19,7 +19,7 @@ from utils.report.writing import FOLD
 from utils.runs.log import read_log
 
 
-def join(folders: list[Path], out: Path, images: bool) -> None:
+def join(groups: list[list[Path]], out: Path, images: bool) -> None:
     """Write the predictions of these runs, and print the accuracy. For image files with one class
     each, also write review.csv, the least likely labels first, and a page of these images.
 
@@ -28,7 +28,7 @@ def join(folders: list[Path], out: Path, images: bool) -> None:
     check_table_file("--out", out)
     review = out.with_name("review.csv")
     require(out != review, "--out review.csv is the list of labels to check", "use another name")
-    table = _read(folders)
+    table = _read(sum(groups, []))
     right = table["predicted"] == table["label"]
     share = right.mean()
     # Wilson's interval, for as many single images as give the same variance as the groups (Korn

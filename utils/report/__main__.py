@@ -13,18 +13,22 @@ from utils.config.plugin import load_plugin
 from utils.errors import USER_ERRORS, UserError
 from utils.files import check_output_file, expand
 from utils.launch.exits import exit_with_error
-from utils.report.page import PAGE, write_page
+from utils.report.page import PAGE
+from utils.report.pairs import find_runs, write_groups
 from utils.runs.log import check_log
 
 
-def main(argv: Sequence[str] | None = None, write=write_page, name="report") -> None:
-    """Write the page, or call another `write(folders, out, images)`; print where the result is."""
+def main(argv: Sequence[str] | None = None, write=write_groups, name="report") -> None:
+    """Write the page, or call another `write(groups, out, images)`; print where the result is."""
     guard_output()
     parser = argparse.ArgumentParser(
         f"python -m utils.{name}", description="Write a file about one or several runs."
     )
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="run folder; several are compared on one page"
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="run folder, or NAME of NAME-seed0, NAME-seed1, ...; several are compared on one page",
     )
     parser.add_argument(
         "--out", help=f"file to write (default: {PAGE} in the run folder; needed for several runs)"
@@ -32,7 +36,8 @@ def main(argv: Sequence[str] | None = None, write=write_page, name="report") -> 
     parser.add_argument("--no_images", action="store_true", help="leave out all pictures")
     parser.add_argument("--plugin", metavar="FILE", help="plug-in that the runs were made with")
     flags = parser.parse_args(argv)
-    folders = [expand(run) for run in flags.runs]
+    groups = [find_runs(expand(run)) for run in flags.runs]
+    folders = sum(groups, [])
     out = expand(flags.out) if flags.out else folders[0] / PAGE
     try:
         require(flags.out or len(folders) == 1, "--out is missing", "name the file of the page")
@@ -42,7 +47,7 @@ def main(argv: Sequence[str] | None = None, write=write_page, name="report") -> 
             load_plugin(flags.plugin)
         for folder in folders:
             check_log(folder)
-        write(folders, out, images=not flags.no_images)
+        write(groups, out, images=not flags.no_images)
     except Exception as error:
         if not isinstance(error, USER_ERRORS):
             problem = f"a file of the run has unknown contents: {error!r}"

@@ -40,29 +40,40 @@ def intervals(found: Predictions, task: Task) -> dict[str, tuple[float, float]]:
     over resamples, which are always the same. A metric that is NaN or infinite in all resamples has
     no interval; nor has one whose interval is a single point.
     """
-    samples = len(found.indices)
-    drawn = defaultdict(list)
     ranks = task.cut is not None and (
         task.outputs <= _MOST_OUTPUTS and found.scores.size <= _MOST_SCORES
     )
-    # The more work, the fewer resamples.
-    resamples = 100 if ranks else min(max(10**7 // found.values.size, 100), 1000)
-    random = np.random.default_rng(0)
-    for _ in range(resamples):
-        rows = random.integers(samples, size=samples)
-        sums = found.values[rows].sum(0, dtype=np.float64).tolist()
-        metrics = task.summary(dict(zip(task.evaluation, sums, strict=True)), samples)
-        if ranks:
-            metrics |= task.metrics(found.scores[rows], found.labels[rows])
-        for name, value in metrics.items():
-            if isinstance(value, float) and math.isfinite(value):
-                drawn[name].append(value)
-    bounds = {name: np.percentile(each, (2.5, 97.5)).tolist() for name, each in drawn.items()}
+    drawn = resample(found, task, ranks)
+    bounds = {name: np.percentile(each[1:], (2.5, 97.5)).tolist() for name, each in drawn.items()}
     # The first value is the loss.
     for name, values in zip(task.evaluation[1:], found.values.T[1:], strict=True):
         if name in bounds and np.isin(values, (0, 1)).all():
-            bounds[name] = interval_of_share(float(values.mean()), samples)
+            bounds[name] = interval_of_share(float(values.mean()), len(values))
     return {name: (low, high) for name, (low, high) in bounds.items() if low < high}
+
+
+def resample(found: Predictions, task: Task, ranks: bool) -> dict[str, list[float]]:
+    """The metrics of all images, then of resamples; with `ranks`, also those of all predictions.
+
+    The resamples are always the same, so those of two runs on the same images are paired.
+    """
+    samples = len(found.indices)
+    drawn = defaultdict(list)
+    predicted = found.top[:, 0] if task.cut is None else found.scores
+    # The more work, the fewer resamples.
+    resamples = 100 if ranks else min(max(10**7 // found.values.size, 100), 1000)
+    random = np.random.default_rng(0)
+    rows = np.arange(samples)
+    for _ in range(resamples + 1):
+        sums = found.values[rows].sum(0, dtype=np.float64).tolist()
+        metrics = task.summary(dict(zip(task.evaluation, sums, strict=True)), samples)
+        if ranks:
+            metrics |= task.metrics(predicted[rows], found.labels[rows])
+        for name, value in metrics.items():
+            if isinstance(value, float) and math.isfinite(value):
+                drawn[name].append(value)
+        rows = random.integers(samples, size=samples)
+    return drawn
 
 
 def interval_of_share(share: float, count: int) -> tuple[float, float]:

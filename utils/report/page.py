@@ -28,6 +28,7 @@ from utils.training.summary import FEW
 
 PAGE = "report.html"
 ANALYSIS = "report.json"
+PREDICTIONS = "predictions.npz"  # of the same evaluation
 LEFT, RIGHT, TOP, BOTTOM = 52, 468, 10, 224  # of the plot in a chart, as in page.html
 # The styles of lines by their labels: CSS classes of page.html.
 _STYLES = {
@@ -49,9 +50,11 @@ _OTHERS = {
 _FROM_ZERO = ("images_per_second", "data_wait", "gpu_memory")  # else small changes would look large
 
 
-def write_page(folders: Sequence[Path], out: Path, images: bool = True) -> None:
-    """Write the page of these run folders. Raises ValueError or OSError if one of them is not the
-    folder of a run.
+def write_page(
+    folders: Sequence[Path], out: Path, images: bool = True, compared: Mapping | None = None
+) -> None:
+    """Write the page of these run folders, with their comparison (pairs.py) if there is one. Raises
+    ValueError or OSError if one of them is not the folder of a run.
 
     Runs with the same --best_metric are sorted by the value of their best checkpoint. If folders
     have the same name, all are numbered.
@@ -64,7 +67,8 @@ def write_page(folders: Sequence[Path], out: Path, images: bool = True) -> None:
         runs.sort(key=itemgetter("rank"))
     words = {name: word for run in runs for name, word in run["shown"].items()}
     rows = {"settings": settings_of(runs), "metrics": metrics_of(runs, words), "few": FEW}
-    write_file(out, render("page.html", runs=runs, charts=charts(runs, words), **rows))
+    rows |= {"charts": charts(runs, words), "compared": compared}
+    write_file(out, render("page.html", runs=runs, **rows))
 
 
 def settings_of(runs: Sequence[dict]) -> dict[str, list[str]]:
@@ -80,8 +84,9 @@ def settings_of(runs: Sequence[dict]) -> dict[str, list[str]]:
 def metrics_of(runs: Sequence[dict], words: dict[str, str]) -> dict[str, str]:
     """The metrics of the evaluations of the runs, with their names on the page."""
     pairs = [pair for run in runs for pair in run["evaluation"].items() if pair[0] not in _TIMES]
-    found = {name: name.replace("_", " ") for name, v in pairs if isinstance(v, float | None)}
-    return {name: words.get(name, found[name]) for name in words | found if name in found}
+    found = [name for name, value in pairs if isinstance(value, float | None)]
+    names = [*words, *found]
+    return {name: words.get(name, name.replace("_", " ")) for name in names if name in found}
 
 
 def charts(runs: Sequence[dict], words: dict[str, str]) -> list[dict]:
@@ -224,8 +229,7 @@ def best_evaluation(records: Sequence[dict], metric: str, highest: bool) -> dict
     of_step = {record["step"]: record for record in records}
     known = [record for record in of_step.values() if record.get(metric) is not None]
     choose = max if highest else min
-    last = records[-1] if records else {}
-    return choose(known, key=itemgetter(metric), default=last)
+    return choose(known, key=itemgetter(metric), default=[{}, *records][-1])
 
 
 def read_analysis(folder: Path) -> dict:

@@ -21,6 +21,7 @@ from utils.report.html import thumbnail
 from utils.report.page import (
     ANALYSIS,
     PAGE,
+    PREDICTIONS,
     read_analysis,
     read_run,
     without_places,
@@ -110,7 +111,7 @@ def write_report(
     record: Mapping,
     common: str | None = None,
 ) -> None:
-    """Store the analysis of an evaluation in report.json, then write the page.
+    """Store an evaluation in predictions.npz and report.json, then write the page.
 
     `record` has the metrics and the origin of the evaluation. `common` is the most frequent class
     of the training images. If it is None, the class of the older analysis is used, if there is one.
@@ -126,6 +127,10 @@ def write_report(
             share = float((found.labels == names.index(common)).mean())
             analysis["always"] = {"class": common, "accuracy": share}
         analysis["record"] = without_places(finite(record))
+        with whole_file(folder / PREDICTIONS) as file:
+            origin = fingerprint_of(split.label_fingerprint, split.content, *names)
+            kept = {"images": split.image_index[found.indices], "classes": names, "origin": origin}
+            np.savez(file, **kept, **found._asdict())
         write_file(folder / ANALYSIS, json.dumps(analysis, allow_nan=False))
     write_page([folder], folder / PAGE)
 

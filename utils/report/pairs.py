@@ -1,0 +1,95 @@
+"""Pair two runs, or two groups of runs with several seeds, by seed and by evaluation image."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pandas
+from scipy.stats import binomtest
+
+from utils.config.cli import read_config
+from utils.console import progress
+from utils.report.analysis import resample
+from utils.report.compare import compare
+from utils.report.html import number
+from utils.report.page import PREDICTIONS, write_page
+from utils.tasks.table import make_task
+from utils.tasks.task import Task
+
+
+def find_runs(given: Path) -> list[Path]:
+    """The folder of a run; if there is none, those of its seeds: NAME-seed0, NAME-seed3, ..."""
+    seeds = sorted(given.parent.glob(f"{given.name}-seed*"))
+    return [given] if given.exists() or not seeds else seeds
+
+
+def write_groups(groups: list[list[Path]], out: Path, images: bool) -> None:
+    """Write the page of these runs. Two runs, or two groups, are compared; prints the result.
+
+    The rest of the page of two groups is that of the first run of each.
+    """
+    compared = {}
+    if len(groups) == 2:
+        compared = _compare(groups)
+        print(*compared["lines"], sep="\n")
+        groups = [runs[:1] for runs in groups]
+    write_page(sum(groups, []), out, images, compared)
+
+
+def _compare(groups: list[list[Path]]) -> dict:
+    """The values of page.html that compare two groups; `lines` are the result in words."""
+    several = len(sum(groups, [])) > 2
+    ends = [{run.name.rpartition("-seed")[2] * several: run for run in runs} for runs in groups]
+    seeds = [seed for seed in ends[0] if seed in ends[1]]
+    folders = [own[seed] for own in ends for seed in seeds]
+    files = [folder / PREDICTIONS for folder in folders]
+    if absent := [str(file) for file in files if not file.is_file()]:
+        return {"lines": [f"not compared: no {absent[0]}; run eval.py --ckpt RUN to write it"]}
+    runs = [SimpleNamespace(**np.load(file)) for file in files]
+    origins = [str(run.origin) for run in runs]
+    if not seeds or origins[: len(seeds)] != origins[len(seeds) :]:
+        problem = "no seed in common, or other evaluated images or labels"
+        return {"lines": [f"not compared: {problem}; train or evaluate both in the same way"]}
+    config = read_config(folders[0] / "config.yaml")
+    _, task = make_task(config, runs[0].classes.tolist(), None)
+    one, other = np.split(_values(runs, task), 2)
+    scale, unit = 1, task.metric
+    samples = one - other
+    if task.higher_is_better:
+        scale, unit = 100, f"points of {task.metric}"
+        samples = other - one
+    mean, half, used, needed = compare(samples, len(runs[0].images))
+    names = [run.name.removesuffix(f"-seed{seeds[0]}") for run in folders[:: len(seeds)]]
+    size, low, high = (number(scale * (abs(mean) + side * half)) for side in (0, -1, 1))
+    text = f"{names[int(mean > 0)]} is better by {size} {unit} (95 % interval {low} to {high})"
+    if abs(mean) < half:
+        needed = f"about {needed} would be needed for a difference of this size"
+        text = f"{used} cannot tell {names[0]} and {names[1]} apart: {text}; {needed}"
+    lines = [text]
+    if left := sorted(ends[0].keys() ^ ends[1]):
+        lines.append(f"only one of them has the seeds {', '.join(left)}, which are left out")
+    if task.metric == "accuracy" and not several:
+        wins, differ = np.sum(samples > 0), np.count_nonzero(samples)
+        chance = number(binomtest(wins, max(1, differ)).pvalue)
+        lines.append(
+            f"McNemar's exact test: p = {chance}; {names[1]} is right on {wins} of the {differ} "
+            "images on which only one of them is; other seeds may give another result"
+        )
+    # of the first pair: only one of them is right
+    flipped = np.flatnonzero(runs[0].values[:, 1:2] != runs[len(seeds)].values[:, 1:2])
+    own = dict(zip(seeds, np.nanmean(samples, 1), strict=True))
+    drawn = {"mean": mean, "half": half, "scale": scale, "unit": unit, "own": own}
+    return {"lines": lines, "names": names, "flipped": flipped, **drawn}
+
+
+def _values(runs: list, task: Task) -> np.ndarray:
+    """The metric by image, float [runs, N], NaN where a run lacks an image; if it is no mean over
+    images, values whose means have the same covariance as those of its bootstrap.
+    """
+    if task.metric in task.evaluation:
+        column = [*task.evaluation].index(task.metric)
+        columns = [pandas.Series(run.values[:, column], run.images) for run in runs]
+        return pandas.concat(columns, axis=1).to_numpy(float).T
+    drawn = [resample(run, task, True)[task.metric] for run in progress("resampling")(runs)]
+    whole, parts = np.split(np.array(drawn), [1], 1)
+    return whole + parts.shape[1] ** 0.5 * (parts - parts.mean(1, keepdims=True))
