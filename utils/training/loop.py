@@ -46,6 +46,7 @@ def synchronise(run: Run, interval: SyncInterval) -> None:
     interval.synced(state.step, seconds)
     state.seconds += seconds
     state.since_log = totals
+    state.digests = state.digests + run.gradients.take_digests()
     run.stopping.agreed = stop
 
 
@@ -77,9 +78,10 @@ def training_record(run: Run) -> dict:
     if (norm := run.meter.grad_norm) is not None:
         record["grad_norm"] = norm.item()  # of the last update; collective with FSDP2
     if run.config.microbatches:
-        record |= times_of_ranks(run, seconds)
+        record |= times_of_ranks(run, seconds) | {"digest": state.digests}
     state.logged_seconds = state.seconds
     state.since_log = {}
+    state.digests = []
     run.meter.reset()
     return record
 
