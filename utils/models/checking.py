@@ -110,34 +110,18 @@ def sum_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     Waits once.
     """
     device = next(iter(tensors.values())).device  # an optimizer may count steps on the host
-    sums = torch.stack([_sum_bits(tensor.detach()).to(device) for tensor in tensors.values()])
+    sums = torch.stack([sum_words(tensor.detach()).to(device) for tensor in tensors.values()])
     return dict(zip(tensors, sums.tolist(), strict=True))
 
 
-def sum_all_bits(tensors: Iterable[Tensor]) -> Tensor:
-    """A sum of the bits of all tensors, weighted by their position, modulo 2**64: int64, on their
-    device.
-
-    Does not wait. There is one copy of the tensors meanwhile: a kernel for each would take longer.
-    """
-    by_type: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        by_type.setdefault(tensor.dtype, []).append(_in_memory(tensor.detach()))
-    total: Any = 0
-    for parts in by_type.values():
-        zeros = parts[0].new_zeros(-sum(map(len, parts)) % 8)  # up to a whole word
-        total = 31 * total + _sum_bits(torch.cat([*parts, zeros]))
-    return total
-
-
-def _in_memory(tensor: Tensor) -> Tensor:
-    """The values of a tensor as they are in memory, which copies nothing."""
-    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-    return tensor.permute(order).reshape(-1)
-
-
-def _sum_bits(tensor: Tensor) -> Tensor:
-    values = _in_memory(tensor).contiguous()
+def sum_words(tensor: Tensor) -> Tensor:
+    """A sum of the bits of a tensor, int64, as `sum_bits` computes it; does not wait."""
+    # The values as they are in memory, which copies nothing.
+    values = (
+        tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+        .reshape(-1)
+        .contiguous()
+    )
     fits = values.nbytes % 8 == values.storage_offset() * values.itemsize % 8 == 0
     words = values.view(torch.int64 if fits else torch.uint8)  # larger words are faster
     end = len(words) // _COLUMNS * _COLUMNS

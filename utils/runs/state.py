@@ -48,8 +48,8 @@ class TrainState:
     `best`, it is kept by a resume in a new run folder."""
     evaluations_since_best: Count = 0
     """Evaluations since `best_value`."""
-    digests: list[str] = field(default_factory=list, metadata={"optional": True})
-    """Those of the updates since the last train record, with --microbatches."""
+    digest: list[str] = field(default_factory=list, metadata={"optional": True})
+    """That of each update since the last train record, with --microbatches."""
 
     @classmethod
     def from_dict(cls, values: Any) -> "TrainState":
