@@ -16,7 +16,7 @@ from utils.output import guard_output  # the first import: see its docstring
 # isort: split
 import math
 import pdb
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -72,20 +72,20 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         ranks.join()
         output = ranks.gather(scratch)[0]
 
-        def again(folder: Path, first: int, last: int, stops: Container[int] = ()) -> Iterator[Run]:
-            config = make_settings(flags, folder, first, output)
+        def begin(folder: Path, update: int) -> Run:
+            config = make_settings(flags, folder, update, output)
             ranks.threads = config.threads or ranks.threads
             torch.set_num_threads(ranks.threads)
             ranks.store_set("run-folder", "")  # this is no restart of an earlier replay
-            run = train.build(config, ranks, stopping, given=None)
-            yield run
-            for _ in recompute(run, iter(run.train_batches), last, stops):
-                yield run
-            run.log.close()
+            return train.build(config, ranks, stopping, given=None)
 
+        if flags.against:
+            compare(flags, begin)
+        if flags.verify:
+            verify(flags, ranks, begin, recompute)
         if not flags.update:
-            return verify(flags, ranks, again) if flags.verify else compare(flags, again)
-        run = next(again(expand(flags.run), flags.update, 0))
+            return None
+        run = begin(expand(flags.run), flags.update)
         for flag, last in (("update", run.updates), ("microbatch", run.plan.microbatches - 1)):
             given = getattr(flags, flag) or 0
             require(given <= last, f"--{flag} {given}: the last one is {last}")
@@ -93,8 +93,8 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         print(f"replaying update {flags.update} of {flags.run} from {start}")
         print(f"updates to compute before it: {flags.update - 1 - run.state.step}")
         batches = iter(run.train_batches)
-        for is_due in recompute(run, batches, flags.update - 1):
-            if is_due:
+        for _ in recompute(run, batches, flags.update - 1):
+            if due_after(run.config, run.state, run.updates).log:
                 train.log(run, "train", training_record(run))
         return show(run, batches, flags)
 
@@ -131,23 +131,16 @@ def make_settings(flags: ReplayConfig, folder: Path, update: int, scratch: str) 
     )
 
 
-def recompute(
-    run: Run, batches: Iterator[Batch], until: int, stops: Container[int] = ()
-) -> Iterator[bool]:
-    """Train up to update `until` as the run did, without evaluations; collective.
-
-    Yields after the updates in `stops`, the last one and those with a train record, whether this is
-    due.
+def recompute(run: Run, batches: Iterator[Batch], until: int) -> Iterator[None]:
+    """Train up to update `until` as the run did, without evaluations; yields after each update;
+    collective.
     """
-    state = run.state
     run.model.train()
-    while state.step < until:
+    while run.state.step < until:
         train.train_update(run, batches)
         run.log.advance()
-        is_due = due_after(run.config, state, run.updates).log
-        if is_due or state.step == until or state.step in stops:
-            synchronise(run, SyncInterval())
-            yield is_due
+        synchronise(run, SyncInterval())
+        yield
 
 
 def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig) -> dict:
@@ -188,6 +181,7 @@ def compare_losses(run: Run, loss: float, flags: ReplayConfig) -> str:
         {each["step"]: each["loss"] for each in read_log(folder) if each["kind"] == "train"}
         for folder in (run.folder, expand(flags.run))
     )
+    assert flags.update
     if flags.update - 1 in (0, *logged):  # the log may have a record of this update alone
         ours[flags.update] = loss if math.isfinite(loss) else None
     again = ours.keys() & logged.keys()

@@ -30,9 +30,8 @@ def choose_updates(text: str, known: Iterable[int]) -> list[int]:
     chosen = [update for update in known if text == "all" or str(update) in names]
     if text.startswith("random:"):
         chosen = random.sample([*known], int(text[7:]))
-    problem = f"--verify {text}: the log has no such digests"
-    fix = "give all, random:20 or numbers such as 40,41; only runs with --microbatches have digests"
-    require(len(chosen) >= len(names), problem, fix)
+    problem = f"--verify {text}: the log has no such digests, which only --microbatches gives"
+    require(len(chosen) >= len(names), problem, "use all, random:20 or numbers such as 40,41")
     return sorted(chosen)
 
 

@@ -1,7 +1,7 @@
-"""Compare a run that is computed again with its log and its checkpoints, or two runs."""
+"""Compare a run that is computed again with its log and its checkpoints, or with another run."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -20,16 +20,15 @@ from utils.runs.metadata import versions
 from utils.training.divergence import find_samples
 from utils.training.run import Run
 
-_FIX = "restore what has changed, or use what it was trained with"
-Again = Callable[..., Iterator[Run]]
-"""Computes a run again: (folder, first update, last update, updates to stop after). It yields the
-run at its last checkpoint before the first update, then after each synchronisation. Collective."""
+Begin = Callable[[Path, int], Run]
+"""Builds the run of a folder as it was at its last checkpoint before an update; collective."""
 
 
-def verify(flags: ReplayConfig, ranks: Ranks, again: Again) -> None:
+def verify(flags: ReplayConfig, ranks: Ranks, begin: Begin, recompute: Callable) -> None:
     """--verify: say and write which updates are equal; collective.
 
-    Raises UserError for the first one that differs from the log, or from a checkpoint.
+    `recompute` is that of replay.py. Raises UserError for the first update that differs from the
+    log or from a checkpoint.
     """
     folder = expand(flags.run)
     start, *records = read_log(folder)
@@ -37,19 +36,21 @@ def verify(flags: ReplayConfig, ranks: Ranks, again: Again) -> None:
     chosen = ranks.from_main(lambda: choose_updates(f"{flags.verify}", logged))
     saved = {step_of(path): path for path in checkpoints_of(folder / "checkpoints")}
     updates = {}
-    checkpoints = {}
+    checkpoints: dict = {}
     for first, last in parts_to_compute(chosen, saved).items():
-        for run in again(folder, first + 1, last, saved):
+        run = begin(folder, first + 1)
+        for _ in recompute(run, iter(run.train_batches), last):
             step = run.state.step
-            wrong = differing(digests_of(vars(run.state)), logged)
-            path = saved.get(step) if step > first else None
-            what = "digest" if wrong else path and ranks.from_main(partial(changed, run, path))
-            if what:
-                at = (wrong or [step])[0]
-                problem = f"update {at} differs ({what}); its samples: {name_samples(run, at)}"
-                raise UserError(problem, f"{_FIX}: {start['rounding']}, {start['versions']}")
-            updates[first + 1] = step
+            path = saved.get(step)
+            differs = path and ranks.from_main(partial(changed, run, path))
+            if logged.get(step) not in (None, run.state.digest[-1]):
+                differs = "digest"
+            if differs:
+                fix = f"it was computed with {start['rounding']}, {start['versions']}"
+                raise difference(run, step, differs, fix)
             checkpoints |= {path.name: files_of(path)} if path else {}
+        run.log.close()
+        updates[first + 1] = last
     equal = join_names(f"{first} to {last}" for first, last in updates.items())
     say(f"{folder}: equal in updates {equal}, and in the weights of {join_names(checkpoints)}")
     result = {
@@ -79,13 +80,13 @@ def changed(run: Run, checkpoint: Path) -> str:
     return found
 
 
-def name_samples(run: Run, update: int) -> str:
-    """The samples of an update, by their files or as rows of the data set."""
-    paths = getattr(run.data.train.images, "paths", None)
-    return join_names(paths[row] if paths else row for row in find_samples(run, update - 1))
+def difference(run: Run, update: int, what: str, fix: str) -> UserError:
+    """The error that an update differs, with its samples."""
+    samples = join_names(find_samples(run, update - 1))
+    return UserError(f"update {update} differs ({what}); its samples: {samples}", fix)
 
 
-def compare(flags: ReplayConfig, again: Again) -> None:
+def compare(flags: ReplayConfig, begin: Begin) -> None:
     """--against: say that the digests of two runs are equal; collective.
 
     Raises UserError for the first update that differs.
@@ -95,7 +96,6 @@ def compare(flags: ReplayConfig, again: Again) -> None:
     common = one.keys() & other.keys()
     require(common, "the logs have no digests in common", "train both runs with --microbatches")
     for at in differing(one, other)[:1]:
-        names = [name_samples(next(again(folder, at, 0)), at) for folder in folders]
-        problem = f"update {at} is the first that differs; its samples: {' / '.join({*names})}"
-        raise UserError(problem, "compare the settings and the data of the runs")
+        fix = "compare the settings and the data of both"
+        raise difference(begin(folders[0], at), at, f"the first, from {folders[1]}", fix)
     say(f"equal in {len(common)} updates")
