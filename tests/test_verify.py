@@ -5,7 +5,9 @@
 import contextlib
 import io
 import json
+import os
 import random
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,17 @@ import numpy as np
 import pytest
 import torch
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import records, refused, rewrite_manifest, train_run, words
+from helpers.training_runs import (
+    BIN,
+    ROOT,
+    full,
+    records,
+    refused,
+    rewrite_manifest,
+    start,
+    train_run,
+    words,
+)
 from safetensors.torch import load_file, save_file
 
 import replay
@@ -25,6 +37,7 @@ from utils.data.order import permutation
 from utils.data.selection import load_data
 from utils.models.checking import sum_words
 from utils.runs.digest import choose_updates, parts_to_compute
+from utils.runs.manifest import sha256_of
 from utils.training.tree_sum import TreeSum
 
 FLAGS = words("--data digits --model mlp --max_train_samples 96 --max_eval_samples 16 --threads 1")
@@ -179,8 +192,11 @@ def find(kind: str, seeds: range) -> list[tuple[int, str]]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 35), marks=pytest.mark.full)])
+CASES = [(kind, range(1)) for kind in ("label", "skip", "weights")]
+CASES += [full(kind, range(1, 35)) for kind in KINDS]
+
+
+@pytest.mark.parametrize("kind,seeds", CASES)
 def test_a_changed_run_is_found_with_its_update(kind, seeds):
     (found,) = returned(1, find, kind, seeds, seconds=3000)
     for update, line in found:
@@ -305,3 +321,28 @@ def test_honest_updates_are_equal(trained, by):
     train_run(trained, "run", *FLAGS, *more, seconds=3000)
     outcome = run_ranks(by, replay.main, [*VERIFY, "all"], seconds=3000)[0]
     assert "equal in updates 1 to 670, and in the weights of step-00000060" in outcome.out
+
+
+PAGES = [(ROOT / page).read_text() for page in ("docs/compare.md", "SECURITY.md")]
+MARK = r"<!-- run by tests/test_verify.py\S* .*-->\n```bash\n(.*?)^```"
+
+
+@pytest.mark.full
+def test_the_commands_of_the_pages_run():
+    for name in ("accelerate_configs", "replay.py"):
+        Path(name).symlink_to(ROOT / name)
+    for name in ("NAME", "OTHER"):
+        train_run(1, name, *FLAGS, "--max_steps", "41", "--cpu")
+    blocks = [block for page in PAGES for block in re.findall(MARK, page, re.M | re.S)]
+    assert len(blocks) == 3
+    for block in blocks if shutil.which("model_signing") else blocks[:2]:
+        block = block.replace("replay.py --run", "replay.py --cpu --run")
+        code, _, err = start("/bin/bash", "-ec", block, PATH=f"{BIN}:{os.environ['PATH']}")
+        assert code == 0, err
+    statement = json.loads(Path("release/statement.json").read_text())
+    saved = Path("runs/NAME/checkpoints/step-00000041/model.safetensors")
+    assert statement["subject"][0]["digest"] == {"sha256": sha256_of(saved)}
+    verified = json.loads(Path("release/verified.json").read_text())
+    assert verified["updates"] == {"1": 41} and verified["settings"].startswith("format: ")
+    manifest = json.loads(saved.with_name("manifest.json").read_text())
+    assert verified["checkpoints"]["step-00000041"] == manifest["files"]
