@@ -324,7 +324,7 @@ def test_honest_updates_are_equal(trained, by):
 
 
 PAGES = [(ROOT / page).read_text() for page in ("docs/compare.md", "SECURITY.md")]
-MARK = r"<!-- run by tests/test_verify.py\S* .*-->\n```bash\n(.*?)^```"
+MARK = r"<!-- run by tests/test_verify.py[^\n]*\n```bash\n(.*?)^```"
 
 
 @pytest.mark.full
