@@ -67,13 +67,12 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         distributed_session("replay.py", flags) as ranks,
         Stopping(ranks) as stopping,
     ):
-        alone = ranks.topology.world_size == 1 or not flags.update
+        alone = not flags.update or ranks.topology.world_size == 1
         require(alone, "--update needs one process", "start it with plain python")
         ranks.join()
-        output = ranks.gather(scratch)[0]
 
         def begin(folder: Path, update: int) -> Run:
-            config = make_settings(flags, folder, update, output)
+            config = make_settings(flags, folder, update, ranks.gather(scratch)[0])
             ranks.threads = config.threads or ranks.threads
             torch.set_num_threads(ranks.threads)
             ranks.store_set("run-folder", "")  # this is no restart of an earlier replay
@@ -103,18 +102,14 @@ def make_settings(flags: ReplayConfig, folder: Path, update: int, scratch: str) 
     """The settings that repeat a run from its newest checkpoint before an update."""
     records = read_log(folder)
     starts = [each for each in records if each["kind"] == "start" and each["step"] < update]
-    problem = f"--run {folder}: the log begins after update {update}"
-    require(bool(starts), problem, "name a later update")
-    start = starts[-1]
     config = read_config(folder / "config.yaml")
     saved = checkpoints_of(folder / "checkpoints")
     good = (each for each in reversed(saved) if step_of(each) < update and not damage_of(each))
     checkpoint = next(map(str, good), None)
+    problem = f"{folder}: begins after update {update}, or its checkpoints before it are gone"
+    require(starts and (checkpoint or not starts[0]["step"]), problem, "name a later update")
+    start = starts[-1]
     if checkpoint is None:
-        problem = (
-            f"{folder}: has no checkpoint before update {update}, and began with that of a run"
-        )
-        require(starts[0]["step"] == 0, problem, "name a later update")
         check_plugin(folder, start["versions"])
     return replace(
         config,

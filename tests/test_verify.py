@@ -231,7 +231,7 @@ def test_a_run_of_two_ranks_is_verified_by_one_and_by_three():
     line += "step-00000004, step-00000008, step-00000012\n"
     assert [outcome.out.endswith(line) for outcome in outcomes] == [True, False, False]
     found = json.loads(Path("verified.json").read_text())
-    assert found["updates"] == {"1": 12} and found["processes"] == 3
+    assert found["updates"] == ["1 to 12"]
     assert {"model.safetensors", "ema.safetensors"} <= found["checkpoints"]["step-00000012"].keys()
     returned(2, add_flipped_bit, ["--run_name", "other", *FLAGS, "--ema_decay", "0.9"], 7)
     other = words("--run runs/other --verify")
@@ -343,6 +343,6 @@ def test_the_commands_of_the_pages_run():
     saved = Path("runs/NAME/checkpoints/step-00000041/model.safetensors")
     assert statement["subject"][0]["digest"] == {"sha256": sha256_of(saved)}
     verified = json.loads(Path("release/verified.json").read_text())
-    assert verified["updates"] == {"1": 41} and verified["settings"].startswith("format: ")
+    assert verified["updates"] == ["1 to 41"] and verified["settings"].startswith("format: ")
     manifest = json.loads(saved.with_name("manifest.json").read_text())
     assert verified["checkpoints"]["step-00000041"] == manifest["files"]

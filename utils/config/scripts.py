@@ -214,8 +214,12 @@ class ReplayConfig(LoadingConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        one = [self.update, self.verify, self.against].count(None) == 2
-        require(one, "replay.py does one thing", "give --update, --verify or --against")
+        given = [self.update, self.verify, self.against]
+        require(
+            given.count(None) == 2,
+            "replay.py does one thing",
+            "give --update, --verify or --against",
+        )
 
 
 @dataclass(kw_only=True)

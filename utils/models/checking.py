@@ -128,8 +128,7 @@ def sum_words(tensor: Tensor) -> Tensor:
     sums = words[:end].view(-1, _COLUMNS).sum(0)
     rest = words[end:]
     sums[: len(rest)] += rest
-    # otherwise two changed signs would cancel; a shift that fills in zeros loses nothing
-    sums ^= (sums >> 31) & (2**33 - 1)
+    sums ^= sums >> 31  # otherwise two changed signs would cancel
     # odd: no change of one word is lost
     return (sums * torch.arange(1, 2 * _COLUMNS, 2, device=sums.device)).sum()
 

@@ -19,7 +19,7 @@ def digests_of(*records: Mapping) -> dict[int, str]:
     }
 
 
-def differing(one: Mapping[int, object], other: Mapping[int, object]) -> list[int]:
+def differing(one: Mapping, other: Mapping) -> list[int]:
     """The keys that both have with different values, sorted."""
     return sorted(key for key in one.keys() & other.keys() if one[key] != other[key])
 
