@@ -67,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         distributed_session("replay.py", flags) as ranks,
         Stopping(ranks) as stopping,
     ):
+        modes = [flags.update, flags.verify, flags.against]
+        fix = "give --update, --verify or --against"
+        require(modes.count(None) == 2, "replay.py does one thing", fix)
         alone = not flags.update or ranks.topology.world_size == 1
         require(alone, "--update needs one process", "start it with plain python")
         ranks.join()

@@ -212,15 +212,6 @@ class ReplayConfig(LoadingConfig):
     against: str | None = None
     """Another run folder: find the first update in which the two runs differ."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        given = [self.update, self.verify, self.against]
-        require(
-            given.count(None) == 2,
-            "replay.py does one thing",
-            "give --update, --verify or --against",
-        )
-
 
 @dataclass(kw_only=True)
 class DoctorConfig(LaunchConfig):

@@ -162,7 +162,7 @@ class TreeGradients(Gradients):
     def add_digest(self) -> None:
         # With the weights, so that a wrong step shows in its own update. All ranks have the same
         # bits. One copy of all, because kernels for each tensor would take longer.
-        both = [each for p in self.parameters for each in (p.grad, p.detach()) if each is not None]
+        both: Any = [each for p in self.parameters for each in (p.grad, p.detach())]
         self.digests.append(sum_words(joined(both)))
 
     def _set_buffers(self, values: Sequence[Tensor]) -> None:

@@ -29,7 +29,7 @@ def verify(flags: ReplayConfig, ranks: Ranks, begin: Callable, recompute: Callab
     """
     folder = expand(flags.run)
     logged = digests_of(*read_log(folder))
-    chosen = ranks.from_main(lambda: choose_updates(f"{flags.verify}", logged))
+    chosen = ranks.from_main(lambda: choose_updates(flags.verify or "", logged))
     saved = {step_of(path): path for path in checkpoints_of(folder / "checkpoints")}
     updates = []
     checkpoints = {}
@@ -37,18 +37,16 @@ def verify(flags: ReplayConfig, ranks: Ranks, begin: Callable, recompute: Callab
         run = begin(folder, first + 1)
         for _ in recompute(run, iter(run.train_batches), last):
             step = run.state.step
-            path = saved.get(step)
-            differs = path and changed(run, path)
             if logged.get(step) not in (None, run.state.digest[-1]):
-                differs = "digest"
-            if differs:
-                raise difference(run, step, f"{differs}")
-            if path:
+                raise difference(run, step, "digest")
+            if path := saved.get(step):
+                if file := changed(run, path):
+                    raise difference(run, step, file)
                 checkpoints[path.name] = files_of(path)
         run.log.close()
         updates.append(f"{first + 1} to {last}")
-    said = f"{folder}: equal in updates {join_names(updates)}, and in the weights of "
-    say(said + join_names(checkpoints))
+    said = f"{folder}: equal in updates {join_names(updates)}"
+    say(f"{said}, and in the weights of {join_names(checkpoints)}")
     result = {
         "updates": updates,
         "checkpoints": checkpoints,
@@ -85,10 +83,11 @@ def compare(flags: ReplayConfig, begin: Callable) -> None:
 
     Raises UserError for the first update that differs.
     """
-    folders = expand(flags.run), expand(f"{flags.against}")
-    one, other = (digests_of(*read_log(folder)) for folder in folders)
+    folder = expand(flags.run)
+    one = digests_of(*read_log(folder))
+    other = digests_of(*read_log(expand(f"{flags.against}")))
     common = one.keys() & other.keys()
     require(common, "the logs have no digests in common", "train both runs with --microbatches")
     for at in differing(one, other)[:1]:
-        raise difference(begin(folders[0], at), at, f"the first, from {folders[1]}")
+        raise difference(begin(folder, at), at, f"the first, from {flags.against}")
     say(f"equal in {len(common)} updates")
