@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -49,18 +50,6 @@ UPDATES = 12
 VERIFY = words("--run runs/run --verify")
 
 
-def verified(flags: list[str]) -> str:
-    """The line of replay.py, called in this process."""
-    out = io.StringIO()
-    with (
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(out),
-        contextlib.suppress(SystemExit),
-    ):
-        replay.main(flags)
-    return out.getvalue().strip().splitlines()[-1]
-
-
 def flip(tensor: torch.Tensor, chance: random.Random) -> None:
     """Flip one bit of a large value, which a sum does not round away, and which stays finite."""
     sizes = tensor.reshape(-1).abs()
@@ -68,132 +57,101 @@ def flip(tensor: torch.Tensor, chance: random.Random) -> None:
     tensor.view(torch.int32).view(-1)[place] ^= 1 << chance.randrange(18, 26)
 
 
-def first_update_with(sample: int) -> int:
-    """The first update, counted from 1, with a sample; by the order alone."""
-    order = permutation(96, 0, 0)
-    return int(np.flatnonzero(order == sample)[0]) // 16 + 1
-
-
-class Damage:
-    """Ways to change a run, each named by a method, which returns the update to be found."""
-
-    def __init__(self, chance: random.Random, patch: pytest.MonkeyPatch):
-        self.chance, self.patch = chance, patch
-        self.update = chance.randrange(UPDATES)
-
-    def train(self) -> None:
-        shutil.rmtree("runs/run", ignore_errors=True)
+def train_again(target=train, name="main", change=None) -> None:
+    """Train runs/run anew, with something else in the place of an attribute."""
+    shutil.rmtree("runs/run", ignore_errors=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, name, change or getattr(target, name))
         train.main(["--run_name", "run", *FLAGS])
 
-    def _with_data(self, change) -> int:
-        """Train on data of which one sample is changed."""
-        sample, load = self.chance.randrange(96), train.load_splits
 
-        def changed(*given):
-            data = load(*given)
-            return replace(data, train=change(data.train, sample))
+def with_other_data(field: str, chance: random.Random) -> int:
+    """The label or the image of a sample is another."""
+    sample, load = chance.randrange(96), train.load_splits
 
-        with self.patch.context() as patch:
-            patch.setattr(train, "load_splits", changed)
-            self.train()
-        return first_update_with(sample)
+    def changed(*given):
+        data = load(*given)
+        values = getattr(data.train, field).copy()
+        values[sample] = (values[sample] + 1) % 10
+        return replace(data, train=replace(data.train, **{field: values}))
 
-    def label(self) -> int:
-        def change(split, sample):
-            labels = split.labels.copy()
-            labels[sample] = (labels[sample] + self.chance.randrange(1, 10)) % 10
-            return replace(split, labels=labels)
-
-        return self._with_data(change)
-
-    def image(self) -> int:
-        def change(split, sample):
-            index = split.image_index.copy()
-            index[sample] = split.image_index[(sample + 1) % 96]
-            return replace(split, image_index=index, fingerprint="changed")
-
-        return self._with_data(change)
-
-    def rate(self) -> int:
-        rate, nudge = train.learning_rate, 1 + self.chance.choice([-1, 1]) * 0.001
-
-        def nudged(config, step, updates):
-            return rate(config, step, updates) * (nudge if step == self.update else 1)
-
-        with self.patch.context() as patch:
-            patch.setattr(train, "learning_rate", nudged)
-            self.train()
-        return self.update + 1
-
-    def skip(self) -> int:
-        update = train.train_update
-
-        def skipping(run, batches):
-            with self.patch.context() as patch:
-                if run.state.step == self.update:
-                    patch.setattr(run.optimizer, "step", lambda: None)
-                update(run, batches)
-
-        with self.patch.context() as patch:
-            patch.setattr(train, "train_update", skipping)
-            self.train()
-        return self.update + 1
-
-    def bit(self) -> int:
-        update, add = train.train_update, TreeSum.add
-        number = self.chance.randrange(4)
-
-        def flipping(tree, microbatch, tensors):
-            if microbatch == number:
-                flip(self.chance.choice(tensors[:4]), self.chance)
-            add(tree, microbatch, tensors)
-
-        def watched(run, batches):
-            with self.patch.context() as patch:
-                if run.state.step == self.update:
-                    patch.setattr(TreeSum, "add", flipping)
-                update(run, batches)
-
-        with self.patch.context() as patch:
-            patch.setattr(train, "train_update", watched)
-            self.train()
-        return self.update + 1
-
-    def weights(self) -> int:
-        if not Path("runs/honest").exists():
-            self.train()
-            Path("runs/run").rename("runs/honest")
-        shutil.rmtree("runs/run", ignore_errors=True)
-        shutil.copytree("runs/honest", "runs/run")
-        step, other = self.chance.sample([4, 8, 12], 2)
-        name = "checkpoints/step-{:08d}/model.safetensors".format
-        tensors = load_file(f"runs/honest/{name(step)}")
-        if self.chance.random() < 0.5:
-            flip(self.chance.choice([*tensors.values()]), self.chance)
-        else:
-            tensors = load_file(f"runs/honest/{name(other)}")
-        save_file(tensors, f"runs/run/{name(step)}", {"format": "pt"})
-        rewrite_manifest(Path("runs/run", name(step)).parent)
-        return step
+    train_again(train, "load_splits", changed)
+    return int(np.flatnonzero(permutation(96, 0, 0) == sample)[0]) // 16 + 1  # by the order alone
 
 
-KINDS = ("label", "image", "rate", "weights", "skip", "bit")
+def with_other_rate(chance: random.Random) -> int:
+    """The learning rate of one update is a thousandth larger."""
+    at, rate = chance.randrange(UPDATES), train.learning_rate
+
+    def nudged(config, step, updates):
+        return rate(config, step, updates) * (1.001 if step == at else 1)
+
+    train_again(train, "learning_rate", nudged)
+    return at + 1
+
+
+def with_other_step(change, chance: random.Random) -> int:
+    """Something is changed from the beginning of one update to its end."""
+    at, update = chance.randrange(UPDATES), train.train_update
+
+    def changed(run, batches):
+        with pytest.MonkeyPatch.context() as patch:
+            if run.state.step == at:
+                change(patch, run, chance)
+            update(run, batches)
+
+    train_again(train, "train_update", changed)
+    return at + 1
+
+
+def skip(patch: pytest.MonkeyPatch, run, chance: random.Random) -> None:
+    patch.setattr(run.optimizer, "step", lambda: None)
+
+
+def flip_a_bit(patch: pytest.MonkeyPatch, run, chance: random.Random) -> None:
+    add, number = TreeSum.add, chance.randrange(4)
+
+    def flipping(tree, microbatch, tensors):
+        if microbatch == number:
+            flip(chance.choice(tensors[:4]), chance)
+        add(tree, microbatch, tensors)
+
+    patch.setattr(TreeSum, "add", flipping)
+
+
+def with_other_weights(chance: random.Random) -> int:
+    """A checkpoint has a changed bit, or the weights of another."""
+    train_again()
+    step, other = chance.sample([4, 8, 12], 2)
+    paths = [f"runs/run/checkpoints/step-{each:08d}/model.safetensors" for each in (step, other)]
+    tensors = load_file(paths[chance.randrange(2)])
+    flip(chance.choice([*tensors.values()]), chance)
+    save_file(tensors, paths[0], {"format": "pt"})
+    rewrite_manifest(Path(paths[0]).parent)
+    return step
+
+
+KINDS = {
+    "label": partial(with_other_data, "labels"),
+    "image": partial(with_other_data, "image_index"),
+    "rate": with_other_rate,
+    "weights": with_other_weights,
+    "skipped step": partial(with_other_step, skip),
+    "bit": partial(with_other_step, flip_a_bit),
+}
+CASES = [(kind, range(1)) for kind in ("label", "weights", "skipped step")]
+CASES += [full(kind, range(1, 35)) for kind in KINDS]
 
 
 def find(kind: str, seeds: range) -> list[tuple[int, str]]:
-    """Damage runs in these ways; the update to be found, and the line of the verification."""
+    """Change runs; the update to be found, and the line of its verification."""
     found = []
-    with pytest.MonkeyPatch.context() as patch:
-        for seed in seeds:
-            damage = Damage(random.Random(f"{kind} {seed}"), patch)
-            with contextlib.redirect_stdout(io.StringIO()):
-                update = getattr(damage, kind)()
-            found.append((update, verified([*VERIFY, "all"])))
+    for seed in seeds:
+        update, errors = KINDS[kind](random.Random(f"{kind} {seed}")), io.StringIO()
+        with contextlib.redirect_stderr(errors), contextlib.suppress(SystemExit):
+            replay.main([*VERIFY, "all"])
+        found.append((update, errors.getvalue()))
     return found
-
-
-CASES = [(kind, range(1)) for kind in ("label", "skip", "weights")]
-CASES += [full(kind, range(1, 35)) for kind in KINDS]
 
 
 @pytest.mark.parametrize("kind,seeds", CASES)
@@ -204,69 +162,64 @@ def test_a_changed_run_is_found_with_its_update(kind, seeds):
     assert len(found) == len(seeds)
 
 
-def add_flipped_bit(flags: list[str], update: int) -> None:
-    """Train; on rank 1, a bit of a gradient is flipped in one update."""
-    add = TreeSum.add
-    taken = []
-
-    def flipping(tree, number, tensors):
-        taken.append(number)
-        if len(taken) == 2 * update and tree.own.start:  # the last of its two microbatches
-            flip(tensors[0], random.Random(0))
-        add(tree, number, tensors)
-
-    TreeSum.add = flipping
-    train.main(flags)
-
-
 def test_a_run_of_two_ranks_is_verified_by_one_and_by_three():
-    """Also from the middle, and against a run of one process; a bit that flips on one rank is
-    found.
-    """
     train_run(2, "run", *FLAGS, "--ema_decay", "0.9")
-    (outcome,) = run_ranks(1, replay.main, [*VERIFY, *words("6,10 --json verified.json")])
+    (outcome,) = run_ranks(1, replay.main, [*VERIFY, "6,10"])
     assert outcome.out.endswith("equal in updates 5 to 6, 9 to 10, and in the weights of \n")
-    outcomes = run_ranks(3, replay.main, [*VERIFY, *words("all --json verified.json")])
-    line = "runs/run: equal in updates 1 to 12, and in the weights of "
-    line += "step-00000004, step-00000008, step-00000012\n"
-    assert [outcome.out.endswith(line) for outcome in outcomes] == [True, False, False]
-    found = json.loads(Path("verified.json").read_text())
-    assert found["updates"] == ["1 to 12"]
-    assert {"model.safetensors", "ema.safetensors"} <= found["checkpoints"]["step-00000012"].keys()
-    returned(2, add_flipped_bit, ["--run_name", "other", *FLAGS, "--ema_decay", "0.9"], 7)
-    other = words("--run runs/other --verify")
-    assert "error: update 7 differs (digest); its samples: " in refused(
-        replay.main, *other, "all", processes=2
-    )
-    # of the average alone
+    outcome = run_ranks(3, replay.main, [*VERIFY, "all"])[0]
+    line = "equal in updates 1 to 12, and in the weights of step-00000004, step-00000008, step-"
+    assert f"{line}00000012\n" in outcome.out
     checkpoint = Path("runs/run/checkpoints/step-00000012")
     tensors = load_file(checkpoint / "ema.safetensors")
     flip(next(iter(tensors.values())), random.Random(0))
     save_file(tensors, checkpoint / "ema.safetensors")
-    assert f"{checkpoint}/ema.safetensors: damaged" in refused(replay.main, *VERIFY, "12")
     rewrite_manifest(checkpoint)
     assert f"differs ({checkpoint}/ema.safetensors)" in refused(replay.main, *VERIFY, "12")
-    line = refused(replay.main, *words("--run runs/other --against runs/run"))
+
+
+def train_with_a_bit_flipped_on_rank_1() -> None:
+    update = train.train_update
+
+    def changed(run, batches):
+        with pytest.MonkeyPatch.context() as patch:
+            if run.state.step == 6 and run.ranks.topology.rank == 1:
+                chance = random.Random(1)
+                chance.randrange = lambda first, last=0: 3 if first == 4 else 20
+                flip_a_bit(patch, run, chance)
+            update(run, batches)
+
+    train_again(train, "train_update", changed)
+
+
+def test_a_bit_that_flips_on_one_of_two_ranks_is_found_and_parts_the_run_from_another():
+    train_run(1, "other", *FLAGS)
+    returned(2, train_with_a_bit_flipped_on_rank_1)
+    line = refused(replay.main, *VERIFY, "all", processes=2)
     split = load_data(parse_args(TrainConfig, "", FLAGS), None).train
     rows = split.image_index[permutation(96, 0, 1)[:12]]  # the first of the second epoch
-    samples = ", ".join(map(str, rows.tolist()))
-    assert f"update 7 differs (the first, from runs/run); its samples: {samples}, ... (16" in line
+    samples = f"its samples: {', '.join(map(str, rows.tolist()))}, ... (16 in all)"
+    assert f"error: update 7 differs (digest); {samples}" in line
+    line = refused(replay.main, *words("--run runs/run --against runs/other"))
+    assert f"update 7 differs (the first, from runs/other); {samples}" in line
 
 
 def test_a_run_that_was_killed_and_resumed_has_the_digests_of_a_whole_one():
-    train_run(1, "whole", *FLAGS)
-    train_run(1, "run", *FLAGS, "--max_steps", "12", "--save_seconds", "1e-9")
-    log = Path("runs/run/log.jsonl")
-    kept = [line for line in log.read_text().splitlines(True) if json.loads(line)["step"] <= 5]
-    log.write_text("".join(kept))
-    for step in (9, 10, 11, 12):
-        shutil.rmtree(f"runs/run/checkpoints/step-{step:08d}", ignore_errors=True)
-    train_run(2, "run", *FLAGS, "--resume", "auto")
-    assert [each["digest"] for each in records("run", "train")] == [
-        each["digest"] for each in records("whole", "train")
+    """Those of the updates between the last record and the checkpoint are in the checkpoint."""
+    train_run(1, "run", *FLAGS)
+    shutil.copytree("runs/run", "runs/whole")
+    log, whole = Path("runs/run/log.jsonl"), records("run", "train")
+    lines = log.read_text().splitlines(True)
+    log.write_text("".join(line for line in lines if json.loads(line)["step"] <= 5))
+    shutil.rmtree("runs/run/checkpoints/step-00000012")
+    again = [
+        record["digest"]
+        for record in train_run(2, "run", *FLAGS, "--resume", "auto")[-4:]
+        if record["kind"] == "train"
     ]
-    assert [len(each["digest"]) for each in records("run", "train")] == [5, 5, 2]
-    assert "equal in 12 updates" in verified(words("--run runs/run --against runs/whole"))
+    assert again == [record["digest"] for record in whole[1:]]
+    assert [*map(len, again)] == [5, 2]
+    (outcome,) = run_ranks(1, replay.main, words("--run runs/run --against runs/whole"))
+    assert "equal in 12 updates" in outcome.out
 
 
 def test_what_cannot_be_verified_is_one_line():
@@ -284,32 +237,24 @@ def test_what_cannot_be_verified_is_one_line():
 
 def test_updates_are_chosen_and_computed_from_the_nearest_checkpoint():
     known = range(1, 21)
-    assert choose_updates("all", known) == [*known]
-    assert choose_updates("7,3", known) == [3, 7]
+    assert choose_updates("all", known) == [*known] and choose_updates("7,3", known) == [3, 7]
     assert len({*choose_updates("random:5", known)} & {*known}) == 5
-    for wrong in ("0", "3,21", "x", "random:0", "3,3"):
+    for wrong in ("0", "3,21", "x", "random:0"):
         with pytest.raises(ValueError, match="the log has no such digests"):
             choose_updates(wrong, known)
-    starts = [5, 10, 15]
-    assert parts_to_compute([3, 7, 9, 16], starts) == {0: 3, 5: 9, 15: 16}
-    assert parts_to_compute(known, starts) == {0: 20}
-    assert parts_to_compute([10, 11], starts) == {5: 11}
-    assert parts_to_compute([10, 12], [10]) == {0: 12}
+    assert parts_to_compute([3, 7, 9, 16], [5, 10, 15]) == {0: 3, 5: 9, 15: 16}
+    assert parts_to_compute(known, [5, 10]) == {0: 20} == parts_to_compute([10, 20], [10])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_sum_of_words_depends_on_each_bit_and_position(dtype):
-    values = torch.randn(9001).to(dtype)
-    found = {sum_words(values).item()}
-    view = values.view(torch.uint8)
-    places = [*range(0, len(view), 997), len(view) - 1]
-    for place in places:
-        for bit in range(8):
-            view[place] ^= 1 << bit
-            found.add(sum_words(values).item())
-            view[place] ^= 1 << bit
-    found |= {sum_words(values.roll(1)).item(), sum_words(values.flip(0)).item()}
-    assert len(found) == 8 * len(places) + 3
+def test_a_sum_of_words_depends_on_each_bit_and_position():
+    values = torch.randn(9001)
+    found, bits = [sum_words(values), sum_words(values.flip(0))], values.view(torch.int32)
+    for place in range(0, 9001, 900):
+        for bit in range(32):
+            bits[place] ^= torch.tensor(1 << bit).int()
+            found.append(sum_words(values))
+            bits[place] ^= torch.tensor(1 << bit).int()
+    assert len({each.item() for each in found}) == 2 + 11 * 32
 
 
 @pytest.mark.full

@@ -29,7 +29,7 @@ def verify(flags: ReplayConfig, ranks: Ranks, begin: Callable, recompute: Callab
     """
     folder = expand(flags.run)
     logged = digests_of(*read_log(folder))
-    chosen = ranks.from_main(lambda: choose_updates(flags.verify or "", logged))
+    chosen = ranks.from_main(lambda: choose_updates(f"{flags.verify}", logged))
     saved = {step_of(path): path for path in checkpoints_of(folder / "checkpoints")}
     updates = []
     checkpoints = {}
@@ -45,8 +45,8 @@ def verify(flags: ReplayConfig, ranks: Ranks, begin: Callable, recompute: Callab
                 checkpoints[path.name] = files_of(path)
         run.log.close()
         updates.append(f"{first + 1} to {last}")
-    said = f"{folder}: equal in updates {join_names(updates)}"
-    say(f"{said}, and in the weights of {join_names(checkpoints)}")
+    weights = join_names(checkpoints)
+    say(f"{folder}: equal in updates {join_names(updates)}, and in the weights of {weights}")
     result = {
         "updates": updates,
         "checkpoints": checkpoints,
