@@ -36,7 +36,6 @@ from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
 from utils.data.order import permutation
 from utils.data.selection import load_data
-from utils.models.checking import sum_words
 from utils.runs.digest import choose_updates, parts_to_compute
 from utils.runs.manifest import sha256_of
 from utils.training.tree_sum import TreeSum
@@ -108,8 +107,8 @@ def skip(patch: pytest.MonkeyPatch, run, chance: random.Random) -> None:
     patch.setattr(run.optimizer, "step", lambda: None)
 
 
-def flip_a_bit(patch: pytest.MonkeyPatch, run, chance: random.Random) -> None:
-    add, number = TreeSum.add, chance.randrange(4)
+def flip_a_bit(patch: pytest.MonkeyPatch, run, chance: random.Random, numbers=range(4)) -> None:
+    add, number = TreeSum.add, chance.choice(numbers)
 
     def flipping(tree, microbatch, tensors):
         if microbatch == number:
@@ -183,9 +182,7 @@ def train_with_a_bit_flipped_on_rank_1() -> None:
     def changed(run, batches):
         with pytest.MonkeyPatch.context() as patch:
             if run.state.step == 6 and run.ranks.topology.rank == 1:
-                chance = random.Random(1)
-                chance.randrange = lambda first, last=0: 3 if first == 4 else 20
-                flip_a_bit(patch, run, chance)
+                flip_a_bit(patch, run, random.Random(0), [3])
             update(run, batches)
 
     train_again(train, "train_update", changed)
@@ -218,8 +215,6 @@ def test_a_run_that_was_killed_and_resumed_has_the_digests_of_a_whole_one():
     ]
     assert again == [record["digest"] for record in whole[1:]]
     assert [*map(len, again)] == [5, 2]
-    (outcome,) = run_ranks(1, replay.main, words("--run runs/run --against runs/whole"))
-    assert "equal in 12 updates" in outcome.out
 
 
 def test_what_cannot_be_verified_is_one_line():
@@ -244,17 +239,6 @@ def test_updates_are_chosen_and_computed_from_the_nearest_checkpoint():
             choose_updates(wrong, known)
     assert parts_to_compute([3, 7, 9, 16], [5, 10, 15]) == {0: 3, 5: 9, 15: 16}
     assert parts_to_compute(known, [5, 10]) == {0: 20} == parts_to_compute([10, 20], [10])
-
-
-def test_a_sum_of_words_depends_on_each_bit_and_position():
-    values = torch.randn(9001)
-    found, bits = [sum_words(values), sum_words(values.flip(0))], values.view(torch.int32)
-    for place in range(0, 9001, 900):
-        for bit in range(32):
-            bits[place] ^= torch.tensor(1 << bit).int()
-            found.append(sum_words(values))
-            bits[place] ^= torch.tensor(1 << bit).int()
-    assert len({each.item() for each in found}) == 2 + 11 * 32
 
 
 @pytest.mark.full
@@ -289,5 +273,3 @@ def test_the_commands_of_the_pages_run():
     assert statement["subject"][0]["digest"] == {"sha256": sha256_of(saved)}
     verified = json.loads(Path("release/verified.json").read_text())
     assert verified["updates"] == ["1 to 41"] and verified["settings"].startswith("format: ")
-    manifest = json.loads(saved.with_name("manifest.json").read_text())
-    assert verified["checkpoints"]["step-00000041"] == manifest["files"]
