@@ -1,8 +1,10 @@
 """Recompute one update of a run in one process, and show the samples and layers of one of its
-microbatches.
+microbatches. Or, on any number of processes, verify updates of a run, or compare two runs.
 
     python replay.py --run runs/NAME --update 120
     python replay.py --run runs/NAME --update 120 --microbatch 3 --pdb
+    python replay.py --run runs/NAME --verify random:20
+    python replay.py --run runs/NAME --against runs/OTHER
 
 It starts from the newest checkpoint before the update, or from the initial weights. It changes
 nothing in the run folder, except that it adds pictures in `replay/`. `python replay.py --help`
@@ -17,6 +19,7 @@ import pdb
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -35,6 +38,7 @@ from utils.files import expand, write_file
 from utils.models.layers import main_output, restored_buffers
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import Stopping
+from utils.runs.digest import differing
 from utils.runs.inference import given_settings
 from utils.runs.log import read_log
 from utils.runs.manifest import checkpoints_of, damage_of, step_of
@@ -43,6 +47,7 @@ from utils.training.loop import synchronise, training_record
 from utils.training.meter import SyncInterval, rounded
 from utils.training.run import Run
 from utils.training.schedule import due_after
+from utils.training.verify import compare, verify
 
 _ROWS = 12  # of the largest gradients
 _LOGITS = 5  # printed for each sample
@@ -53,8 +58,8 @@ _BITS = (
 Layers = list[tuple[str, bool, bool]]  # name, and whether the inputs and the outputs are finite
 
 
-def main(argv: Sequence[str] | None = None) -> dict:
-    """Show a microbatch, and return the numbers that were shown."""
+def main(argv: Sequence[str] | None = None) -> dict | None:
+    """Show a microbatch, and return the numbers that were shown; or verify or compare."""
     guard_output()
     flags = parse_args(ReplayConfig, "replay.py", argv)
     with (
@@ -62,14 +67,27 @@ def main(argv: Sequence[str] | None = None) -> dict:
         distributed_session("replay.py", flags) as ranks,
         Stopping(ranks) as stopping,
     ):
-        alone = ranks.topology.world_size == 1
-        require(alone, "replay.py runs in one process", "start it with plain python")
-        records = read_log(expand(flags.run))
-        config = make_settings(flags, records, scratch)
-        ranks.threads = config.threads or ranks.threads
-        torch.set_num_threads(ranks.threads)
+        modes = [flags.update, flags.verify, flags.against]
+        fix = "give --update, --verify or --against"
+        require(modes.count(None) == 2, "replay.py does one thing", fix)
+        alone = not flags.update or ranks.topology.world_size == 1
+        require(alone, "--update needs one process", "start it with plain python")
         ranks.join()
-        run = train.build(config, ranks, stopping, given=None)
+
+        def begin(folder: Path, update: int) -> Run:
+            config = make_settings(flags, folder, update, ranks.gather(scratch)[0])
+            ranks.threads = config.threads or ranks.threads
+            torch.set_num_threads(ranks.threads)
+            ranks.store_set("run-folder", "")  # this is no restart of an earlier replay
+            return train.build(config, ranks, stopping, given=None)
+
+        if flags.against:
+            compare(flags, begin)
+        if flags.verify:
+            verify(flags, ranks, begin, recompute)
+        if not flags.update:
+            return None
+        run = begin(expand(flags.run), flags.update)
         for flag, last in (("update", run.updates), ("microbatch", run.plan.microbatches - 1)):
             given = getattr(flags, flag) or 0
             require(given <= last, f"--{flag} {given}: the last one is {last}")
@@ -77,25 +95,23 @@ def main(argv: Sequence[str] | None = None) -> dict:
         print(f"replaying update {flags.update} of {flags.run} from {start}")
         print(f"updates to compute before it: {flags.update - 1 - run.state.step}")
         batches = iter(run.train_batches)
-        recompute(run, batches, flags.update - 1)
+        for _ in recompute(run, batches, flags.update - 1):
+            if due_after(run.config, run.state, run.updates).log:
+                train.log(run, "train", training_record(run))
         return show(run, batches, flags)
 
 
-def make_settings(flags: ReplayConfig, records: list[dict], scratch: str) -> TrainConfig:
-    """The settings that repeat the run in one process, from the newest checkpoint before the
-    update.
-    """
-    folder = expand(flags.run)
-    starts = [each for each in records if each["kind"] == "start" and each["step"] < flags.update]
-    problem = f"--run {folder}: the log begins after update {flags.update}"
-    require(bool(starts), problem, "name a later update")
-    start = starts[-1]
+def make_settings(flags: ReplayConfig, folder: Path, update: int, scratch: str) -> TrainConfig:
+    """The settings that repeat a run from its newest checkpoint before an update."""
+    records = read_log(folder)
+    starts = [each for each in records if each["kind"] == "start" and each["step"] < update]
     config = read_config(folder / "config.yaml")
     saved = checkpoints_of(folder / "checkpoints")
-    good = (
-        each for each in reversed(saved) if step_of(each) < flags.update and not damage_of(each)
-    )
+    good = (each for each in reversed(saved) if step_of(each) < update and not damage_of(each))
     checkpoint = next(map(str, good), None)
+    problem = f"{folder}: begins after update {update}, or its checkpoints before it are gone"
+    require(starts and (checkpoint or not starts[0]["step"]), problem, "name a later update")
+    start = starts[-1]
     if checkpoint is None:
         check_plugin(folder, start["versions"])
     return replace(
@@ -105,7 +121,7 @@ def make_settings(flags: ReplayConfig, records: list[dict], scratch: str) -> Tra
         plugin=flags.plugin,
         traceback=flags.traceback,
         output_dir=scratch,
-        run_name="replay",
+        run_name=None,
         resume=checkpoint,
         report_to=None,
         threads=flags.threads or start["threads"],
@@ -113,15 +129,16 @@ def make_settings(flags: ReplayConfig, records: list[dict], scratch: str) -> Tra
     )
 
 
-def recompute(run: Run, batches: Iterator[Batch], until: int) -> None:
-    """Train up to update `until` as the run did, without evaluations; log at the same updates."""
+def recompute(run: Run, batches: Iterator[Batch], until: int) -> Iterator[None]:
+    """Train up to update `until` as the run did, without evaluations; yields after each update;
+    collective.
+    """
     run.model.train()
     while run.state.step < until:
         train.train_update(run, batches)
         run.log.advance()
-        if due_after(run.config, run.state, run.updates).log:
-            synchronise(run, SyncInterval())
-            train.log(run, "train", training_record(run))
+        synchronise(run, SyncInterval())
+        yield
 
 
 def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig) -> dict:
@@ -158,17 +175,18 @@ def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig) -> dict:
 
 def compare_losses(run: Run, loss: float, flags: ReplayConfig) -> str:
     """Whether the computed losses are those in the log; `loss` is that of the update to show."""
-    logs = read_log(run.folder), read_log(expand(flags.run))
     ours, logged = (
-        {each["step"]: each["loss"] for each in log if each["kind"] == "train"} for log in logs
+        {each["step"]: each["loss"] for each in read_log(folder) if each["kind"] == "train"}
+        for folder in (run.folder, expand(flags.run))
     )
+    assert flags.update
     if flags.update - 1 in (0, *logged):  # the log may have a record of this update alone
         ours[flags.update] = loss if math.isfinite(loss) else None
-    again = [step for step in ours if step in logged]
+    again = ours.keys() & logged.keys()
     if not again:
         problem = "no loss to compare: the log has no record of this update alone"
         return f"{problem}; train with --log_every 1"
-    different = [step for step in again if ours[step] != logged[step]]
+    different = differing(ours, logged)
     count = f"logged losses recomputed: {len(again)}"
     if not different:
         return f"{count}, all bit-identical"

@@ -212,6 +212,7 @@ def train_update(run: Run, batches: Iterator[Batch]) -> None:
     gradients.reduce()
     run.meter.grad_norm = clip_gradients(run.accelerator, run.model, config)
     run.optimizer.step()
+    gradients.add_digest()
     run.optimizer.zero_grad()
     if run.average:
         run.average.update(state.step)

@@ -191,18 +191,26 @@ class ExportConfig(CheckpointConfig):
 @dataclass(kw_only=True)
 class ReplayConfig(LoadingConfig):
     """Recompute one update of a run in one process, and show the samples and layers of one of its
-    microbatches.
+    microbatches; or verify updates, or compare two runs, on any number of processes.
     """
 
     run: str
     """Run folder."""
-    update: PositiveInt
+    update: PositiveInt | None = None
     """Update to show, counted from 1 as in the log."""
     microbatch: NonNegativeInt | None = None
     """Microbatch to show, counted from 0 (default: the first one with a NaN or infinite loss, else
     0)."""
     pdb: bool = False
     """Stop in the debugger before the forward pass."""
+    verify: str | None = None
+    """Compute updates again, and compare their digests with those in the log, and the weights with
+    the checkpoints on the way: all, random:20, or numbers such as 40,41. Only runs with
+    --microbatches have digests."""
+    json: str | None = None
+    """File to write the result of --verify to, as JSON."""
+    against: str | None = None
+    """Another run folder: find the first update in which the two runs differ."""
 
 
 @dataclass(kw_only=True)

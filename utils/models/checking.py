@@ -111,11 +111,12 @@ def sum_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     Waits once.
     """
     device = next(iter(tensors.values())).device  # an optimizer may count steps on the host
-    sums = torch.stack([_sum_bits(tensor.detach()).to(device) for tensor in tensors.values()])
+    sums = torch.stack([sum_words(tensor.detach()).to(device) for tensor in tensors.values()])
     return dict(zip(tensors, sums.tolist(), strict=True))
 
 
-def _sum_bits(tensor: Tensor) -> Tensor:
+def sum_words(tensor: Tensor) -> Tensor:
+    """A sum of the bits of a tensor, int64, as `sum_bits` computes it; does not wait."""
     # The values as they are in memory, which copies nothing.
     values = (
         tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))

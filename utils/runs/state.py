@@ -48,6 +48,8 @@ class TrainState:
     `best`, it is kept by a resume in a new run folder."""
     evaluations_since_best: Count = 0
     """Evaluations since `best_value`."""
+    digest: list[str] = field(default_factory=list, metadata={"optional": True})
+    """That of each update since the last train record, with --microbatches."""
 
     @classmethod
     def from_dict(cls, values: Any) -> "TrainState":

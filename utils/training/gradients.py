@@ -19,6 +19,7 @@ from utils.config.settings import TrainConfig
 from utils.data.batches import DeviceLoader
 from utils.data.datasets import Batch
 from utils.data.order import Plan, fold_in
+from utils.models.checking import sum_words
 from utils.models.layers import restored_buffers
 from utils.models.sharded import is_sharded
 from utils.training.building import Setup
@@ -69,6 +70,7 @@ class Gradients:
         """Forward and backward passes of this rank in an update; the last may have no
         microbatch."""
         self.exchange = ExchangeTimer(accelerator.device)
+        self.digests: list[Tensor] = []  # of the updates since the ranks have synchronised
         self._step = 0  # forward and backward passes of the update so far
 
     def loss_scale(self, position: int) -> float:
@@ -102,6 +104,9 @@ class Gradients:
     def reduce(self) -> None:
         """Complete the gradients of an update; collective."""
         self._step = 0
+
+    def add_digest(self) -> None:
+        """Add the digest of an update after its step, with --microbatches; does not wait."""
 
 
 class TreeGradients(Gradients):
@@ -159,6 +164,12 @@ class TreeGradients(Gradients):
         means = [change / count.clamp(min=1) for change in changes]
         self._set_buffers([*map(_add_change, self.start, means)])
         self.start = []
+
+    def add_digest(self) -> None:
+        # With the weights, so that a wrong step shows in its own update. All ranks have the same
+        # bits. One copy of all, because kernels for each tensor would take longer.
+        both: Any = [each for p in self.parameters for each in (p.grad, p.detach())]
+        self.digests.append(sum_words(joined(both)))
 
     def _set_buffers(self, values: Sequence[Tensor]) -> None:
         for buffers, vector in zip(self.buffers, values, strict=True):

@@ -46,6 +46,8 @@ def synchronise(run: Run, interval: SyncInterval) -> None:
     interval.synced(state.step, seconds)
     state.seconds += seconds
     state.since_log = totals
+    state.digest += [f"{digest.item() % 2**64:016x}" for digest in run.gradients.digests]
+    run.gradients.digests.clear()
     run.stopping.agreed = stop
 
 
@@ -77,9 +79,10 @@ def training_record(run: Run) -> dict:
     if (norm := run.meter.grad_norm) is not None:
         record["grad_norm"] = norm.item()  # of the last update; collective with FSDP2
     if run.config.microbatches:
-        record |= times_of_ranks(run, seconds)
+        record |= times_of_ranks(run, seconds) | {"digest": state.digest}
     state.logged_seconds = state.seconds
     state.since_log = {}
+    state.digest = []
     run.meter.reset()
     return record
 

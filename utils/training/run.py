@@ -124,6 +124,7 @@ def log_start(run: Run) -> None:
         "threads": ranks.threads,
         "precision": run.accelerator.mixed_precision,
         "device": ranks.device.type,
+        "rounding": ranks.rounding if config.microbatches else None,
         "input": run.spec.describe_pixels(),
         "init_weights": source and source.weights,
         "max_seconds": config.max_seconds,
