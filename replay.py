@@ -78,7 +78,6 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
             config = make_settings(flags, folder, update, ranks.gather(scratch)[0])
             ranks.threads = config.threads or ranks.threads
             torch.set_num_threads(ranks.threads)
-            ranks.store_set("run-folder", "")  # this is no restart of an earlier replay
             return train.build(config, ranks, stopping, given=None)
 
         if flags.against:
@@ -121,7 +120,7 @@ def make_settings(flags: ReplayConfig, folder: Path, update: int, scratch: str) 
         plugin=flags.plugin,
         traceback=flags.traceback,
         output_dir=scratch,
-        run_name=None,
+        run_name=f"replay-{update}",
         resume=checkpoint,
         report_to=None,
         threads=flags.threads or start["threads"],
