@@ -403,8 +403,9 @@ def test_sgd_has_the_momentum_of_every_parameter_before_the_first_update_also_wi
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
     wrapped = SimpleNamespace(optimizer=optimizer)  # as Accelerate wraps it
-    assert init_optimizer(wrapped, SimpleNamespace(scaler=None, is_fsdp2=False)) is optimizer
-    assert init_optimizer(wrapped, SimpleNamespace(scaler=1, is_fsdp2=False)) is wrapped
+    for scaler, expected in ((None, optimizer), (1, wrapped)):
+        accelerator = SimpleNamespace(scaler=scaler, is_fsdp2=False, device=torch.device("cpu"))
+        assert init_optimizer(wrapped, accelerator) is expected
     assert all(optimizer.state[p]["momentum_buffer"].shape == p.shape for p in model.parameters())
 
 

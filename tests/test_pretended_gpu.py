@@ -97,6 +97,12 @@ def test_no_update_waits_for_the_gpu(case):
     assert len(losses("gpu")) >= 6  # of five updates, and of the evaluation
 
 
+def test_batch_statistics_of_microbatches_that_may_be_empty_use_our_own_layer():
+    flags = f"{RESNET} --sync_batchnorm --mixup 0.2 --grad_accum 2"
+    faults, operations = trained_on_gpu(flags)
+    assert faults == [] and min(operations[2:]) > 1000  # with PyTorch's layer, about 350
+
+
 def test_a_head_on_cached_features_has_no_fault():
     image_folder("photos", {"cats": 24, "dogs": 24}, size=(150, 120), kind="jpg")
     flags = "--data photos --model resnet18 --freeze backbone --image_size 64 --global_batch_size 8"

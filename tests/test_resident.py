@@ -91,6 +91,7 @@ def test_features_on_the_device_are_those_of_the_view_of_each_sample(images, mon
     monkeypatch.setattr(resident, "_GROUP", 30 * 4 * 4)
     values = np.random.default_rng(0).random((3, 60, 2, 2), np.float32)
     features = Features(values, images, None, "computed")
+    features.image_rows = np.arange(60)[::-1]  # as with --fold
     sets = keep_on_device([features], TrainConfig(data_on_device="yes"), CPU.device)
     assert describe_place([*sets, *sets]).endswith("features of each view, 0.0 MB on cpu")
     for dataset in (features, *sets):
@@ -100,7 +101,11 @@ def test_features_on_the_device_are_those_of_the_view_of_each_sample(images, mon
             again = 0 if part.occurrences is None else part.occurrences
             views = (part.epoch + again + 0 * part.indices) % 3
             assert np.array_equal(batch.images, values[views, part.indices])
+            # otherwise bits would depend on the group
+            assert batch.images.storage_offset() * 4 % 256 == 0
             assert np.array_equal(batch.labels, images.labels[part.indices])
+        shown = dataset.pixels(MICROBATCHES[0], 2)
+        assert np.array_equal(shown, images.pixels[59 - MICROBATCHES[0].indices[:2]])
 
 
 def test_images_that_loader_processes_augment_stay_with_them(images):

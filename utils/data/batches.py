@@ -181,6 +181,8 @@ class DeviceLoader:
             images = batch.images
             if images.dtype == torch.uint8:  # not features
                 images = self._normalise(images, mix)
+            elif images.storage_offset() * 4 % 256:  # cuBLAS may choose a kernel by the address
+                images = images.clone()
             yield batch._replace(images=images, labels=labels)
 
     def _streamed(self, loaded: Iterator[Batch]) -> Iterator[Batch]:

@@ -37,8 +37,8 @@ class _FusedSyncBatchNorm(nn.SyncBatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if input.numel():
             return super().forward(input)
-        # Under autocast, this rank would send its sums as bfloat16, and the others theirs as
-        # float32. It would also have no gradients, which FSDP2 waits for; those of this are 0.
+        # In float32, because the other ranks send their sums in it, also under autocast. `zeros`
+        # gives this rank gradients, which are 0: FSDP2 waits for them.
         input = input.float()
         zeros = nn.functional.batch_norm(input, None, None, self.weight, self.bias, training=True)
         return super().forward(input) + zeros

@@ -252,7 +252,7 @@ def adapt_model(
             sharing = ranks.topology.world_size if config.sync_batchnorm else 1
             check_batch_norm(setup.plan, setup.updates, sharing)
         if config.sync_batchnorm:
-            # only with both may a microbatch have no samples on any rank
+            # Only mixing with accumulation can leave a microbatch without samples on all ranks.
             may_be_empty = config.mixes and setup.plan.microbatches > ranks.topology.world_size
             model = convert_batch_norm(model, ranks.device.type == "cuda" and not may_be_empty)
         compile_model(accelerator, model)
