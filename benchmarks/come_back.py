@@ -4,7 +4,7 @@
     python benchmarks/come_back.py --mnist DIR --before CHECKOUT              alternating with another checkout
 
 Launchers on this machine stand for up to three machines, with one rank each. They train
-recipes/mnist.yaml with the command of docs/elastic.md. Each round starts two. Then a third one
+recipes/mnist.yaml with the command of docs/clusters.md. Each round starts two. Then a third one
 joins and leaves twice; the second join is counted:
 
 * joined: a third launcher starts. The time begins when the others stop for it.

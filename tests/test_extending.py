@@ -1,4 +1,4 @@
-"""The parts of docs/extending.md work together as one plug-in, and runs with a plug-in are exact."""
+"""The parts of docs/architecture.md work together as one plug-in, and runs with a plug-in are exact."""
 
 import json
 import math
@@ -42,7 +42,7 @@ import train
 from utils.config.plugin import check_plugin, load_plugin
 from utils.report.__main__ import main as report
 
-PAGE = (ROOT / "docs/extending.md").read_text()
+PAGE = (ROOT / "docs/architecture.md").read_text().split("\n## Edits of the loop")[0]
 LAB = "\n\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S))
 LAB += """
 class TwoHeads(nn.Module):

@@ -1,10 +1,12 @@
 """Which sample is next: the same global batches on every topology, each sample once an epoch."""
 
+import runpy
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from helpers.ranks import returned
+from helpers.training_runs import ROOT
 
 import train
 from utils.config.cli import parse_args
@@ -110,3 +112,10 @@ def test_few_evaluation_samples_are_cut_into_up_to_sixteen_blocks_and_many_by_th
 ):
     blocks = [block.indices.tolist() for block in evaluation_blocks(samples, 256)]
     assert list(map(len, blocks)) == sizes and sum(blocks, []) == list(range(samples))
+
+
+def test_the_picture_in_the_readme_is_drawn_from_this_order():
+    code = runpy.run_path(str(ROOT / "docs/images/same_run.py"))
+    assert (ROOT / "docs/images/same_run.svg").read_text() == code["draw"]()
+    alone = code["samples"](1, 0, 2)
+    assert sorted(code["samples"](2, 0, 2) + code["samples"](2, 1, 2)) == alone

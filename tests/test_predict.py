@@ -332,7 +332,7 @@ def task_of(name: str, **settings) -> Task:
 
 
 def test_the_command_of_the_page_predicts_on_two_processes():
-    page = (ROOT / "docs/predict.md").read_text()
+    page = (ROOT / "docs/evaluating.md").read_text()
     (command,) = re.findall(r"^accelerate launch .* (predict\.py .*)$", page, re.M)
     shutil.copytree("runs/photos", "runs/NAME")
     returned(2, predict.main, command.split()[1:])

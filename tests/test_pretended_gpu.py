@@ -76,7 +76,6 @@ LOWER = {
     "bf16": ("--mixed_precision bf16", 80),
     "fp16, clipping": ("--mixed_precision fp16 --clip_norm 1 --clip_value 1", 140),
 }
-# The table of docs/gpus.md
 RESNET = "--model resnet18 --image_size 32 --global_batch_size 16"
 MODELS = {
     "fastnet": ("--model fastnet --model_args '{widths: [8, 16, 16]}' --image_size 32", 95),

@@ -22,7 +22,7 @@ _SERVE = (
     "import sys, time, torch.distributed as d; s = d.TCPStore('0.0.0.0', int(sys.argv[1]), is_master=True, "
     "wait_for_workers=False); print('serving', flush=True); time.sleep(10000)"
 )
-# as in docs/elastic.md
+# as in docs/clusters.md
 _FILE = "store_type=file,last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3"
 _SERVED = "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=3,join_timeout=60,read_timeout=20"
 TIMEOUT = 20  # seconds, of --timeout

@@ -76,7 +76,7 @@ ADVICE = {
     "kfold k_fold folds cv": "train once for each fold: --fold 1/5 to --fold 5/5; python -m utils.folds joins them",
     "exist_ok overwrite_output_dir": "use another --run_name, or --resume auto to continue the run",
     "bce_loss": "use --loss binary_cross_entropy",
-    "torchcompile compile torch_compile": "set dynamo_config in the accelerate config, see docs/gpus.md",
+    "torchcompile compile torch_compile": "set dynamo_config in the accelerate config, see docs/launching.md",
     "log_wandb wandb use_wandb wandb_project": "use --report_to wandb",
     "push_to_hub hub_model_id": "use export.py --ckpt RUN --to timm --out DIR, then hf upload USER/NAME DIR",
     "test_only evaluate do_eval": "use python eval.py --ckpt RUN, or --model NAME --pretrained for published weights",

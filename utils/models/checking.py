@@ -49,7 +49,7 @@ def check_output(model: nn.Module, config: TrainConfig, spec: InputSpec, classes
         found = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         wanted = [count, classes]
         problem = f"{name} returns {found} for {count} images, not one score per class, {wanted}"
-        require(found == wanted, problem, "leave out --model_args, or see docs/extending.md")
+        require(found == wanted, problem, "leave out --model_args, or see docs/architecture.md")
     model.train()
     model.forward = partial(_forward, model, config.sync_batchnorm)
 

@@ -1,5 +1,5 @@
 """Resume a run from a checkpoint: its settings, batch sizes and state, and what differs from the
-earlier run. Also runs whose number of machines changes: torchrun --nnodes MIN:MAX (docs/elastic.md).
+earlier run. Also runs whose number of machines changes: torchrun --nnodes MIN:MAX (docs/clusters.md).
 """
 
 import os

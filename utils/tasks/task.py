@@ -76,7 +76,7 @@ class Task:
         require(
             {np.shape(each) for each in outputs} == {(len(targets), self.outputs)},
             "--task has no loss for a model that returns more than scores of classes",
-            "use a Task of your own, see docs/extending.md",
+            "use a Task of your own, see docs/architecture.md",
         )
         main, *auxiliary = [self.loss(each, targets) for each in outputs]
         return main + (0.3 if auxiliary[1:] else 0.4) * sum(auxiliary)
