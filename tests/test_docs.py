@@ -249,7 +249,7 @@ def test_the_readme_has_the_size_of_the_code():
 
 def test_the_loop_in_the_readme_is_that_of_train_py():
     loop = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
-    assert loop in (ROOT / "train.py").read_text() and len(loop.splitlines()) == 12
+    assert loop in (ROOT / "train.py").read_text() and len(loop.splitlines()) == 13
 
 
 def test_functions_that_the_page_for_ddp_users_names_are_where_it_says():
