@@ -41,7 +41,7 @@ from utils.ranks.stopping import Stopping
 from utils.runs.digest import differing
 from utils.runs.inference import given_settings
 from utils.runs.log import read_log
-from utils.runs.manifest import checkpoints_of, damage_of, step_of
+from utils.runs.manifest import beginnings, damage_of
 from utils.training.first_batch import label_lines, picture
 from utils.training.loop import synchronise, training_record
 from utils.training.meter import SyncInterval, rounded
@@ -67,9 +67,9 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         distributed_session("replay.py", flags) as ranks,
         Stopping(ranks) as stopping,
     ):
-        modes = [flags.update, flags.verify, flags.against]
+        modes = map(bool, [flags.update, flags.verify, flags.against])  # an empty word is none
         fix = "give --update, --verify or --against"
-        require(modes.count(None) == 2, "replay.py does one thing", fix)
+        require(sum(modes) == 1, "replay.py does one thing", fix)
         alone = not flags.update or ranks.topology.world_size == 1
         require(alone, "--update needs one process", "start it with plain python")
         ranks.join()
@@ -105,10 +105,10 @@ def make_settings(flags: ReplayConfig, folder: Path, update: int, scratch: str) 
     records = read_log(folder)
     starts = [each for each in records if each["kind"] == "start" and each["step"] < update]
     config = read_config(folder / "config.yaml")
-    saved = checkpoints_of(folder / "checkpoints")
-    good = (each for each in reversed(saved) if step_of(each) < update and not damage_of(each))
-    checkpoint = next(map(str, good), None)
-    problem = f"{folder}: begins after update {update}, or its checkpoints before it are gone"
+    saved = beginnings(folder, records)
+    good = (saved[step] for step in sorted(saved, reverse=True) if step < update)
+    checkpoint = next((str(each) for each in good if not damage_of(each)), None)
+    problem = f"{folder}: begins after update {update}, or the checkpoints before it are gone"
     require(starts and (checkpoint or not starts[0]["step"]), problem, "name a later update")
     start = starts[-1]
     if checkpoint is None:

@@ -47,7 +47,7 @@ from utils.runs.loading import (
     load_scale,
 )
 from utils.runs.log import check_log
-from utils.runs.manifest import find_checkpoint, newest_good, verify
+from utils.runs.manifest import ORIGIN, find_checkpoint, newest_good, verify
 from utils.runs.metadata import Checkpoint, check_identity, read_checkpoint, read_settings
 from utils.runs.state import TrainState
 from utils.runs.writing import (
@@ -61,7 +61,6 @@ from utils.runs.writing import (
     update_pointers,
 )
 
-_ORIGIN = "resumed_from.txt"
 _ORPHANS_EXIT_WITHIN = 20.0  # seconds: ranks whose launcher was killed finish their update and save
 
 
@@ -143,7 +142,7 @@ class CheckpointManager:
                         self.folder / "checkpoints", saved.state.step, saved.state.best_step
                     )
                 else:
-                    write_file(self.folder / _ORIGIN, bytes(saved.path.absolute()))
+                    write_file(self.folder / ORIGIN, bytes(saved.path.absolute()))
         # after a restart, its own checkpoints come before that of --resume
         self.ranks.store_set(f"started-{self.config.run_name}", "yes")
         return self.folder
@@ -279,7 +278,7 @@ def _beginning(folder: Path) -> tuple[Path | None, TrainConfig | None]:
     """The checkpoint of another run that a run without checkpoints started from, and the settings of
     the run; None for each that it has not written.
     """
-    origin = folder / _ORIGIN
+    origin = folder / ORIGIN
     settings = folder / "config.yaml"
     if (folder / "log.jsonl").exists():
         check_log(folder)

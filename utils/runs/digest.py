@@ -5,9 +5,11 @@ A digest is a sum of the bits of the summed gradient and of the weights after th
 """
 
 import random
+import re
 from collections.abc import Iterable, Mapping
 
 from utils.config.bounds import require
+from utils.console import join_names
 
 
 def digests_of(*records: Mapping) -> dict[int, str]:
@@ -26,13 +28,14 @@ def differing(one: Mapping, other: Mapping) -> list[int]:
 
 def choose_updates(text: str, known: Iterable[int]) -> list[int]:
     """The updates that --verify asks for, sorted; `known` are those with a digest."""
-    names = text.split(",")
-    chosen = [update for update in known if text == "all" or str(update) in names]
-    if text.startswith("random:"):
-        chosen = random.sample([*known], int(text[7:]))
-    problem = f"--verify {text}: the log has no such digests, which only --microbatches gives"
-    require(len(chosen) >= len(names), problem, "use all, random:20 or numbers such as 40,41")
-    return sorted(chosen)
+    updates = {str(update): update for update in known}
+    names = [*updates] if text == "all" else text.split(",")
+    if number := re.fullmatch(r"random:(\d+)", text):
+        names = random.sample([*updates], min(int(number[1]), len(updates)))
+    absent = join_names(name for name in names if name not in updates)
+    problem = f"--verify {text}: the log has no digests {absent}, which only --microbatches gives"
+    require(names and not absent, problem, "use all, random:20 or numbers such as 40,41")
+    return sorted({updates[name] for name in names})
 
 
 def parts_to_compute(updates: Iterable[int], starts: Iterable[int]) -> dict[int, int]:

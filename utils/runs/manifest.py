@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from utils.config.bounds import require
@@ -16,6 +17,7 @@ MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.bin"
 SCALER = "scaler.pt"
 AVERAGE = "ema.safetensors"  # of the weights, with --ema_decay
+ORIGIN = "resumed_from.txt"  # in the run folder
 # a resume also needs OPTIMIZER
 NEEDED = (MODEL, "state.json", "config.yaml", SAMPLES)
 
@@ -32,6 +34,16 @@ def checkpoints_of(folder: Path) -> list[Path]:
     """
     paths = folder.iterdir() if folder.is_dir() else ()
     return sorted((path for path in paths if is_checkpoint_name(path.name)), key=step_of)
+
+
+def beginnings(run: Path, records: Sequence[Mapping]) -> dict[int, Path]:
+    """The checkpoints of a run by their updates, with the one of another run that it started from,
+    if any; `records` are those of its log.
+    """
+    saved = {step_of(path): path for path in checkpoints_of(run / "checkpoints")}
+    if (origin := run / ORIGIN).is_file():
+        saved[records[0]["step"]] = Path(read_text(origin, 8192))
+    return saved
 
 
 def newest_good(run: Path) -> Path | None:

@@ -138,6 +138,7 @@ def restore_state(
     if not saved.is_in(folder):
         state.run_id = uuid.uuid4().hex
         state.best = state.best_step = None  # the best checkpoint belongs to the earlier run
+        state.digest = []
         if metric != config.best_metric:
             state.best_value = None
             state.evaluations_since_best = 0

@@ -8,13 +8,14 @@ from utils.config.bounds import require
 from utils.config.scripts import ReplayConfig
 from utils.console import join_names, say
 from utils.errors import UserError
-from utils.files import expand, write_file
+from utils.files import check_output_file, expand, write_file
 from utils.models.checking import hash_tensors
 from utils.models.weight_files import read_weights
+from utils.ranks.accelerator import leave_run
 from utils.ranks.ranks import Ranks
 from utils.runs.digest import choose_updates, differing, digests_of, parts_to_compute
 from utils.runs.log import read_log
-from utils.runs.manifest import AVERAGE, MODEL, checkpoints_of, damage_of, files_of, step_of
+from utils.runs.manifest import AVERAGE, MODEL, beginnings, damage_of, files_of
 from utils.runs.metadata import versions
 from utils.training.divergence import find_samples
 from utils.training.run import Run
@@ -28,9 +29,12 @@ def verify(flags: ReplayConfig, ranks: Ranks, begin: Callable, recompute: Callab
     UserError for the first update that differs from the log or from a checkpoint.
     """
     folder = expand(flags.run)
-    logged = digests_of(*read_log(folder))
+    records = read_log(folder)
+    logged = digests_of(*records)
     chosen = ranks.from_main(lambda: choose_updates(f"{flags.verify}", logged))
-    saved = {step_of(path): path for path in checkpoints_of(folder / "checkpoints")}
+    if flags.json:
+        check_output_file("--json", expand(flags.json))
+    saved = beginnings(folder, records)
     updates = []
     checkpoints = {}
     for first, last in parts_to_compute(chosen, saved).items():
@@ -44,13 +48,16 @@ def verify(flags: ReplayConfig, ranks: Ranks, begin: Callable, recompute: Callab
                     raise difference(run, step, file)
                 checkpoints[path.name] = files_of(path)
         run.log.close()
+        data = run.data.fingerprint
+        del run
+        leave_run()
         updates.append(f"{first + 1} to {last}")
     weights = join_names(checkpoints)
-    say(f"{folder}: equal in updates {join_names(updates)}, and in the weights of {weights}")
+    say(f"{folder}: equal in updates {join_names(updates)}, and in the weights of {weights or 'none'}")
     result = {
         "updates": updates,
         "checkpoints": checkpoints,
-        "data": run.data.fingerprint,
+        "data": data,
         "settings": (folder / "config.yaml").read_text(),
         "versions": versions(),
         "rounding": ranks.rounding,
@@ -89,5 +96,5 @@ def compare(flags: ReplayConfig, begin: Callable) -> None:
     common = one.keys() & other.keys()
     require(common, "the logs have no digests in common", "train both runs with --microbatches")
     for at in differing(one, other)[:1]:
-        raise difference(begin(folder, at), at, f"the first, from {flags.against}")
+        raise difference(begin(folder, max(one) + 1), at, f"the first, from {flags.against}")
     say(f"equal in {len(common)} updates")
