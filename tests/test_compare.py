@@ -121,6 +121,9 @@ def made(tmp_path_factory):
             config.write_text(
                 re.sub("best_metric: .*", f"best_metric: {metric}", config.read_text())
             )
+        shutil.copytree("runs/a-seed7", "runs/a-seed7-more")  # not a seed of a
+        shutil.copytree("runs/b-seed0", "again/a-seed0")
+        shutil.copytree("runs/b-seed1", "runs/d-seed1")
         shutil.copytree("runs/f1", "runs/none")
         Path("runs/none/predictions.npz").unlink()
     return folder
@@ -173,6 +176,21 @@ def test_one_pair_has_the_exact_test_of_mcnemar_and_images_that_one_run_gets_wro
         shown = json.loads(Path(f"runs/{name}/report.json").read_text())["errors"]
         expected = sum(other[error["index"]] for error in shown)
         assert sum(each.split("</section>")[0].count("<figure>") for each in part) == expected
+
+
+def test_two_runs_of_one_name_are_numbered(said):
+    line, _ = said("a-seed0", "../again/a-seed0")
+    gap = accuracy("../again/a-seed0") - accuracy("a-seed0")
+    assert f"a-seed0 ({1 + (gap > 0)}) is better by" in line
+    assert all(
+        f"{name}</" in Path("page.html").read_text() for name in ("a-seed0 (1)", "a-seed0 (2)")
+    )
+
+
+def test_the_page_of_two_groups_shows_their_first_pair(said):
+    said("a", "d")
+    page = Path("page.html").read_text()
+    assert "a-seed1: Most confident errors" in page and "a-seed0" not in page
 
 
 @pytest.mark.full

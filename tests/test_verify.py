@@ -164,7 +164,7 @@ def test_a_changed_run_is_found_with_its_update(kind, seeds):
 def test_a_run_of_two_ranks_is_verified_by_one_and_by_three():
     train_run(2, "run", *FLAGS, "--ema_decay", "0.9")
     (outcome,) = run_ranks(1, replay.main, [*VERIFY, "6,10"])
-    assert outcome.out.endswith("equal in updates 5 to 6, 9 to 10, and in the weights of \n")
+    assert outcome.out.endswith("equal in updates 5 to 6, 9 to 10, and in the weights of none\n")
     outcome = run_ranks(3, replay.main, [*VERIFY, "all"])[0]
     line = "equal in updates 1 to 12, and in the weights of step-00000004, step-00000008, step-"
     assert f"{line}00000012\n" in outcome.out
@@ -217,12 +217,45 @@ def test_a_run_that_was_killed_and_resumed_has_the_digests_of_a_whole_one():
     assert [*map(len, again)] == [5, 2]
 
 
+def test_a_run_that_began_at_a_checkpoint_of_another_is_verified_from_there():
+    train_run(1, "other", *FLAGS)
+    start = ["--resume", "runs/other/checkpoints/step-00000008"]
+    train_run(1, "run", *start, *words("--threads 1 --lr 0.04 --report false"))
+    assert [len(record["digest"]) for record in records("run", "train")] == [2, 2]
+    (outcome,) = run_ranks(1, replay.main, [*VERIFY, "all"])
+    assert "equal in updates 9 to 12, and in the weights of step-00000012\n" in outcome.out
+    line = refused(replay.main, *words("--run runs/run --against runs/other"))
+    assert "update 9 differs (the first, from runs/other)" in line
+
+
+def _compiled_models(flags: list[str]) -> int:
+    compiled, original = [], torch.nn.Module.compile
+
+    def counted(module, **named):
+        compiled.append(module)
+        original(module, **named)
+
+    torch.nn.Module.compile = counted
+    replay.main(flags)
+    return len(compiled)
+
+
+@pytest.mark.full
+def test_each_part_of_a_compiled_run_is_compiled(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "aot_eager")
+    train_run(1, "run", *FLAGS)
+    assert returned(1, _compiled_models, [*VERIFY, "2,6,10"]) == [3]
+
+
 def test_what_cannot_be_verified_is_one_line():
     train_run(1, "run", *PLAIN, "--max_steps", "2")
     assert all("digest" not in record for record in records("run"))
-    assert "the log has no such digests, which only --microbatches gives" in refused(
+    assert "the log has no digests , which only --microbatches gives" in refused(
         replay.main, *VERIFY, "all"
     )
+    for empty in ("--verify", "--against"):
+        line = refused(replay.main, "--run", "runs/run", empty, "")
+        assert "give --update, --verify or --against" in line
     line = refused(replay.main, *words("--run runs/run --against runs/run"))
     assert "no digests in common; train both runs with --microbatches" in line
     assert "give --update, --verify or --against" in refused(replay.main, "--run", "runs/run")
@@ -234,8 +267,15 @@ def test_updates_are_chosen_and_computed_from_the_nearest_checkpoint():
     known = range(1, 21)
     assert choose_updates("all", known) == [*known] and choose_updates("7,3", known) == [3, 7]
     assert len({*choose_updates("random:5", known)} & {*known}) == 5
-    for wrong in ("0", "3,21", "x", "random:0"):
-        with pytest.raises(ValueError, match="the log has no such digests"):
+    assert choose_updates("random:50", known) == [*known]
+    for wrong, absent in {
+        "0": "0",
+        "3,21": "21",
+        "x": "x",
+        "random:0": "",
+        "random:x": "random:x",
+    }.items():
+        with pytest.raises(ValueError, match=f"the log has no digests {absent}, which"):
             choose_updates(wrong, known)
     assert parts_to_compute([3, 7, 9, 16], [5, 10, 15]) == {0: 3, 5: 9, 15: 16}
     assert parts_to_compute(known, [5, 10]) == {0: 20} == parts_to_compute([10, 20], [10])

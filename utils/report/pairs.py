@@ -1,5 +1,6 @@
 """Pair two runs, or two groups of runs with several seeds, by seed and by evaluation image."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,14 +20,16 @@ from utils.tasks.task import Task
 
 def find_runs(given: Path) -> list[Path]:
     """The folder of a run; if there is none, those of its seeds: NAME-seed0, NAME-seed3, ..."""
-    seeds = sorted(given.parent.glob(f"{given.name}-seed*"))
-    return [given] if given.exists() or not seeds else seeds
+    name = re.escape(given.name) + r"-seed\d+"  # not those of NAME-seed0-other
+    seeds = [each for each in given.parent.glob("*") if re.fullmatch(name, each.name)]
+    by_number = sorted(seeds, key=lambda each: (len(each.name), each))
+    return [given] if given.exists() or not seeds else by_number
 
 
 def write_groups(groups: list[list[Path]], out: Path, images: bool) -> None:
     """Write the page of these runs. Two runs, or two groups, are compared; prints the result.
 
-    The rest of the page of two groups is that of the first run of each.
+    The rest of the page of two groups is that of their first pair.
     """
     compared = {}
     if len(groups) == 2:
@@ -42,6 +45,8 @@ def _compare(groups: list[list[Path]]) -> dict:
     ends = [{run.name.rpartition("-seed")[2] * several: run for run in runs} for runs in groups]
     seeds = [seed for seed in ends[0] if seed in ends[1]]
     folders = [own[seed] for own in ends for seed in seeds]
+    for group in groups:
+        group.sort(key=lambda run: run not in folders)  # the first pair is shown
     files = [folder / PREDICTIONS for folder in folders]
     if absent := [str(file) for file in files if not file.is_file()]:
         return {"lines": [f"not compared: no {absent[0]}; run eval.py --ckpt RUN to write it"]}
@@ -60,6 +65,8 @@ def _compare(groups: list[list[Path]]) -> dict:
         samples = other - one
     mean, half, used, needed = compare(samples, len(runs[0].images))
     names = [run.name.removesuffix(f"-seed{seeds[0]}") for run in folders[:: len(seeds)]]
+    if names[0] == names[1]:
+        names = [f"{names[0]} (1)", f"{names[0]} (2)"]  # as on the page
     size, low, high = (number(scale * (abs(mean) + side * half)) for side in (0, -1, 1))
     text = f"{names[int(mean > 0)]} is better by {size} {unit} (95 % interval {low} to {high})"
     if abs(mean) < half:

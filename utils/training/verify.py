@@ -53,7 +53,9 @@ def verify(flags: ReplayConfig, ranks: Ranks, begin: Callable, recompute: Callab
         leave_run()
         updates.append(f"{first + 1} to {last}")
     weights = join_names(checkpoints)
-    say(f"{folder}: equal in updates {join_names(updates)}, and in the weights of {weights or 'none'}")
+    say(
+        f"{folder}: equal in updates {join_names(updates)}, and in the weights of {weights or 'none'}"
+    )
     result = {
         "updates": updates,
         "checkpoints": checkpoints,
