@@ -234,6 +234,7 @@ def test_help_explains_the_settings_in_groups_in_their_order(main, settings):
     assert list(groups)[-1] == "processes and devices"
     if settings is TrainConfig:
         assert list(groups)[:2] == ["most used", "data"] and "(default: runs)" in listed
+        assert len(groups["most used"]) == 10 and "Example:" in usage
         own = [name for group in list(groups.values())[:-1] for name in group]
         assert own == [field.name for field in fields(settings)][-len(own) :]
     text = " ".join(listed.split())

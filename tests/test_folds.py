@@ -246,7 +246,7 @@ def test_the_interval_is_over_groups(right, size, capsys):
         Path(f"fold{number}").mkdir()
         Path(f"fold{number}/log.jsonl").write_text('{"step": 1}\n')
         rows.to_json(f"fold{number}/fold_predictions.json", orient="records")
-    join([Path("fold1"), Path("fold2")], Path("folds.csv"), images=True)
+    join([[Path("fold1"), Path("fold2")]], Path("folds.csv"), images=True)
     found = [*map(float, re.findall(r"\d\.\d{4}", capsys.readouterr().out))]
     expected = binomtest(right, 40).proportion_ci(method="wilson")
     assert found == pytest.approx([right / 40, *expected], abs=2e-4)
@@ -255,7 +255,7 @@ def test_the_interval_is_over_groups(right, size, capsys):
         rows = pandas.read_json(path).assign(group=lambda table: table["index"] // 10)
         rows["predicted"] = np.where(rows["index"] % 10 < 5, "a", "b")
         rows.to_json(path, orient="records")
-    join([Path("fold1"), Path("fold2")], Path("folds.csv"), images=True)
+    join([[Path("fold1"), Path("fold2")]], Path("folds.csv"), images=True)
     found = [*map(float, re.findall(r"\d\.\d{4}", capsys.readouterr().out))]
     expected = binomtest(20 * size, 40 * size).proportion_ci(method="wilson")
     assert found == pytest.approx([0.5, *expected], abs=2e-4)

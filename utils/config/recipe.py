@@ -170,6 +170,13 @@ class BatchSettings:
 class OptimizerSettings:
     """Optimizer, schedule and regularisation."""
 
+    optimizer: Fixed[str] = FROM_DATA
+    """Optimizer (default: adamw to fine-tune more than the head of a model, else sgd)."""
+    weight_decay: Chosen[NonNegativeFloat] = FROM_DATA
+    """Weight decay of matrices and kernels; biases, normalisation layers, position embeddings and
+    class tokens have none (default: 5e-4 for sgd and asgd, 0.05 for adamw and muon, else 0)."""
+    lr_schedule: str = "onecycle"
+    """Learning rate schedule."""
     optimizer_args: Arguments = field(default_factory=dict)
     """Keyword arguments of the optimizer, such as '{betas: [0.9, 0.95]}'."""
     momentum: ProbabilityBelow1 = 0.9

@@ -16,7 +16,6 @@ from utils.config.bounds import (
     Fixed,
     FractionBelow1,
     Machine,
-    NonNegativeFloat,
     NonNegativeInt,
     NotEmpty,
     OneStart,
@@ -127,24 +126,12 @@ class BasicSettings:
     samples)."""
     run_name: OneStart[Annotated[str, _RUN_NAME] | None] = None
     """Name of the run folder (default: DATA-MODEL-TIME)."""
-    output_dir: Machine[str] = "runs"
-    """Folder that contains the run folders."""
     resume: OneStart[str | None] = None
     """auto resumes the run --run_name from its newest valid checkpoint, or starts it if there is
     none. The path of a checkpoint or run resumes from it in a new run folder, or in the same one if
     --run_name names it. Data and settings that are not given are those of the checkpoint."""
-    optimizer: Fixed[str] = FROM_DATA
-    """Optimizer (default: adamw to fine-tune more than the head of a model, else sgd)."""
-    weight_decay: Chosen[NonNegativeFloat] = FROM_DATA
-    """Weight decay of matrices and kernels; biases, normalisation layers, position embeddings and
-    class tokens have none (default: 5e-4 for sgd and asgd, 0.05 for adamw and muon, else 0)."""
-    lr_schedule: str = "onecycle"
-    """Learning rate schedule."""
     seed: Annotated[int, at_least(-(2**63) + 1), at_most(2**63 - 1)] = 0
     """Seed of the initial weights, sample order, augmentation, dropout and hold-out."""
-    seeds: OneStart[Seeds | None] = None
-    """Train one run for each seed, in turn: 5 for 0 to 4, or a list such as 3,7,11. The run folders
-    are RUN_NAME-seed3 and so on."""
 
 
 @dataclass
@@ -233,8 +220,13 @@ class SpeedSettings:
 
 @dataclass
 class CheckpointSettings:
-    """Checkpoints."""
+    """Runs and checkpoints."""
 
+    output_dir: Machine[str] = "runs"
+    """Folder that contains the run folders."""
+    seeds: OneStart[Seeds | None] = None
+    """Train one run for each seed, in turn: 5 for 0 to 4, or a list such as 3,7,11. The run folders
+    are RUN_NAME-seed3 and so on."""
     save_every: PositiveInt | None = None
     """Updates between checkpoints (default: one epoch, unless --save_seconds is given); the last
     update and a new best are always saved."""
@@ -290,7 +282,8 @@ class TrainConfig(
     BasicSettings,
     LaunchConfig,
 ):
-    """Train an image classifier; the same run on one process or on many."""
+    """Train an image classifier; the same run on one process or on many. Example: train.py --data
+    photos --model resnet50 --pretrained --epochs 10 --run_name first"""
 
     def __post_init__(self):
         super().__post_init__()

@@ -35,7 +35,7 @@ def compare(samples: np.ndarray, images: int) -> tuple[float, float, str, str]:
     shared = max(0.0, (seeds * alone - covariance.diagonal().mean()) / (seeds - 1))
     # Each part has its own quantile (Cochran, 1964). With the degrees of freedom of Satterthwaite,
     # the intervals of two or three seeds were too short.
-    own = (between * t.ppf(0.975, seeds - 1) + shared * 1.96) / (between + shared) ** 0.5
+    own = (between * t.ppf(0.975, seeds - 1) + shared * 1.96) / (between + shared + 1e-30) ** 0.5
     needed = f"{images * shared / wanted:,.0f} images"
     if wanted > shared:  # two seeds more, as the variance is not known
         needed = f"{seeds * between / (wanted - shared) + 2:,.0f} seeds"

@@ -63,8 +63,9 @@ def _compare(groups: list[list[Path]]) -> dict:
     size, low, high = (number(scale * (abs(mean) + side * half)) for side in (0, -1, 1))
     text = f"{names[int(mean > 0)]} is better by {size} {unit} (95 % interval {low} to {high})"
     if abs(mean) < half:
-        needed = f"about {needed} would be needed for a difference of this size"
-        text = f"{used} cannot tell {names[0]} and {names[1]} apart: {text}; {needed}"
+        text = f"{used} cannot tell {names[0]} and {names[1]} apart: {text}"
+        if mean:
+            text += f"; about {needed} would be needed for a difference of this size"
     lines = [text]
     if left := sorted(ends[0].keys() ^ ends[1]):
         lines.append(f"only one of them has the seeds {', '.join(left)}, which are left out")
