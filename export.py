@@ -61,7 +61,7 @@ def write(loaded: Loaded, name: str, out: Path) -> float:
         except OSError:
             raise
         except Exception as error:  # exporters and runtimes raise errors of many classes
-            fix = "use another format, or check that the disk has free space"
+            fix = "use another --to, or check that the disk has free space"
             if isinstance(error, ImportError):
                 fix = "pip install -c constraints.txt timm onnx onnxscript onnxruntime"
             problem = f"{loaded.saved.config.model} cannot be exported ({one_line(error)[:160]})"

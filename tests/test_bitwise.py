@@ -331,7 +331,7 @@ def test_a_replay_computes_the_logged_losses_again(more):
     assert f"1 differ, the first at update 6: {logged[6]} instead of 7.0." in outcome.out
     log.write_text(log.read_text() + "half\n")
     line = refused(replay.main, *words("--run runs/run --cpu --update 6"))
-    assert "runs/run/log.jsonl: line " in line and line.endswith(" is damaged; delete it")
+    assert "runs/run/log.jsonl: line " in line and line.endswith(" is damaged; delete this line")
 
 
 def contents(folder: Path) -> dict[str, bytes]:

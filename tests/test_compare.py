@@ -211,9 +211,9 @@ def test_other_metrics_have_the_interval_of_a_paired_bootstrap(said):
 @pytest.mark.parametrize(
     ("one", "other", "problem"),
     [
-        ("a-seed0", "a-seed1", "no seed in common, or other evaluated images or labels"),
+        ("a-seed0", "a-seed1", "no seed in common, or evaluated on different images or labels"),
         ("f1", "none", "no runs/none/predictions.npz; run eval.py --ckpt RUN to write it"),
-        ("a", "f1", "no seed in common, or other evaluated images or labels"),
+        ("a", "f1", "no seed in common, or evaluated on different images or labels"),
     ],
 )
 def test_what_is_not_comparable_is_not_compared_but_shown(said, one, other, problem):

@@ -4,6 +4,7 @@ about.
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,9 +18,9 @@ import utils.models.zoo
 from utils.config.settings import TrainConfig
 from utils.data.order import Plan, UpdateSampler
 from utils.models.checking import check_batch_norm
-from utils.ranks.accelerator import prepare_buckets
 from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.session import distributed_session
+from utils.training.gradients import make_gradients
 
 
 def column(values):
@@ -134,7 +135,12 @@ def begin_without_samples() -> None:
         before = copy.deepcopy(module.state_dict())
         DistributedDataParallel._passing_sync_batchnorm_handle = lambda *_: None  # it refuses CPUs
         model = DistributedDataParallel(module, broadcast_buffers=False)
-        prepare_buckets(model, torch.empty(0, 3, 4, 4))
+        place = SimpleNamespace(num_processes=2, device=torch.device("cpu"))
+        task = SimpleNamespace(loss=lambda outputs, labels: outputs.sum())
+        plan = Plan(16, global_batch_size=8, microbatches=2, seed=0)
+        setup = SimpleNamespace(config=TrainConfig(), accelerator=place, task=task, plan=plan)
+        none = SimpleNamespace(no_images=torch.empty(0, 3, 4, 4), no_labels=None)
+        make_gradients(setup, model, none)
         torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
         model(torch.randn(2, 3, 4, 4)).square().sum().backward()
         assert all(parameter.grad.isfinite().all() for parameter in module.parameters())

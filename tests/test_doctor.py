@@ -118,7 +118,7 @@ FAULTS = [
     (1, flags("--output_dir", "/proc/nope"), "disk", "0.0 GB free for ", "delete old runs"),
     (2, several_gpus_less, "launch", "2 processes on this machine, but 1 GPU", "--num_processes 1"),
     (2, flags("--backend", "nccl"), "launch", "--backend nccl needs GPUs", "leave it out"),
-    (2, flags("--interface", "nope0"), "connection", "nope0: has no IP address", "choose one of"),
+    (2, flags("--interface", "nope0"), "connection", "nope0: has no IP address", "to one of"),
     (2, environment(MASTER_ADDR="no.invalid"), "connection", "cannot find its address", "/etc/"),
     (2, environment(MASTER_ADDR="192.0.2.7"), "connection", "192.0.2.7 does not lead to ", "must"),
 ]

@@ -351,8 +351,8 @@ def test_an_export_that_fails_or_differs_from_the_checkpoint_is_refused_and_no_f
         return code
 
     for failing, reason in (
-        (unwritable, "unsupported operator); use another format"),
-        (unloadable, "no such kernel); use another format"),
+        (unwritable, "unsupported operator); use another --to"),
+        (unloadable, "no such kernel); use another --to"),
         (missing, "No module named 'onnx'); pip install -c constraints.txt timm onnx "),
         (other, "its probabilities differ by"),
     ):

@@ -495,7 +495,7 @@ def test_a_thousand_classes_make_a_small_page(tmp_path):
     [
         ("nowhere", "nowhere: has no log.jsonl"),
         ("cut", "cut/log.jsonl: line 3 is damaged"),
-        ("list", "list/report.json: is damaged"),
+        ("list", "list/report.json: damaged"),
         ("odd", "a file of the run has unknown contents: KeyError('mine'); use the version"),
         ("a a", "--out is missing"),
     ],

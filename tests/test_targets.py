@@ -307,7 +307,7 @@ def test_settings_that_a_task_cannot_have_are_refused(monkeypatch):
             "^--best_metric f1: no such metric; use one of loss,",
         ),
         ({"task": "own", "best_metric": "mae"}, np.arange(4), "add it to lowest_is_best of Own"),
-        ({"pos_weight": [1.0, 2.0, 3.0]}, several, "--pos_weight has 3 values, and the model 4"),
+        ({"pos_weight": [1.0, 2.0, 3.0]}, several, "--pos_weight has 3 values, but the model 4"),
         ({"loss": "focal", "loss_args": {"gamma": -1.0}}, several, "gamma must be at least 0"),
     ):
         with pytest.raises(ValueError, match=text):

@@ -159,7 +159,7 @@ def test_an_unknown_tracker_or_one_without_its_package_is_refused_before_the_run
     monkeypatch.setattr("accelerate.tracking._available_trackers", [])
     wrong = "--report_to tensorbord: no such tracker; did you mean tensorboard?"
     assert wrong in refused(train.main, "--report_to", "tensorbord")
-    missing = "--report_to mlflow: its package is not installed; run: python -m pip install mlflow"
+    missing = "--report_to mlflow: its package is not installed; pip install mlflow"
     assert missing in refused(train.main, "--report_to", " mlflow,wandb", processes=2)
     assert not Path("runs").exists()
 

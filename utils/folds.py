@@ -70,7 +70,7 @@ def _read(folders: list[Path]) -> Any:
     for folder in folders:
         rows = read_json(folder / FOLD, 2**30) if (folder / FOLD).is_file() else [{"step": -1}]
         complete = rows[0]["step"] == read_log(folder)[-1]["step"]
-        fix = "complete it, without --report false and --max_eval_samples"
+        fix = "train it to its end, without --report false and --max_eval_samples"
         require(complete, f"{folder}: not a complete run with --fold", fix)
         tables.append(pandas.DataFrame(rows).drop(columns="step"))
     names = [each["split"][0] for each in tables]

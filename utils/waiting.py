@@ -55,7 +55,7 @@ def wait_for_items(items: Iterable[Item], what: str) -> Iterator[Item]:
             # if PyTorch's SIGCHLD handler knows the reason, it raises it here
             time.sleep(_SECONDS_TO_END)
             problem = f"a loader process exited while it was sending {what} ({one_line(error)})"
-            raise UserError(problem, "if memory ran out, lower --num_workers") from error
+            raise UserError(problem, "if memory is short, lower --num_workers") from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             DataWait.current = None

@@ -214,7 +214,7 @@ def test_a_rank_without_samples_takes_part_in_synchronised_batch_statistics(pair
 def test_a_run_with_loader_processes_exits_at_once():
     """Older versions of PyTorch would wait 5 s for each of them."""
     train(1, "run", "--data synthetic/5x224x80 --model mlp --max_steps 2 --num_workers 4")
-    assert time.time() - Path("runs/run/log.jsonl").stat().st_mtime < pick(6, 20)
+    assert time.time() - Path("runs/run/log.jsonl").stat().st_mtime < pick(6, 120)
 
 
 def test_synchronised_batch_statistics_are_those_of_one_rank(pair, record_property):

@@ -207,7 +207,7 @@ def _read_file(path: Path, cls: type) -> dict:
             f"{path}: is not a file of settings", "write one 'name: value' on each line"
         )
     if (found := values.pop("format", FORMAT)) != FORMAT:
-        problem = f"{path}: has format {str(found)[:40]}; this version reads format {FORMAT}"
+        problem = f"{path}: has format {str(found)[:40]}, but this version reads format {FORMAT}"
         raise UserError(problem, OTHER_FORMAT)
     names = [setting.name for setting in fields(cls)]
     for name in values:

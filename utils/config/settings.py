@@ -45,7 +45,7 @@ from utils.config.yaml_text import dump_yaml
 FORMAT = 5
 """The format of config.yaml and state.json. A new field that files may lack does not change it."""
 
-OTHER_FORMAT = "use the version that wrote it"
+OTHER_FORMAT = "use the version of Lockstep that wrote it"
 
 
 Seconds = Annotated[PositiveFloat, at_most(7 * 24 * 3600)]  # gloo and the store count milliseconds

@@ -197,7 +197,7 @@ def _no_images(folder: Path, loose: int, scan: Scan) -> UserError:
         problem = f"has images but no class folders ({loose} found)"
         fix = (
             "move each image to CLASS/IMAGE.jpg "
-            "(if this split has no labels, choose another --eval_split or give --eval_fraction 0.1)"
+            "(if it has no labels, set another --eval_split, or --eval_fraction 0.1; eval.py: another --split)"
         )
     elif scan.other:
         problem = f"no images of a supported type, only {scan.kinds()}"

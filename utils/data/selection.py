@@ -285,7 +285,7 @@ def check_kind(split: Split, config: TrainConfig) -> None:
     fix = "use lists of labels, or train with --task classification"
     require(several or task != "multilabel", problem, fix)
     problem = f"--task {task}: an image of --data {config.data} may have several labels"
-    fix = "use other data, or train with --task multilabel"
+    fix = "give another --data, or train with --task multilabel"
     require(not several or task in ("auto", "multilabel"), problem, fix)
     problem = f"no image of split {split.name!r} has a label"
-    require(not several or split.labels.any(), problem, "fix the labels")
+    require(not several or split.labels.any(), problem, "correct the labels")

@@ -215,13 +215,13 @@ class Source:
         if name not in self.opened:
             split = self.openers[name]()
             classes = len(self.class_names)
-            fix = "choose another one with --train_split or --eval_split"
+            fix = "set another --train_split or --eval_split (eval.py: another --split)"
             require(len(split), f"split {name!r} is empty", fix)
             wrong = np.flatnonzero((split.labels < 0) | (split.labels >= classes))
             if len(wrong) and split.labels.ndim == 1:
                 label = split.labels[wrong[0]]
                 problem = f"has the label {label}, outside 0..{classes - 1}"
-                fix = "fix the labels (if the split is unlabelled, choose another --eval_split)"
+                fix = "correct the labels (if it has none, set another --eval_split; eval.py: another --split)"
                 raise UserError(f"{split.describe(wrong[0])} {problem}", fix)
             self.opened[name] = self.check(replace(split, notes=(*self.notes, *split.notes)))
         return self.opened[name]

@@ -195,7 +195,7 @@ def _labels(
     for value, number in zip(found, numbers, strict=True):
         if number < 0 and (isinstance(value, str) or value >= 0 or counts is not None):
             problem = lacks_class(value, classes, split, own or found)
-            raise UserError(problem, "fix the labels, or choose another split")
+            raise UserError(problem, "correct the labels, or choose another split")
     labels = numbers[indices_in(unique, values.to_numpy())]
     if counts is not None:
         labels = multi_hot(counts.to_numpy(), labels, len(classes))

@@ -111,7 +111,7 @@ def read_topology(init_method: str = "env://") -> Topology:
         local_world_size = _size_of_one_machine(source, world_size, init_method)
     if not 0 <= rank < world_size or not 0 <= local_rank < local_world_size <= world_size:
         problem = f"contradictory environment: {_present(names)}"
-        raise UserError(problem, "ranks start at 0 and are below their world size")
+        raise UserError(problem, "correct them: ranks start at 0 and are below their world size")
     address = ""
     port = 0
     if world_size > 1 and init_method == "env://":
@@ -175,7 +175,7 @@ def _tasks_on_node(counts: str, node: int) -> int:
     if node < len(tasks):
         return tasks[node]
     raise UserError(
-        f"contradictory environment: SLURM_STEP_TASKS_PER_NODE={counts} has no node {node}"
+        f"contradictory environment: SLURM_STEP_TASKS_PER_NODE={counts} has no node {node}; start all ranks with srun"
     )
 
 

@@ -38,7 +38,7 @@ def set_interface(seen: list[str], wanted: str | None, several_machines: bool) -
     # gloo accepts several names
     elif any(_is_loopback(address_of(each)) for each in name.split(",")) and several_machines:
         problem = f"interface {name} is only for {host} itself, but the run has several machines"
-        raise UserError(problem, f"choose another one of {names}")
+        raise UserError(problem, f"set --interface to another one of {names}")
     os.environ["GLOO_SOCKET_IFNAME"] = name
     if wanted:
         # without "=", it would also match longer names
@@ -65,7 +65,7 @@ def address_of(interface: str) -> str:
             if found.family == family:
                 return found.address
     problem = f"--interface (or GLOO_SOCKET_IFNAME) {interface}: has no IP address on {socket.gethostname()}"
-    raise UserError(problem, f"choose one of {', '.join(sorted(known))}")
+    raise UserError(problem, f"set --interface to one of {', '.join(sorted(known))}")
 
 
 def is_own_address(address: str) -> bool:

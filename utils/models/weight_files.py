@@ -42,7 +42,7 @@ def read_weights(path: Path, fix: str = "use another checkpoint") -> dict[str, T
             return load_file(path)
         return load(path.read_bytes())
     except SafetensorError as error:
-        problem = f"{path} is not a safetensors file ({one_line(error)[:80]})"
+        problem = f"{path}: is not a safetensors file ({one_line(error)[:80]})"
         raise UserError(problem, fix) from error
 
 

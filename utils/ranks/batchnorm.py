@@ -24,7 +24,7 @@ def convert_batch_norm(module: nn.Module, fused: bool = False) -> nn.Module:
         if isinstance(layer, _BatchNorm):
             is_plain = type(layer).forward is _BatchNorm.forward
             problem = f"--sync_batchnorm: {type(layer).__name__} is not plain batch normalisation"
-            require(is_plain, problem, "leave out the flag")
+            require(is_plain, problem, "leave it out")
             layer.__class__ = _FusedSyncBatchNorm if fused else _SyncBatchNorm
     return module
 

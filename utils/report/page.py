@@ -236,7 +236,7 @@ def read_analysis(folder: Path) -> dict:
     """The analysis in report.json; empty if there is none."""
     path = folder / ANALYSIS
     analysis = read_json(path) if path.is_file() else {}
-    require(isinstance(analysis, dict), f"{path}: is damaged", "delete it")
+    require(isinstance(analysis, dict), f"{path}: damaged", "delete it")
     return analysis
 
 

@@ -53,7 +53,7 @@ def _compare(groups: list[list[Path]]) -> dict:
     runs = [SimpleNamespace(**np.load(file)) for file in files]
     origins = [str(run.origin) for run in runs]
     if not seeds or origins[: len(seeds)] != origins[len(seeds) :]:
-        problem = "no seed in common, or other evaluated images or labels"
+        problem = "no seed in common, or evaluated on different images or labels"
         return {"lines": [f"not compared: {problem}; train or evaluate both in the same way"]}
     config = read_config(folders[0] / "config.yaml")
     _, task = make_task(config, runs[0].classes.tolist(), None)

@@ -85,7 +85,7 @@ def read_log(folder: Path) -> list[dict]:
     ):
         with suppress(ValueError, TypeError, RecursionError):
             records.append({**json.loads(line)})
-        require(len(records) == number, f"{path}: line {number} is damaged", "delete it")
+        require(len(records) == number, f"{path}: line {number} is damaged", "delete this line")
     return records
 
 

@@ -80,7 +80,7 @@ def find_checkpoint(path: Path) -> Path:
         found = read_pointer(folder, name)
         if found and found.is_dir():
             return found
-    fix = "use a run folder that has one, or for a file of weights eval.py --model NAME --weights FILE"
+    fix = "use a run folder that has one, or, for a file of weights, eval.py --model NAME --weights FILE"
     require(bool(checkpoints_of(folder)), f"{path}: holds no checkpoint", fix)
     return checkpoints_of(folder)[-1]
 

@@ -66,7 +66,7 @@ class StateFile:
         """
         values = read_json(path)
         found = values.get("format") if isinstance(values, dict) else None
-        problem = f"{path}: has format {found}, and this version reads format {FORMAT}"
+        problem = f"{path}: has format {found}, but this version reads format {FORMAT}"
         require(found == FORMAT, problem, OTHER_FORMAT)
         try:
             return read_fields(cls, values)

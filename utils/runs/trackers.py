@@ -47,7 +47,7 @@ class Trackers(Table):
             require(name in self, f"--report_to {name}: no such tracker", fix)
             problem = f"--report_to {name}: its package is not installed"
             available = name in map(str, get_available_trackers())
-            require(available, problem, f"run: python -m pip install {name}")
+            require(available, problem, f"pip install {name}")
 
     def helps(self) -> dict[str, str]:
         return {self.what: f": {self.describe_values()}"}

@@ -103,7 +103,7 @@ class MultiLabel(Task):
             # At least 1, for a class that no image or every image has.
             given = ((len(labels) - positives).clamp(min=1) / positives.clamp(min=1)).tolist()
         weights = given if isinstance(given, list) else [given] * self.outputs
-        problem = f"--pos_weight has {len(weights)} values, and the model {self.outputs} outputs"
+        problem = f"--pos_weight has {len(weights)} values, but the model {self.outputs} outputs"
         fix = "give one number, one for each class, or balanced"
         require(len(weights) == self.outputs, problem, fix)
         return torch.tensor(weights, dtype=torch.float32)

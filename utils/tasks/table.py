@@ -40,7 +40,7 @@ def make_task(
     weighs = config.class_weights is None or name == "classification"
     require(weighs, "--class_weights works only with --task classification", "leave it out")
     problem = f"--task binary: --data {config.data} has {len(class_names)} classes, not two"
-    require(name != "binary" or len(class_names) == 2, problem, "use classification")
+    require(name != "binary" or len(class_names) == 2, problem, "use --task classification")
     task = TASKS.choose(name)(config, class_names, labels)
     task.metric = config.best_metric or task.metric
     found = [*task.summary(dict.fromkeys(task.evaluation, 1.0), 1.0), *task.gathered]

@@ -281,7 +281,7 @@ def choose_last_part(model: nn.Module, setup: Setup) -> nn.Module | None:
         part, reason = find_last_part(model, setup.spec)
     if part is None:
         problem = f"--feature_views {views}: features cannot be cached, because {reason}"
-        require(views is None, problem, "add --feature_views 0, or try --freeze backbone")
+        require(views is None, problem, "use --feature_views 0, or try --freeze backbone")
         if BACKBONE in config.freeze:
             setup.notes.append(f"features are not cached: {reason}")
         return None

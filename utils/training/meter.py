@@ -65,7 +65,7 @@ class Meter:
         if start and start.keys() != set(self.names):
             there = join_names(start)
             here = join_names(self.names)
-            problem = f"the checkpoint has the training sums {there}; this task needs {here}"
+            problem = f"the checkpoint has the training sums {there}, but this task needs {here}"
             raise UserError(problem, "use another checkpoint")
         # besides sums of the task: samples, seconds waited for them, and updates that fp16 skipped
         self.totals = dict.fromkeys(self.names, 0.0) | (dict(start) if is_main else {})
