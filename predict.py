@@ -30,14 +30,7 @@ from utils.ranks.accelerator import check_precision, make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.report.html import gallery
-from utils.report.tables import (
-    Row,
-    check_table_file,
-    encode,
-    find_images,
-    make_rows,
-    result_rows,
-)
+from utils.report.tables import Row, check_table_file, encode, find_images, make_rows, result_rows
 from utils.runs.inference import (
     Inference,
     find_saved,

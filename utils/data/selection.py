@@ -19,15 +19,7 @@ from utils.data.samples import (
     table_changes,
 )
 from utils.data.sources import open_source
-from utils.data.splits import (
-    EVAL_NAMES,
-    Data,
-    Source,
-    Split,
-    indices_in,
-    note_forms,
-    random_subset,
-)
+from utils.data.splits import EVAL_NAMES, Data, Source, Split, indices_in, note_forms, random_subset
 from utils.errors import UserError
 
 

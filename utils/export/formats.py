@@ -148,11 +148,7 @@ def write_onnx(loaded: Loaded, folder: Path) -> Code:
     )
 
 
-FORMATS = {
-    "torch": write_torch,
-    "onnx": write_onnx,
-    "timm": write_timm,
-}
+FORMATS = {"torch": write_torch, "onnx": write_onnx, "timm": write_timm}
 
 
 def _program(loaded: Loaded) -> torch.export.ExportedProgram:

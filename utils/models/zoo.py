@@ -18,12 +18,7 @@ from utils.data.order import fold_in
 from utils.data.spec import SMALL, InputSpec, sides
 from utils.errors import UserError, one_line
 from utils.models.checking import MINIMUM_SIZE, check_output, hook_for_size
-from utils.models.published import (
-    OF_TENSORFLOW,
-    copy_published,
-    published_input,
-    resize_input,
-)
+from utils.models.published import OF_TENSORFLOW, copy_published, published_input, resize_input
 from utils.models.small import MLP, FastNet, MnistCNN, some_images
 
 # timm would unpickle the file of the last one

@@ -10,11 +10,7 @@ import tempfile
 import datasets
 import evaluate
 import numpy as np
-from sklearn.metrics import (
-    average_precision_score,
-    precision_recall_fscore_support,
-    roc_auc_score,
-)
+from sklearn.metrics import average_precision_score, precision_recall_fscore_support, roc_auc_score
 
 
 class LabelMetrics(evaluate.Metric):

@@ -18,12 +18,7 @@ def _auto() -> None:
 
 TASKS = Table(
     "task",
-    {
-        "auto": _auto,
-        "classification": Classification,
-        "multilabel": MultiLabel,
-        "binary": Binary,
-    },
+    {"auto": _auto, "classification": Classification, "multilabel": MultiLabel, "binary": Binary},
 )
 
 
