@@ -72,9 +72,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
             say(line)
         start = time.perf_counter()
         rows = predict(flags, found, task, split, ranks)
-        with ranks.agree("writing the predictions"):
-            if ranks.is_main:
-                write(flags, found, task, rows, split)
+        ranks.from_main(lambda: write(flags, found, task, rows, split))
         if ranks.is_main:
             seconds = time.perf_counter() - start
             lines = [

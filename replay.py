@@ -105,9 +105,9 @@ def make_settings(flags: ReplayConfig, folder: Path, update: int, scratch: str) 
     records = read_log(folder)
     starts = [each for each in records if each["kind"] == "start" and each["step"] < update]
     config = read_config(folder / "config.yaml")
-    saved = beginnings(folder, records)
-    good = (saved[step] for step in sorted(saved, reverse=True) if step < update)
-    checkpoint = next((str(each) for each in good if not damage_of(each)), None)
+    saved = reversed(beginnings(folder, records).items())
+    good = (f"{path}" for step, path in saved if step < update and not damage_of(path))
+    checkpoint = next(good, None)
     problem = f"{folder}: begins after update {update}, or the checkpoints before it are gone"
     require(starts and (checkpoint or not starts[0]["step"]), problem, "name a later update")
     start = starts[-1]

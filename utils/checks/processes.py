@@ -143,9 +143,7 @@ def folder(ranks: Ranks, config: DoctorConfig) -> Finding | list[Finding]:
         missing = path.absolute().relative_to(existing.absolute())
         file = existing / "-".join([names[0], *missing.parts])
     try:
-        with ranks.agree():
-            if ranks.is_main:
-                file.touch()
+        ranks.from_main(file.touch)
         deadline = time.monotonic() + _PATIENCE
         while not os.path.exists(file) and time.monotonic() < deadline:
             time.sleep(0.1)

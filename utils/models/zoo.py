@@ -71,7 +71,7 @@ def check_model(config: TrainConfig) -> None:
 
 def torchvision_models() -> list[str]:
     """Names of torchvision's classification models."""
-    return sorted(torchvision.models.list_models(module=torchvision.models))
+    return torchvision.models.list_models(module=torchvision.models)
 
 
 def input_spec(

@@ -21,9 +21,8 @@ from utils.tasks.task import Task
 def find_runs(given: Path) -> list[Path]:
     """The folder of a run; if there is none, those of its seeds: NAME-seed0, NAME-seed3, ..."""
     name = re.escape(given.name) + r"-seed\d+"  # not those of NAME-seed0-other
-    seeds = [each for each in given.parent.glob("*") if re.fullmatch(name, each.name)]
-    by_number = sorted(seeds, key=lambda each: (len(each.name), each))
-    return [given] if given.exists() or not seeds else by_number
+    seeds = sorted(each for each in given.parent.glob("*") if re.fullmatch(name, each.name))
+    return [given] if given.exists() or not seeds else seeds
 
 
 def write_groups(groups: list[list[Path]], out: Path, images: bool) -> None:
@@ -58,11 +57,9 @@ def _compare(groups: list[list[Path]]) -> dict:
     config = read_config(folders[0] / "config.yaml")
     _, task = make_task(config, runs[0].classes.tolist(), None)
     one, other = np.split(_values(runs, task), 2)
-    scale, unit = 1, task.metric
-    samples = one - other
+    samples, scale, unit = one - other, 1, task.metric
     if task.higher_is_better:
-        scale, unit = 100, f"points of {task.metric}"
-        samples = other - one
+        samples, scale, unit = -samples, 100, f"points of {unit}"
     mean, half, used, needed = compare(samples, len(runs[0].images))
     names = [run.name.removesuffix(f"-seed{seeds[0]}") for run in folders[:: len(seeds)]]
     if names[0] == names[1]:
@@ -87,7 +84,7 @@ def _compare(groups: list[list[Path]]) -> dict:
     flipped = np.flatnonzero(runs[0].values[:, 1:2] != runs[len(seeds)].values[:, 1:2])
     own = dict(zip(seeds, np.nanmean(samples, 1), strict=True))
     drawn = {"mean": mean, "half": half, "scale": scale, "unit": unit, "own": own}
-    return {"lines": lines, "names": names, "flipped": flipped, **drawn}
+    return drawn | {"lines": lines, "names": names, "flipped": flipped}
 
 
 def _values(runs: list, task: Task) -> np.ndarray:

@@ -17,15 +17,13 @@ def in_turn(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Iterator[T
     """The settings of each run of a launch. If there are several, frees the memory of each, and
     prints their results at the end; collective.
     """
-    yield config.runs[0]
-    for each in config.runs[1:]:
-        stopping.begin_run()
-        leave_run()
+    for number, each in enumerate(config.runs):
+        if number:
+            stopping.begin_run()
+            leave_run()
         yield each
     if config.seeds:
-        with ranks.agree("reading the results"):
-            if ranks.is_main:
-                say(results(config))
+        ranks.from_main(lambda: say(results(config)))
 
 
 def results(config: TrainConfig) -> str:
@@ -36,8 +34,8 @@ def results(config: TrainConfig) -> str:
     metric = runs[0]["metric"]
     found = [[run["best"].get(metric), run["eval"][-1].get(metric)] for run in runs]
     values = np.array(found, float)  # NaN if a metric is undefined
-    rows = {f"seed {each.seed}": row for each, row in zip(config.runs, values, strict=True)}
-    rows["mean"] = values.mean(0)
-    rows["standard deviation"] = values.std(0, ddof=1)
-    lines = [(name, "best {:.4f}, last {:.4f}".format(*row)) for name, row in rows.items()]
+    rows = *values, values.mean(0), values.std(0, ddof=1)
+    names = *(f"seed {each.seed}" for each in config.runs), "mean", "standard deviation"
+    texts = ["best {:.4f}, last {:.4f}".format(*row) for row in rows]
+    lines = [*zip(names, texts, strict=True)]
     return table(f"{metric} of {len(runs)} seeds", lines)

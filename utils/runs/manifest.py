@@ -38,12 +38,11 @@ def checkpoints_of(folder: Path) -> list[Path]:
 
 def beginnings(run: Path, records: Sequence[Mapping]) -> dict[int, Path]:
     """The checkpoints of a run by their updates, with the one of another run that it started from,
-    if any; `records` are those of its log.
+    if any, oldest first; `records` are those of its log.
     """
-    saved = {step_of(path): path for path in checkpoints_of(run / "checkpoints")}
-    if (origin := run / ORIGIN).is_file():
-        saved[records[0]["step"]] = Path(read_text(origin, 8192))
-    return saved
+    origin = run / ORIGIN
+    first = {records[0]["step"]: Path(read_text(origin, 8192))} if origin.is_file() else {}
+    return first | {step_of(path): path for path in checkpoints_of(run / "checkpoints")}
 
 
 def newest_good(run: Path) -> Path | None:

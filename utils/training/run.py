@@ -12,12 +12,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from utils.config.defaults import advice, hint_for_few, hint_for_waits, list_changes
+from utils.config.defaults import advice, hint_for_few, list_changes
 from utils.config.recipe import AugmentationSettings, LossSettings, OptimizerSettings
 from utils.config.settings import TrainConfig
 from utils.console import printable, say, table
 from utils.data.batches import DeviceLoader
-from utils.data.cache import suggest_shrink
 from utils.data.copies import describe_copies, find_copies
 from utils.data.datasets import Features, describe_place
 from utils.data.sources import has_columns
@@ -132,9 +131,7 @@ def log_start(run: Run) -> None:
         "versions": versions(),
     }
     numbers = {name: value for name, value in numbers.items() if value is not None}
-    with ranks.agree("starting the trackers"):
-        if ranks.is_main:
-            run.trackers.start(numbers)
+    ranks.from_main(lambda: run.trackers.start(numbers))
     # not to the trackers, because of the paths
     run.log.write("start", step=run.state.step, **numbers, copies=copies[:24], time=time.time())
     rows = start_rows(run)
@@ -166,11 +163,8 @@ def start_lines(run: Run, copies: list) -> list[str]:
         centre=isinstance(images, Features) and not config.feature_views,
         cached=isinstance(images, Features),
     )
-    if images.in_loader and not config.shrink:
-        lines += suggest_shrink(data.train, run.updates * run.plan.global_batch_size)
     if not run.setup.resumed_from and config.model not in OWN_MODELS:
         lines += hint_for_few(config, run.plan.samples)
-    lines += hint_for_waits(config, run.ranks.device.type)
     return lines
 
 
