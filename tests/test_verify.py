@@ -224,6 +224,7 @@ def test_a_run_that_began_at_a_checkpoint_of_another_is_verified_from_there():
     assert [len(record["digest"]) for record in records("run", "train")] == [2, 2]
     (outcome,) = run_ranks(1, replay.main, [*VERIFY, "all"])
     assert "equal in updates 9 to 12, and in the weights of step-00000012\n" in outcome.out
+    shutil.rmtree("runs/other/checkpoints")
     line = refused(replay.main, *words("--run runs/run --against runs/other"))
     assert "update 9 differs (the first, from runs/other)" in line
 
