@@ -244,7 +244,7 @@ def test_the_readme_has_the_size_of_the_code():
     assert lines == pytest.approx(written, rel=0.05)
     assert len(list((ROOT / "utils").glob("*/__init__.py"))) == 11 and "[eleven packages]" in text
     assert len((ROOT / "train.py").read_text().splitlines()) <= 270
-    assert "`train.py` is 260 lines" in text
+    assert "`train.py` is 270 lines" in text
 
 
 def test_the_loop_in_the_readme_is_that_of_train_py():

@@ -186,10 +186,10 @@ def test_a_resumed_run_with_another_number_of_views_says_so():
     flags = [*SMALL, *words("--run_name run --resume auto --lr_schedule constant")]
     returned(1, train.main, [*flags, *VIEWS, "--max_steps", "3"])
     (outcome,) = run_ranks(1, train.main, [*flags, *words("--feature_views 2 --max_steps 6")])
-    assert outcome.code == 0 and "2 random views, computed in" in place(outcome), outcome.err
+    assert outcome.code == 0 and "augmented views: 2, computed in" in place(outcome), outcome.err
     assert "feature_views" in outcome.out
     (outcome,) = run_ranks(1, train.main, [*flags, "--max_steps", "9"])
-    assert outcome.code == 0 and "2 random views, found in" in place(outcome), outcome.err
+    assert outcome.code == 0 and "augmented views: 2, found in" in place(outcome), outcome.err
 
 
 def test_microbatches_give_the_same_files_on_any_number_of_processes():
@@ -255,10 +255,10 @@ def test_a_second_start_finds_the_features_and_another_backbone_augmentation_or_
     save_file(tensors | {name: tensors[name] * 1.001}, "other.safetensors")
     for more in ([*given, "--init_from", "other.safetensors"], ["--mean", "0.5"]):
         assert "found" not in started(*more), more
-    assert "2 random views, computed in" in started("--feature_views", "2")
+    assert "augmented views: 2, computed in" in started("--feature_views", "2")
     for more in (["--seed", "5"], ["--crop_padding", "2"]):
         line = started("--feature_views", "2", *more)
-        assert "2 random views, computed in" in line and "centre, found in" in line
+        assert "augmented views: 2, computed in" in line and "centre, found in" in line
     monkeypatch.setitem(DECODERS, "JPEG decoder", "another")
     assert "found" not in started()
 

@@ -116,9 +116,7 @@ class FeatureCache:
                 small = cached(small_path, seen.shape, "<f4", [seen])
             origin = f"computed in {time.perf_counter() - start:.1f} s"
         assert array is not None
-        view = "centre"
-        if augmented:
-            view = "one random view" if views == 1 else f"{views} random views"
+        view = f"augmented views: {views}" if augmented else "centre"
         return Features(array, images, small, f"{view}, {origin}")
 
     @cached_property
