@@ -133,3 +133,12 @@ def test_a_full_disk_is_one_line(workers):
     assert [outcome.code for outcome in outcomes] == [2, 2]
     (line,) = "".join(outcome.err for outcome in outcomes).splitlines()
     assert "cannot be used as a cache (File too large)" in line and "--cache_dir" in line
+
+
+def test_shrinking_is_suggested_for_large_photographs_that_are_read_often():
+    split = split_of()
+    split.checksums[:] = 3 * 10**6 << 32
+    assert cache.suggest_shrink(split, 20 * 10**5)[0].startswith("--shrink SIDE saves about")
+    assert not cache.suggest_shrink(split, 200)
+    split.checksums[:] = 10**5 << 32
+    assert not cache.suggest_shrink(split, 20 * 10**5)

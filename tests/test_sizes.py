@@ -18,7 +18,7 @@ from torchvision.transforms import v2
 import eval
 import train
 from utils.config.cli import parse_args
-from utils.config.defaults import advice, hint_for_few
+from utils.config.defaults import advice, hint_for_few, hint_for_waits
 from utils.config.settings import TrainConfig, to_yaml
 from utils.data.decode import center
 from utils.data.selection import load_data
@@ -155,6 +155,11 @@ def test_few_photographs_and_a_new_model_are_a_line_about_pretrained():
     assert "--pretrained is usually far more accurate" in hint_for_few(config, 999)[0]
     assert "--freeze backbone" in hint_for_few(replace(config, pretrained=True), 999)[0]
     assert hint_for_few(config, 1000) == hint_for_few(replace(config, freeze=["backbone"]), 9) == []
+
+
+def test_adafactor_on_a_gpu_is_a_line_about_its_waits():
+    lines = [hint_for_waits(TrainConfig(optimizer="adafactor"), kind) for kind in ("cuda", "cpu")]
+    assert "waits for the GPU" in lines[0][0] and lines[1] == []
 
 
 @pytest.mark.parametrize(("small", "expected"), [

@@ -251,7 +251,7 @@ def test_each_part_of_a_compiled_run_is_compiled(monkeypatch):
 def test_what_cannot_be_verified_is_one_line():
     train_run(1, "run", *PLAIN, "--max_steps", "2")
     assert all("digest" not in record for record in records("run"))
-    assert "the log has no digests , which only --microbatches gives" in refused(
+    assert "the log has no digests 1, 2, which only --microbatches gives" in refused(
         replay.main, *VERIFY, "all"
     )
     for empty in ("--verify", "--against"):
@@ -266,9 +266,11 @@ def test_what_cannot_be_verified_is_one_line():
 
 def test_updates_are_chosen_and_computed_from_the_nearest_checkpoint():
     known = range(1, 21)
-    assert choose_updates("all", known) == [*known] and choose_updates("7,3", known) == [3, 7]
-    assert len({*choose_updates("random:5", known)} & {*known}) == 5
-    assert choose_updates("random:50", known) == [*known]
+    assert choose_updates("all", known, known) == [*known] and choose_updates(
+        "7,3", known, known
+    ) == [3, 7]
+    assert len({*choose_updates("random:5", known, known)} & {*known}) == 5
+    assert choose_updates("random:50", known, known) == [*known]
     for wrong, absent in {
         "0": "0",
         "3,21": "21",
@@ -277,7 +279,9 @@ def test_updates_are_chosen_and_computed_from_the_nearest_checkpoint():
         "random:x": "random:x",
     }.items():
         with pytest.raises(ValueError, match=f"the log has no digests {absent}, which"):
-            choose_updates(wrong, known)
+            choose_updates(wrong, known, known)
+    with pytest.raises(ValueError, match="the log has no digests 1, 2, which"):
+        choose_updates("all", range(3, 21), known)
     assert parts_to_compute([3, 7, 9, 16], [5, 10, 15]) == {0: 3, 5: 9, 15: 16}
     assert parts_to_compute(known, [5, 10]) == {0: 20} == parts_to_compute([10, 20], [10])
 

@@ -273,6 +273,13 @@ def hint_for_few(config: TrainConfig, images: int) -> list[str]:
     return [f"{few} for a new model; --pretrained is usually far more accurate"]
 
 
+def hint_for_waits(config: TrainConfig, device: str) -> list[str]:
+    """A line about an optimizer that is slow on a GPU."""
+    if config.optimizer != "adafactor" or device != "cuda":
+        return []
+    return ["--optimizer adafactor waits for the GPU twice for each parameter; adamw does not"]
+
+
 def list_changes(config: TrainConfig, group: type) -> list[str]:
     """The names and values of those settings of a group that do not have their defaults, for the
     start table.

@@ -26,10 +26,13 @@ def differing(one: Mapping, other: Mapping) -> list[int]:
     return sorted(key for key in one.keys() & other.keys() if one[key] != other[key])
 
 
-def choose_updates(text: str, known: Iterable[int]) -> list[int]:
-    """The updates that --verify asks for, sorted; `known` are those with a digest."""
+def choose_updates(text: str, known: Iterable[int], every: Iterable[int]) -> list[int]:
+    """The updates that --verify asks for, sorted.
+
+    `known` are those with a digest, and `every` those of the whole log.
+    """
     updates = {str(update): update for update in known}
-    names = [*updates] if text == "all" else text.split(",")
+    names = [*map(str, every)] if text == "all" else text.split(",")
     if number := re.fullmatch(r"random:(\d+)", text):
         names = random.sample([*updates], min(int(number[1]), len(updates)))
     absent = join_names(name for name in names if name not in updates)

@@ -92,7 +92,8 @@ class MultiLabel(Task):
         # Compared with the logits, and float32 like them, so that all devices predict the same.
         self.cut: float = float(np.float32(math.log(config.threshold / (1 - config.threshold))))
         scores = torch.zeros(2, self.outputs)
-        rows = scores + torch.tensor([[0.0], [1.0]])  # no class, and all classes
+        # no class, and all classes
+        rows = scores + torch.tensor([[self.smoothing / 2], [1 - self.smoothing / 2]])
         self.uniform_loss = self.losses(scores, rows, self.pos_weight).max().item()
 
     def _pos_weight(self, given: Any, labels: np.ndarray) -> Tensor:

@@ -12,11 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from utils.config.defaults import advice, hint_for_few, list_changes
+from utils.config.defaults import advice, hint_for_few, hint_for_waits, list_changes
 from utils.config.recipe import AugmentationSettings, LossSettings, OptimizerSettings
 from utils.config.settings import TrainConfig
 from utils.console import printable, say, table
 from utils.data.batches import DeviceLoader
+from utils.data.cache import suggest_shrink
 from utils.data.copies import describe_copies, find_copies
 from utils.data.datasets import Features, describe_place
 from utils.data.sources import has_columns
@@ -163,9 +164,11 @@ def start_lines(run: Run, copies: list) -> list[str]:
         centre=isinstance(images, Features) and not config.feature_views,
         cached=isinstance(images, Features),
     )
+    if images.in_loader and not config.shrink:
+        lines += suggest_shrink(data.train, run.updates * run.plan.global_batch_size)
     if not run.setup.resumed_from and config.model not in OWN_MODELS:
         lines += hint_for_few(config, run.plan.samples)
-    return lines
+    return lines + hint_for_waits(config, run.ranks.device.type)
 
 
 def start_rows(run: Run) -> list[tuple[str, str]]:

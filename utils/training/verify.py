@@ -31,7 +31,9 @@ def verify(flags: ReplayConfig, ranks: Ranks, begin: Callable, recompute: Callab
     folder = expand(flags.run)
     records = read_log(folder)
     logged = digests_of(*records)
-    chosen = ranks.from_main(lambda: choose_updates(f"{flags.verify}", logged))
+    trained = [each["step"] for each in records if each["kind"] == "train"]
+    every = range(records[0]["step"] + 1, max(trained, default=0) + 1)
+    chosen = ranks.from_main(lambda: choose_updates(f"{flags.verify}", logged, every))
     if flags.json:
         check_output_file("--json", expand(flags.json))
     saved = beginnings(folder, records)
