@@ -51,7 +51,11 @@ def test_planted_copies_are_named_at_the_start_and_on_the_page_and_nothing_else_
         ("first", "", "centre, computed"),
         ("again", "", "centre, found"),
         ("shrunk", "--shrink 110", "centre, computed"),
-        ("mirrored", "--feature_views 2 --flip alternate --min_scale 1", "views, computed"),
+        (
+            "mirrored",
+            "--feature_views 2 --flip alternate --min_scale 1",
+            "augmented views: 2, computed",
+        ),
     )
     for name, more, origin in runs:
         outcomes = run_ranks(2, train.main, [*FLAGS, *words(f"--run_name {name} {more}")])

@@ -333,13 +333,15 @@ def published(name):
     to 0..255.
     """
     spec = input_spec(TrainConfig(model=name, pretrained=True), 3, None)
+    scale = spec.std, spec.mean
     if name.startswith("timm/"):
         cfg = timm.get_pretrained_cfg(name[5:]).to_dict()
         config = timm.data.resolve_data_config({}, pretrained_cfg=cfg)
         transform = timm.data.create_transform(**config)
     else:
         transform = torchvision.models.get_model_weights(name).DEFAULT.transforms()
-    std, mean = (torch.tensor(values)[:, None, None] for values in (spec.std, spec.mean))
+        scale = transform.std, transform.mean  # inception_v3 scales its input once more
+    std, mean = (torch.tensor(values)[:, None, None] for values in scale)
     return spec, lambda raw: 255 * (transform(Image.open(io.BytesIO(raw))) * std + mean)
 
 

@@ -113,7 +113,7 @@ def test_a_run_does_not_continue_the_sums_of_another_task():
     sums = {"loss": 3.0, "accuracy": 2.0, "count": 5.0, "wait": 0.1, "skipped": 0.0}
     task = Classification(TrainConfig(), ["a", "b"])
     assert Meter(task, torch.device("cpu"), sums, True).totals == sums
-    with pytest.raises(UserError, match="sums loss, accuracy, count, wait, skipped; this task"):
+    with pytest.raises(UserError, match="sums loss, accuracy, count, wait, skipped, but this task"):
         Meter(Value(None, None), torch.device("cpu"), sums, False)
 
 
