@@ -197,8 +197,8 @@ class Changing(nn.Module):
         self.second = nn.ModuleList(nn.Linear(16, classes) for _ in range(2))
 
     def forward(self, images):
-        # an empty batch, such as that which settles DDP's buckets, runs in evaluation mode
-        self.turn += self.training
+        # in the place of an empty batch, such as that which settles DDP's buckets, two images run
+        self.turn += len(images) > 2
         number = 0 if self.always else self.turn % 2
         return self.second[number](torch.relu(self.first(images.flatten(1))))
 

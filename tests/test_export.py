@@ -21,7 +21,7 @@ import torch
 import yaml
 from helpers.make_data import image_folder, smooth
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import ROOT, refused, train_run, words, working_in
+from helpers.training_runs import refused, train_run, words, working_in
 from helpers.waiting import records_so_far
 from PIL import Image
 from safetensors.torch import load_file
@@ -156,19 +156,6 @@ def test_the_lines_on_the_card_predict_what_the_checkpoint_does_for_any_number_o
     else:
         best = photo.argsort()[::-1][:5]
         assert lines == [f"{photo[index]:.4f}  {labels[index]}" for index in best]
-
-
-@pytest.mark.full
-def test_the_code_in_the_documentation_works(exported, tmp_path):
-    readme = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    (tmp_path / "model").symlink_to(exported / "grey-onnx")
-    inputs = exported / "grey-onnx/inputs.npz"
-    code = f"import numpy\nimages = numpy.load({str(inputs)!r})['seven']\n{readme[-1]}"
-    command = [sys.executable, "-I", "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    saved = of(exported, "grey")
-    expected = reference(saved, np.load(inputs)["seven"]).argmax(1)
-    assert done.stdout.strip() == str([saved.class_names[best] for best in expected])
 
 
 @pytest.mark.full
