@@ -223,17 +223,17 @@ def advice(
     has_columns: bool,
     processes: int,
     has_momentum: bool = True,
-    centre: bool = False,
     cached: bool = False,
 ) -> list[str]:
     """A line for each changed setting that has no effect in this run.
 
     `small`: whether training and evaluation use small images. With `by_loader`, loader processes
-    augment them. `has_momentum`: whether --momentum applies to the optimizer. `centre`: whether
-    only the centre of images is used. `cached`: whether features of images are used.
+    augment them. `has_momentum`: whether --momentum applies to the optimizer. `cached`: whether
+    cached features are used.
     """
     alone = processes == 1
     targets = config.task == "classification"
+    centre = cached and not config.feature_views
     unused = (
         ("momentum", not has_momentum, f"{config.optimizer} does not use it"),
         ("comm_hook find_unused_parameters", alone, "a single process exchanges no gradients"),

@@ -88,8 +88,10 @@ def _compare(groups: list[list[Path]]) -> dict:
 
 
 def _values(runs: list, task: Task) -> np.ndarray:
-    """The metric by image, float [runs, N], NaN where a run lacks an image; if it is no mean over
-    images, values whose means have the same covariance as those of its bootstrap.
+    """The metric of each image, float [runs, N]. It is NaN where a run lacks an image.
+
+    For a metric that is not a mean over images: one value for each resample of the bootstrap, scaled
+    so that the means of the runs have the covariance of the bootstrap.
     """
     if task.metric in task.evaluation:
         column = [*task.evaluation].index(task.metric)

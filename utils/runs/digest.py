@@ -1,7 +1,7 @@
 """Compare runs by the digests of their updates, which train records have with --microbatches.
 
 A digest is a sum of the bits of the summed gradient and of the weights after the update, in hex
-(`TreeGradients.add_digest`). It detects faults and changes. It is no signature.
+(`TreeGradients.add_digest`). It detects faults and changes, but it is not a signature.
 """
 
 import random

@@ -161,7 +161,6 @@ def start_lines(run: Run, copies: list) -> list[str]:
         has_columns=has_columns(config.data),
         processes=run.accelerator.num_processes,
         has_momentum=any("momentum" in group for group in run.optimizer.param_groups),
-        centre=isinstance(images, Features) and not config.feature_views,
         cached=isinstance(images, Features),
     )
     if images.in_loader and not config.shrink:
