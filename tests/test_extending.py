@@ -251,6 +251,25 @@ def test_an_error_of_a_plug_in_is_one_line_with_its_place(name, text, problem):
     assert line.startswith(f"train.py: error: --plugin {name}{problem}")
 
 
+ENDINGS = {
+    "raise SystemExit": ", line 1: SystemExit",
+    "import sys\nsys.exit(3)": ", line 2: SystemExit: 3",
+    "raise KeyboardInterrupt": ", line 1: KeyboardInterrupt",
+    "raise GeneratorExit": ", line 1: GeneratorExit",
+    "class Odd(BaseException): pass\nraise Odd('why')": ", line 2: Odd: why",
+    # Ctrl-C while it is imported
+    "import signal\nsignal.signal(2, signal.default_int_handler)\nsignal.raise_signal(2)": ", line ",
+}
+
+
+@pytest.mark.parametrize("text", ENDINGS)
+def test_a_plug_in_that_ends_python_is_one_line_with_the_fix_and_exit_code_2(text):
+    Path("mine.py").write_text(text)
+    line = refused(train.main, "--plugin", "mine.py", processes=2)
+    assert line.startswith(f"train.py: error: --plugin mine.py{ENDINGS[text]}")
+    assert line.endswith('below if __name__ == "__main__":')
+
+
 def with_own_file(flags: list[str]) -> None:
     folder = Path(os.environ["RANK"])
     folder.mkdir()

@@ -1,11 +1,20 @@
 """The parts of a training run.
 
-Importing any of them sets OMP_WAIT_POLICY=passive, unless the user has set it. OpenMP reads it when
-PyTorch is loaded. OpenMP threads then sleep while they wait for each other. By default they spin:
-if another program uses some of the cores, they take processor time from the thread that they wait
-for. Results do not change.
+Importing any of them sets these variables, unless the user has set them. PyTorch reads the first
+two when it is loaded, and the third for the first process group. Results do not change.
+
+* OMP_WAIT_POLICY: OpenMP threads sleep while they wait for each other. By default they spin: if
+  another program uses some of the cores, they take processor time from the thread that they wait
+  for.
+* TORCH_CPP_LOG_LEVEL: PyTorch's C++ code would print a stack trace for each connection that breaks
+  when a process is killed. Its errors are raised, and reported in one line.
+* TORCH_DIST_USE_NCCL2: the NCCL class that is the default since PyTorch 2.15 makes the backward
+  pass wait for each exchange of gradients. It also connects when it is made, which is before the
+  settings of a resumed run are known, so that --deterministic would come too late.
 """
 
 import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a GOMP_SPINCOUNT of the user overrides it
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")

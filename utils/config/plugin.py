@@ -35,11 +35,13 @@ def load_plugin(file: str) -> None:
         module = import_module(path.stem)
         if not path.samefile(str(module.__file__)):
             raise ImportError("another Python module has this name")
-    except Exception as error:
+    except BaseException as error:  # also the exit of a file that was written to be run
         calls = extract_tb(error.__traceback__)
         lines = [f", line {call.lineno}" for call in calls if call.filename == str(path)]
         problem = f"--plugin {file}{''.join(lines[-1:])}: {type(error).__name__}: {one_line(error)}"
-        raise UserError(problem, "correct it") from error
+        ends = 'put what is not for an import below if __name__ == "__main__":'
+        fix = "correct it" if isinstance(error, Exception) else ends
+        raise UserError(problem, fix) from error
     PLUGIN[path.name] = content
 
 

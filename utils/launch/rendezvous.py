@@ -55,10 +55,11 @@ def rendezvous(topology: Topology, init_method: str, timeout: float) -> tuple[St
     if place.scheme == "tcp":
         address = place.hostname or ""
         port = place.port or 0
-    host = socket.gethostname()
     nonce = uuid.uuid4().hex
     master = resolve(address)
-    me = Member(topology.rank, topology.world_size, host, os.getpid(), nonce, master)
+    me = Member(
+        topology.rank, topology.world_size, socket.gethostname(), os.getpid(), nonce, master
+    )
     store = _tcp_store(topology, address, port, deadline)
     begin = _open if me.rank == 0 else _join
     session, answers = begin(store, me, deadline, f"{address}:{port}")

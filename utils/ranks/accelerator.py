@@ -111,13 +111,17 @@ def _accelerator(ranks: Ranks, config: TrainConfig, precision: str | None) -> Ac
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
     on_gpu = ranks.device.type == "cuda"
     shards = shards_model()
-    if shards and ranks.topology.world_size == 1:
-        say("FSDP has no effect: one process has the whole model")
-        shards = False
+    alone = {}
+    if ranks.topology.world_size == 1:
+        # Accelerate would connect to an address, which need not answer.
+        alone = {"LOCAL_RANK": "-1", "PMI_SIZE": "1"}
+        if shards:
+            say("FSDP has no effect: one process has the whole model")
+            shards = False
     plugin = _fsdp_plugin(on_gpu) if shards else None
     # With FSDP, autocast would keep a copy of each parameter in bfloat16 until the end of the pass.
     wrapping = AutocastKwargs(cache_enabled=False) if shards else _ddp_settings(config)
-    with patch_environment(ACCELERATE_USE_FSDP=str(shards).lower()):
+    with patch_environment(ACCELERATE_USE_FSDP=str(shards).lower(), **alone):
         accelerator = Accelerator(
             cpu=not on_gpu,
             mixed_precision=precision,
@@ -192,6 +196,9 @@ def choose_kernels(device: torch.device, deterministic: bool, tf32: bool | None)
     torch.backends.cudnn.allow_tf32 = tf32
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
+        # The switches of NVLink may add up in another order. NCCL reads this at the first
+        # collective over it, and none comes before.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     torch.use_deterministic_algorithms(deterministic)
     # PyTorch would fill new tensors with NaN, to find programs that read them. That takes a kernel
     # for each tensor.
