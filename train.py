@@ -24,7 +24,7 @@ from utils.config.settings import TrainConfig
 from utils.data.datasets import AnyDataset, Batch, keep_on_device
 from utils.data.order import UpdateSampler, evaluation_blocks
 from utils.data.workers import make_loaders
-from utils.launch.command import typed_command
+from utils.launch.command import resume_command, typed_command
 from utils.memory import gc_frozen
 from utils.models.zoo import build_model
 from utils.ranks.accelerator import make_accelerator
@@ -77,8 +77,11 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         ranks.join()
         for each in in_turn(config, ranks, stopping):  # with --seeds there are several
             run = build(trial(each), ranks, stopping, given)
+            continuing = resume_command(
+                command, config.output_dir, config.run_name or run.folder.name
+            )
             if not (config.seeds and run.is_complete):  # a finished one is left alone
-                log_start(run)
+                log_start(run, continuing)
             if config.dry_run:
                 dry_run(run, train_update)
                 return None
@@ -87,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
                 result = train(run, profiler)
             if result is None:  # the run was complete; a page may be missing
                 report_training(run)
-            stopped = log_end(run, result, command, config.run_name)
+            stopped = log_end(run, result, continuing)
             if stopped:
                 break
             del run, profiler  # nothing of it is in memory beside the next one

@@ -20,6 +20,7 @@ from utils.errors import LostRank, UserError, one_line, shorten, split_error
 from utils.files import write_file
 from utils.launch.command import elastic_nodes, launcher_command
 from utils.launch.environment import attempts_left, claimed_ranks, is_launched
+from utils.launch.status import end_status
 from utils.memory import SHM, SHM_FIX
 from utils.output import exit_with
 from utils.waiting import call_with_timeout
@@ -99,11 +100,13 @@ def exit_with_error(
     exit_with(2)
 
 
-def exit_now(code: int) -> NoReturn:
-    """Exit from a thread although the main thread is blocked where no exception can reach it.
+def exit_now(code: int, text: str) -> NoReturn:
+    """Exit from a thread, with `text` as the reason, although the main thread is blocked where no
+    exception can reach it.
 
     Loader processes are killed, because they may be blocked as well.
     """
+    end_status(code, text)
     with suppress(RuntimeError):  # the program that reads the output may be suspended
         call_with_timeout(sys.stdout.flush, 1.0)
     for worker in multiprocessing.active_children():

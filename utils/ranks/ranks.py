@@ -23,6 +23,7 @@ from utils.launch.devices import choose_backend, choose_device, cpu_is_requested
 from utils.launch.environment import Topology, is_set, shards_model, threads_per_process
 from utils.launch.network import address_of, set_interface
 from utils.launch.rendezvous import Member, launcher_store, rendezvous, wait_for_keys
+from utils.launch.status import end_status
 from utils.memory import keep_freed_memory
 from utils.ranks.watch import Watch
 from utils.waiting import call_with_timeout
@@ -95,12 +96,10 @@ class Ranks:
         """Create the process group, which Accelerate then uses, if there are several processes."""
         topology = self.topology
         launch = self.launch
-        if self.device.type == "cpu" and not cpu_is_requested(launch.cpu):
-            several = (
-                f", {topology.world_size} processes over gloo" if topology.world_size > 1 else ""
-            )
-            say(f"No GPU is visible: running on the CPU{several}")
         self.expects_peers = topology.world_size > 1
+        if self.device.type == "cpu" and not cpu_is_requested(launch.cpu):
+            several = f", {topology.world_size} processes over gloo" if self.expects_peers else ""
+            say(f"No GPU is visible: running on the CPU{several}")
         self._launchers_store = launcher_store(launch.timeout)
         if not self.expects_peers:
             return
@@ -260,8 +259,7 @@ class Ranks:
         """
         self.watch.end()
         # if the store is lost, PyTorch prints a stack trace
-        served_by_launcher = self._launchers_store is not None
-        if self.store is None or (self.orphaned and served_by_launcher):
+        if self.store is None or (self.orphaned and self._launchers_store):
             return
         # the launcher or rank 0, one of which serves the store, may have exited
         with suppress(RuntimeError):
@@ -271,14 +269,16 @@ class Ranks:
                 wait_for_keys(self.store, [f"finished-{rank}" for rank in ranks], seconds=10)
 
     def record_end(self, error: BaseException) -> BaseException:
-        """Inform the other ranks that this rank exits; returns the error, as LostRank if it is one.
+        """Record in status.json and inform the other ranks that this rank exits; returns the error,
+        as LostRank if it is one.
 
         Not collective.
         """
-        place = self.watch.place
-        late = self.watch.describe_late()
+        final = as_lost_rank(error, self.watch.place, self.watch.describe_late())
+        code = 2 if isinstance(final, USER_ERRORS) else getattr(error, "code", 1)
+        end_status(code, one_line(final))  # first: a launcher ends this rank soon
         self.watch.end(one_line(error))
-        return as_lost_rank(error, place, late)
+        return final
 
     @property
     def rounding(self) -> str:

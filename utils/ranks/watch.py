@@ -136,7 +136,7 @@ class Watch:
         # connections break when this rank exits: let the others read it first
         if self._store:
             time.sleep(4 * _TICK)
-        exit_now(code)
+        exit_now(code, text)
 
     def _run(self) -> None:
         last = time.monotonic()
@@ -202,10 +202,10 @@ class Watch:
         saving.
         """
         if text.startswith(_STOPPED) and self.waiting:
-            exit_now(EXIT_RESUME)  # that rank prints why
+            exit_now(EXIT_RESUME, text)  # that rank prints why
         if self._now - ended > (_GRACE if self.waiting else self.timeout):
             print_line(self.prog, f"error: {text}")
-            exit_now(2)
+            exit_now(2, text)
 
     def _run_exchange(self, store: Store) -> None:
         """Exchange heartbeats, in a thread of its own, because the store may never answer."""

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from utils.config.bounds import require
 from utils.config.plugin import check_plugin
 from utils.console import say
 from utils.files import naming_file, write_file
+from utils.launch.status import update_status
 from utils.runs.state import TrainState
 from utils.tasks.task import Task
 
@@ -48,6 +50,7 @@ class RunLog:
         except OSError as error:
             self.error = error
         else:
+            update_status(update=values["step"], time=time.time())
             self.bar.show({"kind": kind, **values})
 
     def sync(self) -> None:

@@ -22,13 +22,14 @@ from utils.data.copies import describe_copies, find_copies
 from utils.data.datasets import Features, describe_place
 from utils.data.sources import has_columns
 from utils.files import size_of, write_file
-from utils.launch.command import resume_command, script_command
+from utils.launch.command import script_command
 from utils.launch.environment import compiler
 from utils.launch.exits import inform_launcher
+from utils.launch.status import begin_status, end_status, update_status
 from utils.memory import bytes_text
 from utils.models.weight_average import WeightAverage
 from utils.models.zoo import OWN_MODELS
-from utils.ranks.stopping import Stopping
+from utils.ranks.stopping import EXIT_RESUME, Stopping
 from utils.runs.checkpoint import CheckpointManager
 from utils.runs.log import RunLog
 from utils.runs.metadata import config_to_save, versions
@@ -110,8 +111,11 @@ class Run:
         return "early_stopping" if state.evaluations_since_best >= patience else ""
 
 
-def log_start(run: Run) -> None:
-    """Print what runs where, start the trackers, and write the settings; collective."""
+def log_start(run: Run, continuing: str) -> None:
+    """Print what runs where, start the trackers, and write the settings; collective.
+
+    `continuing` is the command that continues the run.
+    """
     config = run.config
     ranks = run.ranks
     data = run.data
@@ -133,6 +137,8 @@ def log_start(run: Run) -> None:
     }
     numbers = {name: value for name, value in numbers.items() if value is not None}
     ranks.from_main(lambda: run.trackers.start(numbers))
+    if ranks.is_main:
+        begin_status(run.folder, continuing)
     # not to the trackers, because of the paths
     run.log.write("start", step=run.state.step, **numbers, copies=copies[:24], time=time.time())
     rows = start_rows(run)
@@ -216,11 +222,11 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
     return [(name, text) for name, text in rows if text]
 
 
-def log_end(run: Run, result: dict | None, command: Sequence[str], name: str | None) -> bool:
+def log_end(run: Run, result: dict | None, continuing: str) -> bool:
     """Print the result and the next command; returns whether updates or an evaluation remain to be
     done.
 
-    `command` is the command that started the run, and `name` its --run_name.
+    `continuing` is the command that continues the run.
     """
     state = run.state
     config = run.config
@@ -243,14 +249,14 @@ def log_end(run: Run, result: dict | None, command: Sequence[str], name: str | N
     else:
         reason = run.stopping.request or "another rank was asked to stop"
         title = f"Stopped after update {state.step} of {run.updates} ({reason})"
-        following = (
-            f"resume with: {resume_command(command, config.output_dir, name or folder.name)}"
-        )
+        following = f"resume with: {continuing}"
         if run.ranks.topology.local_rank == 0:  # each machine has its own launcher
             inform_launcher(f"{title}\n{following}")
     say(f"{table(title, result_rows(run, result, done))}\n{following}")
     run.trackers.close()
     run.log.close()
+    update_status(update=state.step, time=time.time())
+    end_status(0 if done else EXIT_RESUME, title)
     return not done
 
 
