@@ -20,7 +20,6 @@ from helpers.training_runs import (
     ROOT,
     codes,
     full,
-    hold,
     kill_myself,
     records,
     slow_train,
@@ -32,6 +31,7 @@ from helpers.waiting import until
 
 import replay
 import train
+from utils.waiting import DataWait
 
 FLAGS = [*MLP, "--max_steps", "12", "--log_every", "2"]
 ALWAYS = {"state", "update", "time", "host", "process", "command"}
@@ -179,15 +179,16 @@ def test_a_loss_that_is_not_a_number_is_failed():
 
 
 @pytest.mark.full
-def test_a_rank_that_hangs_is_failed_too_though_no_exception_reaches_the_main_thread():
-    def hanging(flags):
-        train_watched(
-            flags, lambda run: run.state.step == 4 and not run.ranks.is_main and hold(run)
-        )
+def test_a_run_whose_data_does_not_arrive_is_failed_though_no_exception_reaches_the_main_thread():
+    def without_data(run):
+        if run.state.step == 4:
+            DataWait.current = DataWait("a batch")
+            signal.pause()
 
-    outcomes = run_ranks(2, hanging, [*FLAGS, "--timeout", "2"])
-    assert outcomes[0].code == 2 and status()["state"] == "failed"
-    assert status()["exit_code"] == 2 and "rank 1" in status()["line"]
+    (outcome,) = run_ranks(1, train_watched, [*FLAGS, "--timeout", "1"], without_data)
+    assert outcome.code == 2
+    assert (status()["state"], status()["exit_code"]) == ("failed", 2)
+    assert "a batch has not arrived for " in status()["line"]
 
 
 def with_broken_status(flags: list[str]) -> None:
