@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.slurm_lab import ROOT, Slurm, slurm_cluster, why_not
 from helpers.training_runs import same_tensors, start, words
-from helpers.waiting import records_so_far, until
+from helpers.waiting import PATIENCE, records_so_far, until
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(why_not() != "", reason=why_not() or "-")]
@@ -55,7 +55,7 @@ class Job:
     def step(self) -> int:
         return max(self.steps("train"), default=0)
 
-    def until(self, condition, what: str, seconds: float = 120) -> None:
+    def until(self, condition, what: str, seconds: float = 3 * PATIENCE) -> None:
         """Wait for it; the job's output tells why it does not come."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -81,8 +81,8 @@ class Job:
         self.until(lambda: not self.slurm.processes(f"--run_name job-{self.number} "), "gone")
         return time.monotonic() - told
 
-    def until_state(self, *states: str, seconds: float = 120) -> None:
-        self.until(lambda: self.state in states, " or ".join(states), seconds)
+    def until_state(self, *states: str) -> None:
+        self.until(lambda: self.state in states, " or ".join(states))
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def submit(slurm, tmp_path):
 
     yield begin
     slurm("scancel", "--user=root")
-    until(lambda: slurm.states() == ["idle", "idle"], 90)
+    until(lambda: slurm.states() == ["idle", "idle"])
 
 
 def submit_to(slurm, folder, script, *flags, options=()) -> Job:
@@ -114,7 +114,7 @@ def submit_to(slurm, folder, script, *flags, options=()) -> Job:
 def whole(slurm, tmp_path_factory) -> Job:
     """The run that nothing has disturbed."""
     job = submit_to(slurm, tmp_path_factory.mktemp("whole"), "tasks")
-    job.until_state("COMPLETED", seconds=200)
+    job.until_state("COMPLETED")
     assert job.steps("start") == [0]
     return job
 
@@ -124,11 +124,11 @@ def weights(job: Job, updates: int = UPDATES) -> dict:
     return load_file(checkpoint / "model.safetensors")
 
 
-def check_finished(job: Job, whole: Job, seconds: float = 200) -> list[int]:
+def check_finished(job: Job, whole: Job) -> list[int]:
     """The job trains to its end, to the weights of the undisturbed run; returns where each of its
     turns started.
     """
-    job.until_state("COMPLETED", seconds=seconds)
+    job.until_state("COMPLETED")
     assert same_tensors(weights(job), weights(whole))
     assert job.steps("train") == list(range(10, UPDATES + 1, 10))
     return job.steps("start")
@@ -193,7 +193,7 @@ def test_nodes_of_an_array_come_and_go_and_the_run_keeps_its_bits(slurm, submit)
     bitwise = ["--microbatches", "2", "--save_every", "500", "--max_steps", "20000"]
     alone = submit("tasks", *bitwise, options=("--nodes=1",))
     slurm("scontrol", "update", "NodeName=slm2", "State=DRAIN", "Reason=away")
-    alone.until_state("COMPLETED", seconds=200)
+    alone.until_state("COMPLETED")
     run = submit("nodes", *bitwise, options=("--array=0-1", "--nodes=1", "--exclusive"))
     try:
         run.until(lambda: run.step >= 100, "training on one node")
@@ -204,7 +204,7 @@ def test_nodes_of_an_array_come_and_go_and_the_run_keeps_its_bits(slurm, submit)
         )
         slurm("scontrol", "requeue", f"{run.number}_0")
         run.until(lambda: len(run.records("start")) > 2, "training again")
-        run.until(lambda: run.step == 20000, "complete", seconds=300)
+        run.until(lambda: run.step == 20000, "complete")
     finally:
         (ROOT / f"job-{run.number}.store").unlink(missing_ok=True)
     print([(record["processes"], record["step"]) for record in run.records("start")])
@@ -223,7 +223,7 @@ def test_a_run_longer_than_its_time_limit_takes_several_turns(slurm, submit, who
     slurm.slow_down("slm2")
     job = submit(script, options=("--time=1", "--signal=USR1@1"))
     try:
-        job.until(lambda: len(job.records("start")) > 1, "in its second turn", seconds=180)
+        job.until(lambda: len(job.records("start")) > 1, "in its second turn")
     finally:
         slurm.speed_up("slm2")
     starts = check_finished(job, whole)
@@ -267,7 +267,7 @@ def test_each_task_of_an_array_is_a_run_that_comes_back_alone(slurm, submit):
         task.until_trained()
     slurm("scancel", "--signal=USR1", tasks[1].number)
     for task in tasks:
-        task.until_state("COMPLETED", seconds=200)
+        task.until_state("COMPLETED")
     first, second = (task.steps("start") for task in tasks)
     assert first == [0] and len(second) == 2 and second[1] >= 300
     assert [slurm.job(task.number)["Restarts"] for task in tasks] == ["0", "1"]
@@ -285,21 +285,44 @@ def test_a_killed_rank_ends_the_job_under_tasks(slurm, submit):
     assert job.exit_code == "137:0" and slurm.job(job.number)["Restarts"] == "0"
 
 
-def test_a_killed_rank_is_started_again_by_launchers_within_the_job(submit, whole):
-    job = submit("launchers")
-    job.until_trained(700)
-    reached, told = job.step, time.monotonic()
-    os.kill(job.ranks()[-1], signal.SIGKILL)
-    job.until_again()
-    again = time.monotonic() - told
+KILLED = """
+import os, signal, time
+from pathlib import Path
+from utils.training.optim import OPTIMIZERS
+
+sgd, steps = OPTIMIZERS["sgd"], []
+
+
+def kill(optimizer, *given):
+    steps.append(optimizer)
+    if len(steps) == 700 and (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+        while not list(Path("RUNS").glob("job-*/checkpoints/step-00000500")):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_sgd(*given):
+    optimizer = sgd(*given)
+    optimizer.register_step_post_hook(kill)
+    return optimizer
+
+
+OPTIMIZERS["sgd"] = killed_sgd
+"""
+
+
+def test_a_killed_rank_is_started_again_by_launchers_within_the_job(submit, whole, tmp_path):
+    """It kills itself after update 700, as soon as update 500 is saved."""
+    plugin = tmp_path / "killed.py"
+    plugin.write_text(KILLED.replace("RUNS", f"{tmp_path}/runs"))
+    job = submit("launchers", "--plugin", plugin, "--timeout", str(PATIENCE))
     starts = check_finished(job, whole)
-    print(f"\n| launchers | kill -9 of a rank | - | {again:.0f} s | {reached} | {starts[1]} |")
-    assert starts[1] >= 500 and job.slurm.job(job.number)["Restarts"] == "0"
+    assert starts == [0, 500] and job.slurm.job(job.number)["Restarts"] == "0"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_an_error_is_the_job_s_exit_code_and_no_turn_follows(submit, script):
-    job = submit(script, "--model", "no_such_model")
+    job = submit(script, "--model", "no_such_model", "--timeout", str(PATIENCE))
     job.until_state("FAILED")
     assert job.exit_code == {"tasks": "2:0", "launchers": "1:0"}[script]
     assert "no_such_model" in job.output

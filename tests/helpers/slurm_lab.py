@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from helpers.machines import run_command
-from helpers.waiting import until
+from helpers.waiting import PATIENCE, until
 
 ROOT = Path(__file__).parents[2]
 NODES = ("slm1", "slm2")
@@ -109,8 +109,8 @@ class Slurm:
             self._make_network(node)
             self.power_on(node)
             # a node that finds no controller tries again only after ten seconds
-            until(self.states, 30)
-        until(lambda: self.states() == ["idle", "idle"], 60)
+            until(self.states)
+        until(lambda: self.states() == ["idle", "idle"])
 
     def stop(self) -> None:
         """End the nodes with all that runs on them, and take the network away."""
@@ -121,7 +121,7 @@ class Slurm:
     def __call__(self, *command: str, check: bool = True, **env: str) -> str:
         """The output of a SLURM command such as `scontrol`; an error has all it wrote."""
         result = subprocess.run(
-            command, capture_output=True, text=True, env=self.env | env, cwd=ROOT, timeout=60
+            command, capture_output=True, text=True, env=self.env | env, cwd=ROOT, timeout=PATIENCE
         )
         assert result.returncode == 0 or not check, (
             f"{' '.join(command)}: {result.stdout}{result.stderr}"
@@ -189,7 +189,7 @@ class Slurm:
         self._spawn(
             "munged", *user, "munged", "--foreground", f"--socket={folder}/socket", *files.values()
         )
-        until((folder / "socket").exists, 10)
+        until((folder / "socket").exists)
 
     def _make_network(self, node: str) -> None:
         run_command(f"ip netns add {node}")
