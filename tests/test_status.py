@@ -250,6 +250,15 @@ def test_a_start_that_is_refused_leaves_the_status_of_the_run():
     assert Path("runs/run/status.json").read_bytes() == before
 
 
+def test_an_error_of_a_later_run_in_the_same_process_is_not_that_of_the_first():
+    def notebook(flags):
+        train.main([*flags, "--run_name", "run"])
+        train.main([*flags, "--run_name", "other", "--data", "nothing"])
+
+    assert codes(run_ranks(1, notebook, FLAGS)) == [2]
+    assert (status()["state"], status()["exit_code"]) == ("complete", 0)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("launcher", ["accelerate launch, 2 processes", "python"])
 def test_a_launcher_ends_with_1_and_the_status_with_75_and_a_command_that_works(launcher):
