@@ -1,5 +1,6 @@
 """--report_to: trackers have the points of log.jsonl, each once, also after a kill and a resume."""
 
+import atexit
 import json
 import os
 import signal
@@ -11,9 +12,19 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from accelerate import tracking
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, LoggerType
 from helpers.ranks import returned, run_ranks, start_ranks
-from helpers.training_runs import records, refused, slow_train, steps, train_run, words
+from helpers.training_runs import (
+    kill_myself,
+    records,
+    refused,
+    slow_train,
+    steps,
+    train_run,
+    train_watched,
+    words,
+)
 from helpers.waiting import has_logged, records_so_far, until
 
 import train
@@ -98,6 +109,65 @@ def test_after_a_kill_and_a_resume_trackers_show_each_point_of_the_log_once(monk
     assert len(first["id"]) == 32 and first["settings"]["x_disable_meta"]
     assert [entry["step"] for entry in sent if "train/loss" in entry] == [*range(1, 8), 9, 12]
     assert [entry["step"] for entry in sent if "eval/loss" in entry] == [5, 10, 12]
+
+
+class FakeMLflow(SimpleNamespace):
+    """MLflow's module, whose runs are kept in a file."""
+
+    def __init__(self):
+        limits = SimpleNamespace(MAX_PARAM_VAL_LENGTH=500, MAX_PARAMS_TAGS_PER_BATCH=100)
+        super().__init__(utils=SimpleNamespace(validation=limits), active=False)
+        atexit.register(self.end_run)  # as MLflow does
+
+    def search_experiments(self, filter_string: str) -> list:
+        return []
+
+    def create_experiment(self, name: str, **_) -> str:
+        return name
+
+    def start_run(self, run_name: str, experiment_id: str, **_) -> None:
+        self.active = True
+        append({"name": run_name, "project": experiment_id})
+
+    def log_params(self, values: dict) -> None:
+        pass
+
+    def log_metrics(self, values: dict, step: int) -> None:
+        append({"step": step})
+
+    def end_run(self, status: str = "FINISHED") -> None:
+        if self.active:
+            append({"status": status})
+        self.active = False
+
+
+def _train_with_mlflow(event: str, flags: list[str]) -> None:
+    """Train with MLflow; at update 5, this happens. Exit handlers are called, as in a script."""
+    sys.modules["mlflow"] = FakeMLflow()
+    tracking._available_trackers.append(LoggerType.MLFLOW)
+
+    def act(run):
+        if run.state.step == 5 and event == "signal":
+            kill_myself(signal.SIGTERM)
+        if run.state.step == 5 and event == "nan":
+            next(run.module.parameters()).data.fill_(np.nan)
+
+    try:
+        train_watched([*FLAGS, "--report_to", "mlflow", *flags], act)
+    finally:
+        atexit._run_exitfuncs()
+
+
+@pytest.mark.parametrize(
+    ("event", "code", "status"),
+    [("none", 0, "FINISHED"), ("signal", 75, "KILLED"), ("nan", 2, "FAILED")],
+)
+def test_a_run_in_mlflow_has_the_name_and_the_end_of_the_run(event, code, status):
+    (outcome,) = run_ranks(1, _train_with_mlflow, event, [])
+    assert outcome.code == code, outcome.err
+    first, *points, last = records_so_far(SENT)
+    assert first == {"name": "run", "project": "lockstep"}
+    assert points and last == {"status": status}
 
 
 class Failing(GeneralTracker):

@@ -4,6 +4,7 @@ They follow log.jsonl: each start sends the records before a resume again, becau
 may not have sent all of them.
 """
 
+import atexit
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -96,6 +97,7 @@ class RunTrackers:
         name = {"name": folder.name}
         wandb = name | {"id": self.run_id, "resume": "allow", "settings": _OF_WANDB}
         options = {"tensorboard": {"purge_step": 0}, "trackio": name, "wandb": wandb}
+        options["mlflow"] = {"run_name": folder.name}
         settings = settings_to_send(self.config) | as_scalars(topology)
         try:
             accelerator.init_trackers(project, settings, options)
@@ -103,6 +105,10 @@ class RunTrackers:
             problem = f"a tracker cannot be started ({one_line(error)[:200]})"
             fix = "correct its settings, log in to it, or leave it out"
             raise UserError(f"--report_to {self.config.report_to}: {problem}", fix) from error
+        if "mlflow" in names:
+            import mlflow
+
+            atexit.register(mlflow.end_run, "FAILED")  # unless `close` has ended it
         with self.guarded():
             for record in read_log(folder):
                 if (kind := record["kind"]) in ("train", "eval"):
@@ -121,11 +127,19 @@ class RunTrackers:
                 with suppress(Exception):
                     trackers.pop().finish()
 
-    def close(self) -> None:
-        """Finish the trackers. `Accelerator.end_training` would also end the process group."""
+    def close(self, status: str) -> None:
+        """Finish the trackers, and a run in MLflow with this status.
+
+        `Accelerator.end_training` would also end the process group.
+        """
         with self.guarded():
             while self.accelerator.trackers:
-                self.accelerator.trackers.pop().finish()
+                tracker = self.accelerator.trackers.pop()
+                if tracker.name == "mlflow":
+                    import mlflow
+
+                    mlflow.end_run(status)
+                tracker.finish()
 
 
 def numbers_to_send(kind: str, values: Mapping) -> dict[str, float]:

@@ -253,7 +253,7 @@ def log_end(run: Run, result: dict | None, continuing: str) -> bool:
         if run.ranks.topology.local_rank == 0:  # each machine has its own launcher
             inform_launcher(f"{title}\n{following}")
     say(f"{table(title, result_rows(run, result, done))}\n{following}")
-    run.trackers.close()
+    run.trackers.close("FINISHED" if done else "KILLED")
     run.log.close()
     update_status(update=state.step, time=time.time())
     end_status(0 if done else EXIT_RESUME, title)
