@@ -38,6 +38,7 @@ from utils.training.building import Setup
 from utils.training.evaluation import Evaluator
 from utils.training.gradients import make_gradients
 from utils.training.meter import Meter
+from utils.training.schedule import not_reached
 from utils.training.sharding import describe_shards
 from utils.training.summary import (
     always_answering,
@@ -173,6 +174,7 @@ def start_lines(run: Run, copies: list) -> list[str]:
         lines += suggest_shrink(data.train, run.updates * run.plan.global_batch_size)
     if not run.setup.resumed_from and config.model not in OWN_MODELS:
         lines += hint_for_few(config, run.plan.samples)
+    lines += not_reached(config, run.updates)
     return lines + hint_for_waits(config, run.ranks.device.type)
 
 

@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import wraps
 from typing import NamedTuple
 
+import numpy as np
+
 from utils.config.bounds import require
 from utils.config.settings import TrainConfig
 from utils.config.table import Table
@@ -56,6 +58,17 @@ def total_updates(config: TrainConfig, plan: Plan) -> int:
         )
         require(end > 1e-5, problem, "use --lr_schedule constant")
     return updates
+
+
+def not_reached(config: TrainConfig, updates: int) -> list[str]:
+    """A line for each setting whose number of updates does not fit into the run. Fractions do."""
+    end = updates + 1 - max(1, count_updates(config.cooldown_steps, updates))
+    given = {"warmup_steps": config.warmup_steps, **config.lr_schedule_args}
+    return [
+        f"{name} {given[name]} is not reached; in this run, it must be below {end}"
+        for name in ("warmup_steps", "step_size", "milestones")
+        if np.max(given.get(name) or 0) >= end
+    ]
 
 
 def count_updates(steps: int | float, updates: int) -> int:
