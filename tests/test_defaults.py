@@ -3,7 +3,9 @@ processes.
 """
 
 import math
+import random
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -113,6 +115,29 @@ def test_a_run_on_cached_features_has_more_epochs_and_fewer_evaluations_and_chec
         config = chosen(120, **settings)
         names = "epochs", "eval_every", "save_every", "save_seconds"
         assert tuple(getattr(config, name) for name in names) == expected
+
+
+def test_an_error_of_a_chosen_value_never_blames_a_setting_that_was_not_given():
+    rng = random.Random(20)
+    causes = Counter()
+    for _ in range(500):
+        settings = {"freeze": rng.choice([[], ["backbone"]]), "pretrained": True}
+        settings |= {
+            "global_batch_size": rng.choice([None, 8, 64]),
+            "drop_last": rng.random() < 0.7,
+        }
+        settings |= {"max_steps": rng.choice([None, 1, 40])}
+        samples = rng.choice([1, 7, 20, 63, 64, 300])
+        cause = ""
+        try:
+            config = chosen(samples, model="resnet18", **settings)
+            batch = config.global_batch_size
+            total_updates(config, Plan(samples, batch, 1, 0, config.drop_last))
+        except ValueError as error:
+            cause = str(error).split(":")[0]
+            assert settings["drop_last"] and samples < (settings["global_batch_size"] or 8)
+        causes[cause] += 1
+    assert causes.keys() == {"", "--drop_last leaves no update"} and min(causes.values()) > 50
 
 
 @pytest.mark.parametrize(("samples", "settings", "every"), [

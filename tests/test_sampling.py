@@ -2,6 +2,7 @@
 anew here.
 """
 
+import random
 from collections import Counter
 from contextlib import nullcontext
 from operator import attrgetter
@@ -9,8 +10,13 @@ from operator import attrgetter
 import numpy as np
 import pytest
 import torch
+from helpers.make_data import image_folder
+from helpers.ranks import returned
+from helpers.training_runs import records, words
 from torch.nn import functional as F
 
+import train
+from utils.config.defaults import advice
 from utils.config.settings import TrainConfig
 from utils.data.order import Plan, UpdateSampler, make_plan, permutation
 from utils.models.checking import check_batch_norm
@@ -180,3 +186,86 @@ def test_one_against_the_rest_weights_each_sample_by_its_class():
     task, plain, weight = weighted(loss="binary_cross_entropy", label_smoothing=0.1)
     one_by_one = [weight[hard[i]] * plain.loss(logits[[i]], hard[[i]]) for i in range(6)]
     assert task.loss(logits, hard).item() == pytest.approx(sum(one_by_one).item(), rel=1e-5)
+
+
+def random_balance(rng: random.Random) -> tuple[TrainConfig, np.ndarray]:
+    """Settings of sampler, weights and loss, and labels of classes of random sizes."""
+    binary = rng.random() < 0.5
+    classes = 2 if binary else rng.randint(2, 6)
+    # a class of classification may have no training image
+    counts = [rng.choice([1 if binary else 0, 1, 4, 30, 400]) for _ in range(classes - 1)]
+    labels = np.repeat(np.arange(classes), [*counts, rng.randint(1, 9)])
+    weighing = "pos_weight" if binary else "class_weights"
+    balances = {
+        "sampler": rng.choice(["shuffle", "balanced"]),
+        weighing: rng.choice([None, "balanced", *[3.0] * binary]),
+    }
+    loss = rng.choice(["cross_entropy", "binary_cross_entropy", "focal"])
+    smoothing = rng.choice([0.0, 0.1])
+    task = "binary" if binary else "classification"
+    return TrainConfig(task=task, loss=loss, label_smoothing=smoothing, **balances), labels
+
+
+def first_loss(config: TrainConfig, counts: np.ndarray) -> tuple[float, float]:
+    """The mean loss of equal scores over the samples that are drawn, and their mean weight."""
+    present = counts > 0
+    drawn = counts / counts.sum() if config.sampler == "shuffle" else present / present.sum()
+    smooth = config.label_smoothing
+    if config.task == "binary":
+        positive = drawn[1]
+        weight = config.pos_weight or 1.0
+        if weight == "balanced":
+            weight = (1 - positive) / positive
+        target = positive * (1 - smooth) + smooth / 2
+        mean = target * weight + (1 - target)
+        return mean * np.log(2) * (0.25 if config.loss == "focal" else 1.0), np.nan
+    classes = len(counts)
+    weights = np.ones(classes)
+    if config.class_weights:
+        weights[present] = 1 / drawn[present] / present.sum()
+    mean = (drawn * weights).sum()
+    if config.loss == "binary_cross_entropy":
+        return mean * np.log(2), mean
+    smoothed = (1 - smooth) * mean + smooth * weights.mean()
+    factor = (1 - 1 / classes) ** 2 if config.loss == "focal" else 1.0
+    return smoothed * factor * np.log(classes), mean
+
+
+def test_whatever_balances_the_classes_the_first_loss_is_that_of_the_samples_that_are_drawn():
+    rng = random.Random(60)
+    for _ in range(300):
+        config, labels = random_balance(rng)
+        counts = np.bincount(labels)
+        expected, mean_weight = first_loss(config, counts)
+        chances = make_plan(config, labels, 8, 1).weights
+        chances = np.ones(len(labels)) if chances is None else chances
+        _, task = make_task(config, [f"class{n}" for n in range(len(counts))], labels)
+        scores = torch.zeros(1, task.outputs)
+        losses = [task.loss(scores, torch.tensor([n])).item() for n in range(len(counts))]
+        found = np.average(np.array(losses)[labels], weights=chances)
+        assert found == pytest.approx(expected, rel=1e-5), config
+        if config.class_weights:
+            weights = task.weight.numpy()[labels]
+            assert np.average(weights, weights=chances) == pytest.approx(mean_weight, rel=1e-5)
+            assert mean_weight == pytest.approx(1)
+        # a setting without effect is named
+        said = advice(config, (True, True), False, False, 1)
+        twice = config.sampler == "balanced"
+        expected_lines = [
+            f"--{name} has no effect: --sampler balanced draws all classes equally often"
+            for name in ("class_weights", "pos_weight")
+            if twice and getattr(config, name) == "balanced"
+        ]
+        assert said == expected_lines, config
+
+
+@pytest.mark.parametrize(
+    "flags", ["--class_weights balanced", "--task binary --pos_weight balanced"]
+)
+def test_a_run_evens_the_classes_out_once(flags):
+    image_folder("photos", {"a": 100, "b": 4}, (8, 8))
+    more = f"--data photos --model mlp --sampler balanced --global_batch_size 100 {flags}"
+    more += " --run_name run --max_steps 1 --log_every 1 --lr 1e-6 --report false --threads 1"
+    returned(1, train.main, words(more))
+    # 100 draws of two classes with a loss near log 2 each; twice balanced, it was above 5
+    assert records("run", "train")[0]["loss"] == pytest.approx(np.log(2), abs=0.2)

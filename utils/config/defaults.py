@@ -72,8 +72,7 @@ def choose_sizes(
     lines = []
     if is_default:
         chosen["global_batch_size"] = batch
-        times = f"{per_epoch} update{'s' * (per_epoch != 1)} per epoch"
-        lines.append(f"global batch {batch} ({samples} training images: {times})")
+        lines.append(f"global batch {batch} ({samples} training images)")
     elif not config.global_batch_size:
         why = "--batch_size is per process: it changes with the number of processes"
         lines.append(f"global batch {batch} ({why})")
@@ -92,11 +91,11 @@ def _choose_intervals(config: TrainConfig, per_epoch: int) -> tuple[dict, list[s
     if config.log_every is None:
         updates = config.max_steps or config.epochs * per_epoch
         every = chosen["log_every"] = max(1, min(50, updates // _RECORDS))
-        lines.append(f"log every {every} update{'s' * (every != 1)}")
+        lines.append(f"log_every {every}")
     # an epoch of a new head takes milliseconds
     if BACKBONE in config.freeze and config.feature_views != 0:
         if not config.eval_every:
-            chosen["eval_every"] = 4 * per_epoch
+            chosen["eval_every"] = 4 * max(1, per_epoch)
             lines.append("evaluation after every fourth epoch")
         if not (config.save_every or config.save_seconds):
             chosen["save_seconds"] = 10.0
@@ -251,6 +250,11 @@ def advice(
         ("eval_crop shrink", small[1], "small images are used whole"),
         ("pos_weight threshold", targets, "only --task multilabel and binary use it"),
         (_RANDOM, centre, "features are of the centre only; --feature_views 4 caches random views"),
+        (
+            "class_weights pos_weight",
+            config.sampler == "balanced" and config.pos_weight in (None, "balanced"),
+            "--sampler balanced draws all classes equally often",
+        ),
         ("image_column label_column", not has_columns, f"{config.data} has no columns"),
     )
     return [

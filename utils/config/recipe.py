@@ -231,8 +231,9 @@ class LossSettings:
     repeats: PositiveInt = 1
     """Copies of each sample in an update, each augmented differently (repeated augmentation)."""
     class_weights: Literal["balanced"] | None = None
-    """Weights of the classes in the training loss: balanced is inversely proportional to the number
-    of samples of each class. The mean over the training samples is 1."""
+    """Weights of the classes in the training loss: balanced is inversely proportional to how often
+    each class is drawn. The mean over the samples that are drawn is 1, so with --sampler balanced
+    all weights are 1."""
     task: Chosen[Fixed[str]] = "auto"
     """Task."""
     loss: str = "cross_entropy"
@@ -244,6 +245,7 @@ class LossSettings:
     over positive and negative."""
     pos_weight: PositiveFloat | Literal["balanced"] | list[PositiveFloat] | None = None
     """Weight of positive targets in the training loss of multilabel and binary: a number, a list
-    with one number for each class, or balanced (negatives / positives of the training split)."""
+    with one number for each class, or balanced (negatives / positives of the samples that are
+    drawn: 1 with --sampler balanced)."""
     threshold: FractionBelow1 = 0.5
     """Probability above which multilabel and binary predict a class."""

@@ -27,7 +27,8 @@ def make_task(
 ) -> tuple[TrainConfig, Task]:
     """The settings with the names of the task and of its best metric, and the task.
 
-    `labels` are those of the training split, as in Split; None in eval.py.
+    `labels` are those of the training split, as in Split; None in eval.py. A task gets them as often
+    as they are drawn, so that balanced weights are 1 if the draws are balanced already.
     """
     name = config.task
     if name == "auto":
@@ -36,6 +37,8 @@ def make_task(
     require(weighs, "--class_weights works only with --task classification", "leave it out")
     problem = f"--task binary: --data {config.data} has {len(class_names)} classes, not two"
     require(name != "binary" or len(class_names) == 2, problem, "use --task classification")
+    if labels is not None and config.sampler == "balanced":
+        labels = np.unique(labels)
     task = TASKS.choose(name)(config, class_names, labels)
     task.metric = config.best_metric or task.metric
     found = [*task.summary(dict.fromkeys(task.evaluation, 1.0), 1.0), *task.gathered]
