@@ -12,17 +12,18 @@ import pytest
 from helpers.environments import variables_of
 from helpers.make_data import image_folder
 from helpers.ranks import run_ranks
-from helpers.training_runs import refused, rewrite_manifest, train_run, words, working_in
+from helpers.training_runs import ROOT, refused, rewrite_manifest, train_run, words, working_in
 
 import doctor
 import eval
 import train
 import utils.data.datasets as loader
-from utils.config.cli import parse_args
+from utils.config.cli import parse_args, read_config
 from utils.config.other_names import ADVICE, OTHER_NAMES, fix_for_unknown
 from utils.config.scripts import DoctorConfig, EvalConfig, ExportConfig, PredictConfig
-from utils.config.settings import TrainConfig
+from utils.config.settings import TrainConfig, to_yaml
 from utils.launch import exits
+from utils.runs import checkpoint
 from utils.runs.manifest import find_checkpoint
 
 TINY = words("--model mlp --max_steps 2 --report false")
@@ -33,6 +34,9 @@ BAD_INPUT = [
     ("--epoch 3", "unknown flag --epoch; did you mean --epochs?", 2),
     ("--lr fast", "--lr must be a number, got fast", 1),
     ("mnist", "unexpected argument mnist; did you mean --data mnist?", 1),
+    ("lr=0.01", "unexpected argument lr=0.01; did you mean --lr 0.01?", 1),
+    ("model mlp", "unexpected argument model; did you mean --model?", 1),
+    ("a/lr=0.01", "unexpected argument a/lr=0.01; did you mean --data a/lr=0.01?", 1),
     ("--config nope.yaml", "nope.yaml: No such file or directory", 2),
     ("--config key.yaml", "key.yaml: unknown setting 'epoch'", 1),
     ("--config broken.yaml", "broken.yaml: not valid YAML", 1),
@@ -69,6 +73,47 @@ def prepared(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def files(own_folders, prepared):
     shutil.copytree(prepared, ".", dirs_exist_ok=True)
+
+
+def test_a_config_of_accelerate_is_sent_to_the_launcher(capsys):
+    files = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+    for file in files:
+        for flag in ("--config", "--config_file"):
+            with pytest.raises(SystemExit):
+                parse_args(TrainConfig, "train.py", [flag, str(file)])
+            line = capsys.readouterr().err
+            assert line.count("\n") == 1
+            assert "accelerate launch --config_file FILE train.py" in line, line
+    assert len(files) > 4
+
+
+def test_python_s_none_is_null():
+    flags = words("--ema_decay=None --lr None --auto_augment None --fold None --run_name None")
+    config = parse_args(TrainConfig, "train.py", [*flags, "--model_args", "{a: None, b: 'None'}"])
+    assert config == TrainConfig(model_args={"a": None, "b": "None"})
+    Path("saved.yaml").write_text(to_yaml(config))
+    assert read_config(Path("saved.yaml")) == config
+
+
+def _train_in_a_folder_made_meanwhile(flags):
+    create = checkpoint._create_folder
+
+    def late(config):
+        Path("runs/run").mkdir(parents=True)
+        return create(config)
+
+    checkpoint._create_folder = late
+    train.main([*TINY, *flags])
+
+
+def test_a_run_folder_that_another_run_makes_in_the_same_second_has_a_fix():
+    for flags in ([], ["--resume", "runs/old"]):
+        if flags:
+            train_run(1, "old", *TINY)
+            shutil.rmtree("runs/run")
+        line = refused(_train_in_a_folder_made_meanwhile, "--run_name", "run", *flags)
+        fix = "continue it with --resume auto, or choose another --run_name"
+        assert line == f"train.py: error: runs/run exists; {fix}"
 
 
 def _write_files():

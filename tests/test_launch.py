@@ -115,6 +115,9 @@ def test_a_single_process_gets_all_cores_though_its_launcher_exports_one_thread(
     monkeypatch.setattr("utils.memory.CONTAINER", tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert threads_per_process(Topology()) == 1  # the user's own wish
+    for given in ("64", "9" * 30):  # as a profile of a cluster may set it for larger machines
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+        assert threads_per_process(Topology()) == len(os.sched_getaffinity(0))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # accelerate's single-process launcher
     cores = len(os.sched_getaffinity(0))
     assert threads_per_process(Topology()) == cores

@@ -149,7 +149,8 @@ def describe(hint: Any) -> str:
             words.append(_LISTS[kinds(*get_args(kind))[0]])
         elif kind is not NoneType:
             words += _WORDS[get_origin(kind) or kind]
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    *others, last = words
+    return " or ".join(filter(None, [", ".join(others), last]))
 
 
 def fit(value: Any, hint: Any) -> Any:

@@ -98,11 +98,13 @@ def _read_words(cls: type, prog: str, argv: list[str], tables: Sequence[Table]) 
         values[PATHS] = paths
     elif paths:
         flag = "data" if cls is TrainConfig else "ckpt"
-        raise UserError(f"unexpected argument {paths[0]}", f"did you mean --{flag} {paths[0]}?")
+        word = paths[0]
+        is_setting = word.split("=")[0] in names
+        meant = word.replace("=", " ") if is_setting else f"{flag} {word}"
+        raise UserError(f"unexpected argument {word}", f"did you mean --{meant}?")
     required = [each.name for each in fields(cls) if each.default is each.default_factory]
     missing = [f"--{name}" for name in required if name not in values]
-    fix = f"add {' ... '.join(missing)} ..., see --help"
-    require(not missing, f"missing {', '.join(missing)}", fix)
+    require(not missing, f"missing {', '.join(missing)}", "see --help")
     return values
 
 
@@ -158,8 +160,8 @@ def _texts(module: str) -> dict[str, dict[str, str]]:
 def _help(text: str, setting: Field) -> str:
     """The help text, with the default if there is one that the text does not describe."""
     default = setting.default
-    if isinstance(default, bool | int | float | str) and default != "" and "(default:" not in text:
-        text += f" (default: {str(default).lower() if isinstance(default, bool) else default})"
+    if isinstance(default, int | float | str) and default != "" and "(default:" not in text:
+        text += f" (default: {str(default).lower()})"
     return text.replace("%", "%%")
 
 
@@ -197,7 +199,7 @@ def _yaml(word: str) -> Any:
 
 
 def _text(word: str) -> Any:
-    return _yaml(word) if word == "null" or word.startswith("[") else word
+    return _yaml(word) if word in ("null", "None") or word.startswith("[") else word
 
 
 def _read_file(path: Path, cls: type) -> dict:

@@ -85,6 +85,8 @@ ADVICE = {
     "device no_cuda": "GPUs are used if there are any; --cpu avoids them",
     "gpu gpus gpu_id devices ddp strategy num_gpus nproc_per_node num_processes num_nodes": "the launcher "
     "starts the processes: accelerate launch --num_processes N train.py",
+    "compute_environment distributed_type num_machines machine_rank main_training_function config_file": "give the "
+    "file to the launcher: accelerate launch --config_file FILE train.py",
     "num_classes nb_classes num_labels classes class_names labels": "leave it out: the classes are those of the data",
 }
 

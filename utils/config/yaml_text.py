@@ -75,7 +75,7 @@ class _Dumper(yaml.SafeDumper):
 
 # As in YAML 1.2. PyYAML follows YAML 1.1, where `no` is false, `1e-3` is a string and 1:30 is 90.
 for _tag, _pattern, _first in (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("null", r"~|null|Null|NULL|None|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("int", r"[-+]?(0|[1-9][0-9_]*)|0x[0-9a-fA-F_]+", list("-+0123456789")),
     ("float", r"[-+]?(\.[0-9]+|[0-9][0-9_]*\.[0-9_]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|"

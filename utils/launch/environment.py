@@ -233,9 +233,9 @@ def threads_per_process(topology: Topology) -> int:
     OMP_NUM_THREADS is used only without a launcher, because launchers set it to 1 if it is not set.
     """
     launched = topology.world_size > 1 or "ACCELERATE_MIXED_PRECISION" in environ
-    if not launched and environ.get("OMP_NUM_THREADS", "").isdigit():
-        return max(1, int(environ["OMP_NUM_THREADS"]))
     cores = usable_cores()
+    if not launched and environ.get("OMP_NUM_THREADS", "").isdigit():
+        return max(1, min(cores, int(environ["OMP_NUM_THREADS"])))
     # already a share
     if topology.source == "SLURM" and environ.get("SLURM_CPUS_PER_TASK", "").isdigit():
         return max(1, min(cores, int(environ["SLURM_CPUS_PER_TASK"])))

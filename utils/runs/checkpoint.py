@@ -338,7 +338,8 @@ def _create_folder(config: TrainConfig) -> Path:
             path.mkdir(parents=True)
             return path
         except FileExistsError:  # another run started in the same second, or after the check
-            if config.run_name or not path.exists():  # a folder above it is a broken link
+            check_run_folder(config, connected=True)
+            if not path.exists():  # a folder above it is a broken link
                 raise
             time.sleep(0.2)
 
