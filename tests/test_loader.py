@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.make_data import CPU, pictures
 from helpers.ranks import run_ranks, start_ranks
+from helpers.training_runs import ROOT, start
 from helpers.waiting import lives, until
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.v2 import functional as F
@@ -91,3 +92,11 @@ def errors_in_a_worker():
 def test_a_worker_does_not_print_that_its_rank_is_gone():
     (outcome,) = run_ranks(1, errors_in_a_worker)
     assert outcome.err.strip() == "ValueError: a real error"
+
+
+def test_more_workers_than_usable_cores_are_no_warning():
+    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); import torch\n"
+    code += "from utils.data.workers import worker_processes\n"
+    code += "torch.utils.data.DataLoader(range(4), **worker_processes(2))"
+    code, _, err = start("python", "-c", code, PYTHONPATH=str(ROOT))
+    assert (code, err) == (0, "")

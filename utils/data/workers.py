@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -78,6 +79,7 @@ def move_to_shared_memory(batch: Any) -> Batch:
 # How workers start. The default of Python 3.14 would import PyTorch again in each worker, and would
 # start a process between the worker and its rank, so that neither would notice if the other one
 # exits.
+warnings.filterwarnings("ignore", message="This DataLoader will create")  # more than cores
 _START_METHOD = "fork" if sys.platform == "linux" else None
 
 
