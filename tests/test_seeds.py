@@ -115,6 +115,9 @@ def test_a_stopped_launch_goes_on_with_the_run_that_was_cut_and_leaves_others_al
     rows = {"seed 2": best[2], "mean": statistics.mean(best)}
     for name, number in (rows | {"standard deviation": statistics.stdev(best)}).items():
         assert re.search(rf"accuracy of 3 seeds\n(.*\n)*{name} +best {number:.4f}, last ", out)
+    Path("runs/run-seed0/log.jsonl").unlink()
+    out = run_ranks(2, train.main, [*flags, "--resume", "auto"])[0].out
+    assert re.search(rf"\nseed 0 +best nan, last nan\n(.*\n)*seed 2 +best {best[2]:.4f}, ", out)
     Path("runs/run-seed1").rename("runs/run-seed7")
     other = refused(train.main, *flags, "--seeds", "7,0", "--resume", "auto")
     assert "with --seed 1, not 7; use" in other
