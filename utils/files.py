@@ -127,10 +127,14 @@ def new_folder(path: Path) -> Iterator[Path]:
 def put_in_place(partial: Path, final: Path) -> None:
     """Flush a finished folder to the disk and rename it to `final`, which may exist.
 
-    A kill between the two renames leaves the older folder as .NAME.old. Raises OSError if the file
+    Files that only the owner may read, as safetensors writes them, get the rights of the folder. A
+    kill between the two renames leaves the older folder as .NAME.old. Raises OSError if the file
     system cannot rename folders.
     """
+    rights = partial.stat().st_mode & 0o666
     for path in [*partial.rglob("*"), partial]:
+        if path.stat().st_mode & 0o777 == 0o600:
+            path.chmod(rights)
         sync(path)
     old = final.with_name(f".{final.name}.old")
     if final.exists():
@@ -240,14 +244,3 @@ def check_output_folder(flag: str, folder: Path) -> Path:
         problem = f"{flag} {folder}: {existing} is not a writable folder"
         raise UserError(problem, f"set {flag} to one")
     return existing
-
-
-def check_output_file(flag: str, path: Path) -> None:
-    """Raise UserError, which names the flag, if no file can be written at `path`."""
-    path = path.resolve()
-    if path.exists() and not path.is_file():
-        raise UserError(f"{flag} {path}: is not a regular file", "give the path of a file")
-    if not os.access(path.parent, os.W_OK):
-        raise UserError(
-            f"{flag} {path}: {path.parent} does not exist or is not writable", "give another path"
-        )

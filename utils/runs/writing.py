@@ -87,10 +87,6 @@ def publish(folder: Path, step: int, tied: Iterable[str] = ()) -> None:
         }
         save_file(weights, partial / MODEL, {"format": "pt"})
         (partial / _OF_FSDP).unlink()
-    mode = (partial / OPTIMIZER).stat().st_mode
-    for path in partial.iterdir():
-        if path.stat().st_mode != mode:
-            path.chmod(mode)  # files of safetensors are for the owner only
     write_manifest(partial)
     put_in_place(partial, checkpoint_of(folder, step))
 
