@@ -29,6 +29,7 @@ from utils.launch.environment import Topology, is_launched
 from utils.launch.exits import delay_exit, exit_with_error, inform_launcher, reports_for_machine
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
+from utils.replacing import RESULT, check_output
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             place = (
                 f"{count} process{'es' * (count > 1)} on {machines} machine{'s' * (machines > 1)}"
             )
-            report(place, findings, config.json)
+            report(place, findings, config)
         if broken:  # other ranks may have exited: do not wait for them
             raise SystemExit(1)
     if any_red(findings):
@@ -113,17 +114,16 @@ def report_alone(
     """
     rank = os.environ.get("RANK", "0") if topology is None else topology.rank
     if topology.local_rank == 0 if topology else reports_for_machine() or not is_launched():
-        # the disk may be shared
-        file = config.json if topology is None or topology.is_main else None
-        report(
-            f"{socket.gethostname()}, rank {rank}; the processes are not connected", findings, file
-        )
+        if topology and not topology.is_main:
+            config.json = None  # the disk may be shared
+        place = f"{socket.gethostname()}, rank {rank}; the processes are not connected"
+        report(place, findings, config)
     else:
         delay_exit()
 
 
-def report(title: str, findings: Sequence[Finding], file: str | None) -> None:
-    """Print the table and a summary; if `file` is set, then write the findings to it as JSON."""
+def report(title: str, findings: Sequence[Finding], config: DoctorConfig) -> None:
+    """Print the table and a summary, then write the findings to --json, if it is set."""
     wrong = sum(f.red for f in findings)
     judged = sum(f.ok is not None for f in findings)
     summary = (
@@ -135,10 +135,11 @@ def report(title: str, findings: Sequence[Finding], file: str | None) -> None:
     if wrong:
         faults = [f"{f.name}: {f.value}; {f.fix}" for f in findings if f.red]
         inform_launcher("\n".join([*faults, summary]))
-    if file:
+    if config.json:
         try:
-            write_file(expand(file), as_json(findings))
-        except OSError as error:
+            check_output(config, "json", RESULT)
+            write_file(expand(config.json), as_json(findings))
+        except (ValueError, OSError) as error:
             exit_with_error(error, "doctor.py")
 
 

@@ -22,11 +22,13 @@ from utils.data.cache import make_dataset
 from utils.data.selection import load_split
 from utils.data.sources import absolute_data, check_source
 from utils.data.splits import Split, fingerprint_of
-from utils.files import check_output_file, expand, write_file
+from utils.files import expand, write_file
 from utils.ranks.accelerator import check_precision, make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
-from utils.report.tables import check_table_file, encode, rows_of_split
+from utils.ranks.stopping import Stopping
+from utils.replacing import RESULT, TABLE, check_output
+from utils.report.tables import encode, rows_of_split
 from utils.report.writing import run_folder_of, warned, write_report
 from utils.runs.inference import (
     Inference,
@@ -47,20 +49,19 @@ def main(argv: Sequence[str] | None = None) -> dict:
     """Evaluate with these arguments and return the metrics."""
     guard_output()
     flags = parse_args(EvalConfig, "eval.py", argv)
-    with distributed_session("eval.py", flags) as ranks:
+    with distributed_session("eval.py", flags) as ranks, Stopping(ranks) as stopping:
         # Errors that one process can detect alone are reported before the processes connect.
         if flags.ckpt:
             find_checkpoint(expand(flags.ckpt))
-        if flags.json:
-            check_output_file("--json", expand(flags.json))
-        if flags.predictions:
-            check_table_file("--predictions", expand(flags.predictions))
         ranks.join()
         found = find_inference(flags, ranks)
         with ranks.agree():
             found, own_data = apply_flags(found, flags)
             check_precision(found.config, ranks)
             check_source(found.config)
+            if ranks.is_main:
+                check_output(flags, "json", RESULT, data=found.config.data)
+                check_output(flags, "predictions", TABLE, data=found.config.data)
         for line in warn_about_flags(flags, found):
             say(line)
         split, class_names = load_eval_split(found, flags, own_data, ranks)
@@ -70,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
                 task.check_predictions()
         found = replace(found, config=config)
         record, predictions = evaluate(found, flags, task, split, ranks)
+        stopping.defer_signals()  # what is finished is written
         if ranks.is_main:
             more = [("input", found.spec.describe_pixels())]
             if flags.tta:
@@ -78,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
                 rate = record["model_images_per_second"]
                 more.append(("model alone", f"{rate:,.1f} images/s"))
             try:
-                write_files(flags, record, predictions, task, split)
+                write_files(flags, found, record, predictions, task, split)
             finally:
                 print(task.report(record, f"Evaluation of {found.path}", more))
     return record
@@ -140,19 +142,24 @@ def evaluate(
         "classes": len(task.class_names),
         **result,
     }
-    if config.report and evaluator.predictions and ranks.is_main:
-        if folder := run_folder_of(found.path):
-            with warned():
-                write_report(folder, task, split, evaluator.predictions, record)
-        elif flags.report:
-            say(f"--report has no effect: {found.path} is not in a run folder")
     return record, evaluator.predictions
 
 
 def write_files(
-    flags: EvalConfig, record: dict, predictions: Predictions | None, task: Task, split: Split
+    flags: EvalConfig,
+    found: Inference,
+    record: dict,
+    predictions: Predictions | None,
+    task: Task,
+    split: Split,
 ) -> None:
-    """Write the files of --json and --predictions, and print their paths."""
+    """Write the page, and the files of --json and --predictions, and print the paths of these."""
+    if found.config.report and predictions:
+        if folder := run_folder_of(found.path):
+            with warned():
+                write_report(folder, task, split, predictions, record)
+        elif flags.report:
+            say(f"--report has no effect: {found.path} is not in a run folder")
     if flags.json:
         write_file(expand(flags.json), json.dumps(record, indent=1) + "\n")
         print(f"written: {flags.json}")

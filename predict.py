@@ -25,12 +25,14 @@ from utils.data.check import check_images
 from utils.data.datasets import PhotoDataset
 from utils.data.splits import Split, fingerprint_of
 from utils.errors import UserError
-from utils.files import check_output_file, expand, write_file
+from utils.files import expand, write_file
 from utils.ranks.accelerator import check_precision, make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
+from utils.ranks.stopping import Stopping
+from utils.replacing import HTML, TABLE, check_output
 from utils.report.html import gallery
-from utils.report.tables import Row, check_table_file, encode, find_images, make_rows, result_rows
+from utils.report.tables import Row, encode, find_images, make_rows, result_rows
 from utils.runs.inference import (
     Inference,
     find_saved,
@@ -52,16 +54,15 @@ def main(argv: Sequence[str] | None = None) -> dict:
     """
     guard_output()
     flags = parse_args(PredictConfig, "predict.py", argv)
-    with distributed_session("predict.py", flags) as ranks:
+    with distributed_session("predict.py", flags) as ranks, Stopping(ranks) as stopping:
         # Errors that one process can detect alone are reported before the processes connect.
         find_checkpoint(expand(flags.ckpt))
-        if flags.out:
-            check_table_file("--out", expand(flags.out))
-        if flags.html:
-            check_output_file("--html", expand(flags.html))
         ranks.join()
         found = find_saved(flags.ckpt, flags.weights, ranks)
         with ranks.agree():
+            if ranks.is_main:
+                check_output(flags, "out", TABLE)
+                check_output(flags, "html", HTML)
             config = replace(found.config, **given_settings(flags))
             check_precision(config, ranks)
             config, task = make_task(config, found.class_names, None)
@@ -72,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
             say(line)
         start = time.perf_counter()
         rows = predict(flags, found, task, split, ranks)
+        stopping.defer_signals()  # what is finished is written
         ranks.from_main(lambda: write(flags, found, task, rows, split))
         if ranks.is_main:
             seconds = time.perf_counter() - start

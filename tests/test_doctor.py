@@ -257,7 +257,7 @@ def test_a_rank_whose_launcher_is_gone_is_left_over_and_not_touched(training):
 def test_a_file_that_cannot_be_written_is_one_line_after_the_table():
     (outcome,) = look(1, None, "--json", "nope/doctor.json")
     assert outcome.code == 2 and "Lockstep doctor" in outcome.out
-    assert outcome.err.startswith("doctor.py: error: nope/") and outcome.err.count("\n") == 1
+    assert outcome.err.startswith("doctor.py: error: --json nope/") and outcome.err.count("\n") == 1
 
 
 def test_red_lines_of_other_ranks_name_the_rank():

@@ -22,6 +22,7 @@ from utils.data.folds import group_keys, hold_out
 from utils.data.selection import load_data
 from utils.data.splits import whole_split
 from utils.folds import join
+from utils.replacing import TABLE
 from utils.report.__main__ import main
 
 
@@ -143,7 +144,9 @@ def runs(made):
 
 
 def joined(*names: str) -> pandas.DataFrame:
-    returned(1, main, [*(f"runs/{name}" for name in names), "--out", "folds.csv"], join, "folds")
+    returned(
+        1, main, [*(f"runs/{name}" for name in names), "--out", "folds.csv"], join, "folds", TABLE
+    )
     return pandas.read_csv("folds.csv")
 
 
@@ -168,7 +171,7 @@ def test_the_folds_together_have_one_prediction_of_the_last_weights_for_each_pho
 
 
 def refused_join(*flags: str) -> str:
-    return refused(lambda given: main(given, join, "folds"), *flags)
+    return refused(lambda given: main(given, join, "folds", TABLE), *flags)
 
 
 def test_runs_that_are_not_all_folds_of_one_split_are_refused_by_name(runs):

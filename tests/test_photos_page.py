@@ -29,7 +29,7 @@ COMMANDS = [
     line
     for block in re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S)
     for line in block.splitlines()
-    if not re.search("benchmarks/|fold|corrected", line)
+    if not re.search("benchmarks/|fold|review", line)
 ]
 
 

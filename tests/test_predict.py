@@ -19,7 +19,16 @@ import pytest
 import torch
 from helpers.make_data import encoded, image_folder, pictures
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import ROOT, refused, train_run, weights, working_in
+from helpers.training_runs import (
+    ROOT,
+    full,
+    kill_myself,
+    refused,
+    train_run,
+    weights,
+    words,
+    working_in,
+)
 from PIL import Image
 from pyarrow import parquet
 from torch.nn import functional as F
@@ -276,12 +285,12 @@ def test_files_folders_and_patterns_are_found_in_their_order_and_each_once():
 
 
 def test_words_that_are_no_flags_are_paths():
-    for words, paths in (
+    for given, paths in (
         ("a --cpu b --top 3 c", ["a", "b", "c"]),
         ("a --out=x.csv null 1 [a] k:v", ["a", "null", "1", "[a]", "k:v"]),
         ("--threads 1 -- -a --top", ["-a", "--top"]),
     ):
-        flags = ["--ckpt", "runs/small", *words.split()]
+        flags = ["--ckpt", "runs/small", *given.split()]
         assert parse_args(PredictConfig, "predict.py", flags).paths == paths
 
 
@@ -289,8 +298,8 @@ def test_wrong_commands_of_predict_py_and_predictions_are_one_line():
     for main, flags, text in (
         (predict.main, "", "PATH is missing"),
         (predict.main, "small --out x.txt", "--out x.txt: must end in .csv, .json, .parquet"),
-        (predict.main, "small --out x --html x", "--out and --html name the same file"),
-        (eval.main, "--json x --predictions x", "--json and --predictions name the same file"),
+        (predict.main, "small --out x.csv --html y.csv", "--html y.csv: must end in .html"),
+        (eval.main, "--json x.json --predictions x.json", "belongs to predictions x.json"),
         (eval.main, "--predictions gone/x.csv", "gone does not exist"),
     ):
         assert text in refused(main, "--ckpt", "runs/small", *flags.split())
@@ -350,3 +359,52 @@ def test_the_page_holds_its_images_loads_nothing_and_shows_names_as_text():
     assert "2 images, 1 of them cannot be read" in words and "&lt;script&gt;x/000.jpeg" in html
     assert not re.search("<(script|b|is)", html.replace("<body", ""))
     assert "http" not in html.replace("http-equiv", "") and "prefers-color-scheme: dark" in html
+
+
+def _stop_at(main, place: str, number: int, flags: list[str]) -> None:
+    """Run a script that gets a signal when it calls this function, on each rank that calls it."""
+    script = {predict.main: predict, eval.main: eval}[main]
+    function = getattr(script, place)
+
+    def stopped(*given, **named):
+        kill_myself(number)
+        return function(*given, **named)
+
+    setattr(script, place, stopped)
+    main(flags)
+
+
+STOPS = [(signal.SIGTERM, 75), (signal.SIGINT, 130)]
+PLACES = [(predict.main, "load_images"), (predict.main, "check_outputs")]
+PLACES += [(eval.main, "make_eval_loader"), (eval.main, "check_outputs")]
+
+
+@pytest.mark.parametrize(("number", "code"), STOPS)
+@pytest.mark.parametrize(("main", "place"), [PLACES[1], *(full(*each) for each in PLACES[::2])])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_script_that_is_stopped_says_so_on_one_line_and_writes_nothing(
+    processes, main, place, number, code
+):
+    page = Path("runs/photos/report.html").stat()
+    files = ["photos/val", "--out", "x.csv", "--html", "x.html", "--num_workers", "2"]
+    files = files if main is predict.main else words("--json x.json --predictions x.csv")
+    flags = ["--ckpt", "runs/photos", "--threads", "1", *files]
+    outcomes = run_ranks(processes, _stop_at, main, place, number, flags)
+    assert [each.code for each in outcomes] == [code] * processes, [e.err for e in outcomes]
+    (line,) = "".join(each.err for each in outcomes).splitlines()
+    name = "predict.py" if main is predict.main else "eval.py"
+    assert line == f"{name}: stopped by {number.name} before results were written"
+    assert not [*Path().glob("x.*"), *Path().glob(".x.*")]
+    assert Path("runs/photos/report.html").stat() == page
+
+
+@pytest.mark.parametrize(("number", "code"), STOPS)
+@pytest.mark.parametrize("main", [predict.main, full(eval.main)])
+def test_a_script_that_is_stopped_while_it_writes_finishes_its_files(main, number, code):
+    place = "write" if main is predict.main else "write_files"
+    files = ["photos/val", "--out", "x.csv", "--html", "x.html"]
+    files = files if main is predict.main else words("--json x.json --predictions x.csv")
+    flags = ["--ckpt", "runs/photos", *QUICK, *files]
+    outcomes = run_ranks(2, _stop_at, main, place, number, flags)
+    assert [each.code for each in outcomes] == [0, 0] and not outcomes[0].err
+    assert len(read_csv("x.csv")) == 22 and len([*Path().glob("x.*")]) == 2

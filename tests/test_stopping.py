@@ -183,7 +183,7 @@ def _train_and_never_finish_an_update(flags):
 def test_a_signal_before_training_is_one_line(number, code):
     (outcome,) = run_ranks(1, _start_slowly, number)
     (line,) = outcome.err.splitlines()
-    assert outcome.code == code and f"stopped by {number.name} before training began" in line
+    assert outcome.code == code and f"stopped by {number.name} before results were written" in line
 
 
 def _start_slowly(number):

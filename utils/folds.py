@@ -12,22 +12,21 @@ from typing import Any
 
 from utils.config.bounds import require
 from utils.files import read_json, write_file
+from utils.replacing import TABLE
 from utils.report.analysis import ERRORS, interval_of_share
 from utils.report.html import gallery
-from utils.report.tables import Row, check_table_file, encode, find_images
+from utils.report.tables import Row, encode, find_images
 from utils.report.writing import FOLD
 from utils.runs.log import read_log
 
 
 def join(groups: list[list[Path]], out: Path, images: bool) -> None:
     """Write the predictions of these runs, and print the accuracy. For image files with one class
-    each, also write review.csv, the least likely labels first, and a page of these images.
+    each, also write review.csv, the least likely labels first, and a page of these images. If
+    review.csv exists, the list is review-2.csv, and so on.
 
     Raises ValueError or OSError unless these are complete runs of all folds of a split, each once.
     """
-    check_table_file("--out", out)
-    review = out.with_name("review.csv")
-    require(out != review, "--out review.csv is the list of labels to check", "use another name")
     table = _read(sum(groups, []))
     right = table["predicted"] == table["label"]
     share = right.mean()
@@ -48,7 +47,12 @@ def join(groups: list[list[Path]], out: Path, images: bool) -> None:
             was=table["label"], suggestion=table["predicted"].mask(right, "")
         ).sort_values("loss", ascending=False)
         rows = table[["path", "label", "suggestion", "was"]].to_dict("records")
+        number, review = 1, out.with_name("review.csv")
+        while review.exists():  # somebody may have corrected it
+            number += 1
+            review = out.with_name(f"review-{number}.csv")
         write_file(review, encode(rows, review))
+        print(f"labels to check: {review}")
         if not images:
             return
         shown = [
@@ -84,4 +88,4 @@ def _read(folders: list[Path]) -> Any:
 
 
 if __name__ == "__main__":
-    main(None, join, "folds")
+    main(None, join, "folds", TABLE)

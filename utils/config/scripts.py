@@ -1,6 +1,5 @@
 """The settings of eval.py, predict.py, export.py, replay.py and doctor.py."""
 
-import os
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,17 +16,6 @@ from utils.config.bounds import (
 )
 from utils.config.recipe import Size
 from utils.config.settings import LaunchConfig, Seconds
-from utils.files import expand
-
-
-def _check_apart(config: LaunchConfig, *flags: str) -> None:
-    """Raise UserError if these two flags name the same file."""
-    paths = [os.path.realpath(expand(path)) for name in flags if (path := getattr(config, name))]
-    require(
-        len({*paths}) == len(paths),
-        f"--{' and --'.join(flags)} name the same file",
-        "give two files",
-    )
 
 
 @dataclass(kw_only=True)
@@ -68,6 +56,8 @@ class InferenceConfig(CheckpointConfig):
     run)."""
     threshold: FractionBelow1 | None = None
     """Probability above which multilabel and binary predict a class (default: as in the run)."""
+    overwrite: bool = False
+    """Let outputs replace files that Lockstep has not written."""
 
 
 @dataclass(kw_only=True)
@@ -133,7 +123,6 @@ class EvalConfig(LoadingConfig, InferenceConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        _check_apart(self, "json", "predictions")
         is_part = self.weights in (None, "raw", "ema")
         if self.model is None:
             require(not self.pretrained, "--pretrained needs --model", "name the model")
@@ -171,7 +160,6 @@ class PredictConfig(InferenceConfig):
     def __post_init__(self):
         super().__post_init__()
         require(self.paths, "PATH is missing", "name images, folders or glob patterns")
-        _check_apart(self, "out", "html")
 
 
 @dataclass(kw_only=True)
@@ -209,6 +197,8 @@ class ReplayConfig(LoadingConfig):
     --microbatches have digests."""
     json: str | None = None
     """File to write the result of --verify to, as JSON."""
+    overwrite: bool = False
+    """Let --json replace a file that Lockstep has not written."""
     against: str | None = None
     """Another run folder: find the first update in which the two runs differ."""
 
@@ -223,6 +213,8 @@ class DoctorConfig(LaunchConfig):
     """Folder that contains the run folders; it must be writable, and the same on all machines."""
     json: str | None = None
     """File to write the findings to, as JSON."""
+    overwrite: bool = False
+    """Let --json replace a file that Lockstep has not written."""
     slow: NonNegativeFloat = 0.02
     """Bandwidth in GB/s below which a connection between two processes is reported as too slow."""
     timeout: Seconds = 60.0

@@ -9,7 +9,7 @@
     a lost rank (LostRank)                    rank 0; another one if rank 0 does not in time      2
     any of these three, if the store is lost  each rank                                           2
     any other exception, a bug                each rank that has it, as a traceback               1
-    a signal before training begins           rank 0                                              75; SIGINT: 130
+    a signal before results are written       rank 0                                              75; SIGINT: 130
     a wait that the watchdog ends             the first rank that ends                            2; asked to stop: 75
     blocked after another rank's error        this rank too                                       2
     blocked after another rank has stopped    the other rank                                      75

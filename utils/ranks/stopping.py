@@ -80,8 +80,8 @@ class Stopping:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal before training began."""
+    """A signal before there is something to save."""
 
     def __init__(self, number: signal.Signals):
-        super().__init__(f"stopped by {number.name} before training began")
+        super().__init__(f"stopped by {number.name} before results were written")
         self.code = 130 if number == signal.SIGINT else EXIT_RESUME

@@ -11,15 +11,18 @@ from collections.abc import Sequence
 from utils.config.bounds import require
 from utils.config.plugin import load_plugin
 from utils.errors import USER_ERRORS, UserError
-from utils.files import check_output_file, expand
+from utils.files import expand
 from utils.launch.exits import exit_with_error
+from utils.replacing import HTML, check_output
 from utils.report.page import PAGE
 from utils.report.pairs import find_runs, write_groups
 from utils.runs.log import check_log
 
 
-def main(argv: Sequence[str] | None = None, write=write_groups, name="report") -> None:
-    """Write the page, or call another `write(groups, out, images)`; print where the result is."""
+def main(argv: Sequence[str] | None = None, write=write_groups, name="report", kind=HTML) -> None:
+    """Write the page, or call another `write(groups, out, images)` that writes a file of another
+    kind and maybe a page beside it; print where the result is.
+    """
     guard_output()
     parser = argparse.ArgumentParser(
         f"python -m utils.{name}", description="Write a file about one or several runs."
@@ -33,6 +36,9 @@ def main(argv: Sequence[str] | None = None, write=write_groups, name="report") -
     parser.add_argument(
         "--out", help=f"file to write (default: {PAGE} in the run folder; needed for several runs)"
     )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="let --out replace files of others"
+    )
     parser.add_argument("--no_images", action="store_true", help="leave out all pictures")
     parser.add_argument("--plugin", metavar="FILE", help="plug-in that the runs were made with")
     flags = parser.parse_args(argv)
@@ -42,7 +48,8 @@ def main(argv: Sequence[str] | None = None, write=write_groups, name="report") -
     try:
         require(flags.out or len(folders) == 1, "--out is missing", "name the file of the page")
         if flags.out:
-            check_output_file("--out", out)
+            check_output(flags, "out", kind)
+            check_output(flags, "out", HTML, out=f"{out.with_suffix('.html')}")
         if flags.plugin:
             load_plugin(flags.plugin)
         for folder in folders:

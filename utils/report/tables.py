@@ -18,7 +18,6 @@ from utils.config.bounds import require
 from utils.console import join_names, printable
 from utils.data.folders import Scan, files_below, notes
 from utils.data.splits import Files, Split, fingerprint_of, whole_split
-from utils.files import check_output_file
 from utils.tasks.task import Predictions, Task
 from utils.training.evaluation import TOP
 
@@ -119,13 +118,6 @@ def result_rows(rows: Sequence[Row], split: Split) -> list[tuple[str, Any]]:
     if bad := sum(row.error is not None for row in rows):
         lines.append(("unreadable", f"{bad} of {len(rows)} images"))
     return lines
-
-
-def check_table_file(flag: str, path: Path) -> None:
-    """Raise UserError, which names the flag, if `path` has another ending or cannot be written."""
-    problem = f"{flag} {path}: must end in {', '.join(_FORMS)}"
-    require(path.suffix.lower() in _FORMS, problem, "for example predictions.csv")
-    check_output_file(flag, path)
 
 
 def encode(rows: Sequence[dict], path: Path) -> bytes:

@@ -8,11 +8,12 @@ from utils.config.bounds import require
 from utils.config.scripts import ReplayConfig
 from utils.console import join_names, say
 from utils.errors import UserError
-from utils.files import check_output_file, expand, write_file
+from utils.files import expand, write_file
 from utils.models.checking import hash_tensors
 from utils.models.weight_files import read_weights
 from utils.ranks.accelerator import leave_run
 from utils.ranks.ranks import Ranks
+from utils.replacing import RESULT, check_output
 from utils.runs.digest import choose_updates, differing, digests_of, parts_to_compute
 from utils.runs.log import read_log
 from utils.runs.manifest import AVERAGE, MODEL, beginnings, damage_of, files_of
@@ -34,8 +35,7 @@ def verify(flags: ReplayConfig, ranks: Ranks, begin: Callable, recompute: Callab
     trained = [each["step"] for each in records if each["kind"] == "train"]
     every = range(records[0]["step"] + 1, max(trained, default=0) + 1)
     chosen = ranks.from_main(lambda: choose_updates(f"{flags.verify}", logged, every))
-    if flags.json:
-        check_output_file("--json", expand(flags.json))
+    ranks.from_main(lambda: check_output(flags, "json", RESULT))
     saved = beginnings(folder, records)
     updates = []
     checkpoints = {}
