@@ -1,10 +1,13 @@
 """Small data sets decoded to the cache, against the pixels that were encoded."""
 
 import os
+import random
 import re
 import resource
 import shutil
 import signal
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -240,6 +243,52 @@ def test_a_damaged_file_of_the_cache_is_rebuilt(kind):
     if kind == "short":
         outcomes = run_ranks(2, decode_on_each_rank, split, expected)
         assert [outcome.value for outcome in outcomes] == [True, True], outcomes
+        assert sum(outcome.out.count("is damaged") for outcome in outcomes) == 1
     for _ in range(2):
         assert (decoded(split, counting) == expected).all()
     assert counting.calls == 2 - (kind == "short") and path.read_bytes() == good
+
+
+def flips(good: bytes, chance: random.Random) -> Iterator[bytes]:
+    """A file with one bit changed: in each byte of the header, in the last bytes, and in others; and
+    with several bytes changed.
+    """
+    places = [*range(128), *range(len(good) - 8, len(good)), *chance.sample(range(len(good)), 60)]
+    for place in places:
+        changed = bytearray(good)
+        changed[place] ^= 1 << chance.randrange(8)
+        yield bytes(changed)
+    for _ in range(40):
+        changed = bytearray(good)
+        for place in chance.sample(range(len(good)), chance.randint(2, 20)):
+            changed[place] = (changed[place] + chance.randrange(1, 256)) % 256
+        yield bytes(changed)
+
+
+@pytest.mark.parametrize("kind", ["decoded", "shrunk", "features"])
+def test_no_flipped_byte_of_a_cache_is_used(kind, capsys):
+    split, _ = folder_split(6)
+    expect: tuple = (), "|u1"  # a shrunk image may have any size
+    if kind == "decoded":
+        expect = (6, 8, 8, 3), "|u1"
+        read = partial(decoded, split)
+    elif kind == "shrunk":
+        image_folder("photos", {"a": 1}, (30, 40))
+        split = split_of(Files(["photos/a/000.png"]))
+        read = partial(cache.ShrunkImages(split, 3, 20, "cache/shrunk").many, [0])
+    else:
+        views = pictures(3).astype(np.float32)
+        expect = views.shape, "<f4"
+        read = partial(cache.cached, Path("cache/features/f.npy"), *expect, [views])
+    first = np.asarray(read()[0]).tobytes()
+    (path,) = Path("cache").rglob("*.npy")
+    good = path.read_bytes()
+    assert np.asarray(read()[0]).tobytes() == first and not capsys.readouterr().out
+    for changed in flips(good, random.Random(kind)):
+        path.write_bytes(changed)
+        assert cache.open_cached(path, *expect) is None
+        assert capsys.readouterr().out == f"{path}: is damaged, and is computed again\n"
+    for place in (3, 90, 128, len(good) - 1):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 4]) + good[place + 1 :])
+        assert np.asarray(read()[0]).tobytes() == first and path.read_bytes() == good
+        assert capsys.readouterr().out.count("is damaged") == 1

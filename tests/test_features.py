@@ -268,10 +268,13 @@ def test_a_damaged_file_is_computed_again():
     started()
     path = max(Path("cache/features").iterdir(), key=lambda path: path.stat().st_size)
     whole = path.read_bytes()
-    path.write_bytes(whole[:-1])
-    line = started(processes=2)
-    assert "centre, computed in" in line and "centre, found in" in line
-    assert path.read_bytes() == whole
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 8
+    for damaged in (whole[:-1], flipped):
+        path.write_bytes(damaged)
+        line = started(processes=2)
+        assert "centre, computed in" in line and "centre, found in" in line
+        assert path.read_bytes() == whole
 
 
 def test_without_a_cache_the_fix_is_named():

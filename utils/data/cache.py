@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -29,24 +30,30 @@ from utils.files import expand, whole_file
 from utils.memory import usable_cores
 from utils.waiting import wait_for_items
 
+# the CRC-32 of a file that ends with the CRC-32 of the rest
+_UNCHANGED = 0x2144DF1C
+
 
 def open_cached(path: Path, shape: tuple[int, ...], dtype: str) -> np.memmap | None:
-    """The array in a file, mapped into memory; None if the file is not a whole array of this type
-    and these first dimensions.
+    """The array in a file, mapped into memory; None if the file is missing. A file that is damaged,
+    or not an array of this type and these first dimensions, is deleted, and a line says so.
     """
     # numpy raises errors of any class for a damaged header, and for a file that is too short
     with suppress(Exception):
         array = np.lib.format.open_memmap(path, mode="r")
         is_expected = array.dtype == dtype and array.shape[: len(shape)] == shape
-        if is_expected and path.stat().st_size == array.offset + array.nbytes:
+        if is_expected and crc32(np.memmap(path, mode="r").data) == _UNCHANGED:
             return array
+    with suppress(OSError):  # one of several processes deletes it
+        path.unlink()
+        print(f"{path}: is damaged, and is computed again")
     return None
 
 
 def cached(
     path: Path, shape: tuple[int, ...], dtype: str, chunks: Iterable[np.ndarray]
 ) -> np.memmap:
-    """The array in a file, mapped into memory. If the file is missing or not whole, the `chunks` are
+    """The array in a file, mapped into memory. If the file is missing or damaged, the `chunks` are
     written first.
 
     They are written in order, completely or not at all. Several processes may do so at once. Raises
@@ -62,6 +69,8 @@ def cached(
             for chunk in chunks:
                 # not to a memory map, because a full disk would raise SIGBUS
                 file.write(chunk.data)
+            file.flush()
+            file.write(crc32(np.memmap(file.name, mode="r").data).to_bytes(4, "little"))
         return np.lib.format.open_memmap(path, mode="r")
     except OSError as error:
         problem = f"{path.parent}: cannot be used as a cache ({error.strerror})"

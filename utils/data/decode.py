@@ -24,7 +24,7 @@ from utils.errors import UserError, one_line
 LARGE = 200_000  # bytes; for a larger file, reading the image's size first saves time
 _FIX = "fix or remove it (train.py and eval.py leave it out with --bad_images skip)"
 _IO_FIX = "check the disk or the network, then run it again, or resume"
-VERSION = 5  # of the decoded pixels; raise it when they change, so that old caches are not used
+VERSION = 6  # of the decoded pixels; raise it when they change, so that old caches are not used
 # from an image's (height, width): how many times smaller it will become
 Shrink = Callable[[int, int], float]
 
