@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -168,6 +169,25 @@ def test_a_run_in_mlflow_has_the_name_and_the_end_of_the_run(event, code, status
     first, *points, last = records_so_far(SENT)
     assert first == {"name": "run", "project": "lockstep"}
     assert points and last == {"status": status}
+
+
+def train_with_clock(ahead: float, *flags: str) -> None:
+    """Train on a machine whose clock is this many seconds ahead."""
+    now = time.time
+    time.time = lambda: now() + ahead
+    train.main([*TENSORBOARD, *flags])
+
+
+def test_tensorboard_shows_all_points_after_resumes_on_clocks_that_are_behind():
+    """It reads files in the order of their names, which begin with the time."""
+    clocks = {4: 9e7, 8: 0.0, 10: -9e7, 12: -5e7}
+    for last, ahead in clocks.items():
+        flags = words(f"--max_steps {last} --resume auto")
+        returned(1, train_with_clock, ahead, *flags)
+        (folder,) = Path("runs/run/tensorboard").iterdir()
+        assert points_of_tensorboard(folder) == points_of_log()
+        assert len(list(folder.glob("*tfevents*"))) == len([n for n in clocks if n <= last])
+    assert steps_of("train/loss", points_of_log()) == [*range(1, 13)]
 
 
 class Failing(GeneralTracker):

@@ -47,8 +47,7 @@ class Trackers(Table):
             fix = suggestion(name, self, f"use {self.describe_values()}")
             require(name in self, f"--report_to {name}: no such tracker", fix)
             problem = f"--report_to {name}: its package is not installed"
-            available = name in map(str, get_available_trackers())
-            require(available, problem, f"pip install {name}")
+            require(name in map(str, get_available_trackers()), problem, f"pip install {name}")
 
     def helps(self) -> dict[str, str]:
         return {self.what: f": {self.describe_values()}"}
@@ -100,6 +99,10 @@ class RunTrackers:
         options["mlflow"] = {"run_name": folder.name}
         settings = settings_to_send(self.config) | as_scalars(topology)
         try:
+            # TensorBoard reads files in the order of their names, which begin with the time, and
+            # the clock may be behind that of an earlier start
+            for earlier in folder.rglob("*.tfevents.[1-9]*"):
+                earlier.rename(str(earlier).replace(".tfevents.", ".tfevents.0"))
             accelerator.init_trackers(project, settings, options)
         except Exception as error:  # of any class, as trackers are other people's code
             problem = f"a tracker cannot be started ({one_line(error)[:200]})"
@@ -156,8 +159,13 @@ def numbers_to_send(kind: str, values: Mapping) -> dict[str, float]:
 def settings_to_send(config: TrainConfig) -> dict:
     """The settings that differ from their defaults, without folders and host names."""
     default = vars(TrainConfig())
-    sent = {name: value for name, value in vars(config).items() if name not in _NOT_SENT}
-    return as_scalars({name: value for name, value in sent.items() if value != default[name]})
+    return as_scalars(
+        {
+            name: value
+            for name, value in vars(config).items()
+            if name not in _NOT_SENT and value != default[name]
+        }
+    )
 
 
 def as_scalars(values: Mapping) -> dict:
