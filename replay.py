@@ -29,7 +29,6 @@ from torch import Tensor, nn
 import train
 from utils.config.bounds import require
 from utils.config.cli import parse_args, read_config
-from utils.config.plugin import check_plugin
 from utils.config.scripts import ReplayConfig
 from utils.config.settings import TrainConfig
 from utils.console import table
@@ -40,7 +39,7 @@ from utils.ranks.session import distributed_session
 from utils.ranks.stopping import Stopping
 from utils.runs.digest import differing
 from utils.runs.inference import given_settings
-from utils.runs.log import read_log
+from utils.runs.log import check_log, read_log
 from utils.runs.manifest import beginnings, damage_of
 from utils.training.first_batch import label_lines, picture
 from utils.training.loop import synchronise, training_record
@@ -68,8 +67,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         Stopping(ranks) as stopping,
     ):
         modes = map(bool, [flags.update, flags.verify, flags.against])  # an empty word is none
-        fix = "give --update, --verify or --against"
-        require(sum(modes) == 1, "replay.py does one thing", fix)
+        require(sum(modes) == 1, "replay.py does one thing", "give --update, --verify or --against")
         alone = not flags.update or ranks.topology.world_size == 1
         require(alone, "--update needs one process", "start it with plain python")
         ranks.join()
@@ -112,7 +110,7 @@ def make_settings(flags: ReplayConfig, folder: Path, update: int, scratch: str) 
     require(starts and (checkpoint or not starts[0]["step"]), problem, "name a later update")
     start = starts[-1]
     if checkpoint is None:
-        check_plugin(folder, start["versions"])
+        check_log(folder)
     return replace(
         config,
         **given_settings(flags),
@@ -123,7 +121,7 @@ def make_settings(flags: ReplayConfig, folder: Path, update: int, scratch: str) 
         run_name=f"replay-{update}",
         resume=checkpoint,
         report_to=None,
-        threads=flags.threads or start["threads"],
+        threads=flags.threads or start.get("threads"),
         grad_accum=None if config.microbatches else start["processes"] * start["grad_accum"],
     )
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.make_data import image_folder, pictures
 from helpers.ranks import returned, run_ranks
 from helpers.training_runs import (
     BIN,
@@ -28,6 +29,7 @@ from helpers.training_runs import (
     train_run,
     words,
 )
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import replay
@@ -164,10 +166,11 @@ def test_a_changed_run_is_found_with_its_update(kind, seeds):
 def test_a_run_of_two_ranks_is_verified_by_one_and_by_three():
     train_run(2, "run", *FLAGS, "--ema_decay", "0.9")
     (outcome,) = run_ranks(1, replay.main, [*VERIFY, "6,10"])
-    assert outcome.out.endswith("equal in updates 5 to 6, 9 to 10, and in the weights of none\n")
+    line = "equal in updates 5 to 6, 9 to 10, and in the weights of none; not compared: step-00000004, "
+    assert f"{line}step-00000008, step-00000012, 1, 2, 3, 4, 7, 8, 11, 12\n" in outcome.out
     outcome = run_ranks(3, replay.main, [*VERIFY, "all"])[0]
     line = "equal in updates 1 to 12, and in the weights of step-00000004, step-00000008, step-"
-    assert f"{line}00000012\n" in outcome.out
+    assert f"{line}00000012; not compared: nothing\n" in outcome.out
     checkpoint = Path("runs/run/checkpoints/step-00000012")
     tensors = load_file(checkpoint / "ema.safetensors")
     flip(next(iter(tensors.values())), random.Random(0))
@@ -200,6 +203,21 @@ def test_a_bit_that_flips_on_one_of_two_ranks_is_found_and_parts_the_run_from_an
     assert f"update 7 differs (the first, from runs/other); {samples}" in line
 
 
+@pytest.mark.parametrize("model,update", [("fastnet", 1), full("mlp", 2)])
+def test_a_changed_file_is_named(model, update):
+    """It shows in the update that uses it, but fastnet's first layer is computed from all images."""
+    image_folder("photos", {"a": 20, "b": 20}, (28, 28))
+    flags = words(f"--data photos --eval_fraction 0.2 --model {model} --global_batch_size 16")
+    flags += words("--microbatches 2 --max_steps 2 --log_every 2 --threads 1 --report false")
+    train_run(1, "run", *flags)
+    data = load_data(parse_args(TrainConfig, "", flags), None)
+    name = data.train.describe(int(permutation(32, 0, 0)[20]))  # in the second update
+    Image.fromarray(pictures(1, (28, 28), seed=7)[0]).save(name)
+    line = refused(replay.main, *VERIFY, "all", processes=2)
+    assert f"error: update {update} differs (digest); its samples: " in line
+    assert f"; 1 of 32 images of 'train' changed: {name[7:]}; use the data" in line
+
+
 def test_a_run_that_was_killed_and_resumed_has_the_digests_of_a_whole_one():
     """Those of the updates between the last record and the checkpoint are in the checkpoint."""
     train_run(1, "run", *FLAGS)
@@ -223,7 +241,8 @@ def test_a_run_that_began_at_a_checkpoint_of_another_is_verified_from_there():
     train_run(1, "run", *start, *words("--threads 1 --lr 0.04 --report false"))
     assert [len(record["digest"]) for record in records("run", "train")] == [2, 2]
     (outcome,) = run_ranks(1, replay.main, [*VERIFY, "all"])
-    assert "equal in updates 9 to 12, and in the weights of step-00000012\n" in outcome.out
+    line = "equal in updates 9 to 12, and in the weights of step-00000012; not compared: step-"
+    assert f"{line}00000008\n" in outcome.out
     shutil.rmtree("runs/other/checkpoints")
     line = refused(replay.main, *words("--run runs/run --against runs/other"))
     assert "update 9 differs (the first, from runs/other)" in line
@@ -251,9 +270,8 @@ def test_each_part_of_a_compiled_run_is_compiled(monkeypatch):
 def test_what_cannot_be_verified_is_one_line():
     train_run(1, "run", *PLAIN, "--max_steps", "2")
     assert all("digest" not in record for record in records("run"))
-    assert "the log has no digests 1, 2, which only --microbatches gives" in refused(
-        replay.main, *VERIFY, "all"
-    )
+    line = "neither log nor checkpoints have digests 1, which only --microbatches gives"
+    assert line in refused(replay.main, *VERIFY, "all")
     for empty in ("--verify", "--against"):
         line = refused(replay.main, "--run", "runs/run", empty, "")
         assert "give --update, --verify or --against" in line
@@ -266,6 +284,7 @@ def test_what_cannot_be_verified_is_one_line():
 
 def test_updates_are_chosen_and_computed_from_the_nearest_checkpoint():
     known = range(1, 21)
+    lacking = "neither log nor checkpoints have digests"
     assert choose_updates("all", known, known) == [*known] and choose_updates(
         "7,3", known, known
     ) == [3, 7]
@@ -278,9 +297,9 @@ def test_updates_are_chosen_and_computed_from_the_nearest_checkpoint():
         "random:0": "",
         "random:x": "random:x",
     }.items():
-        with pytest.raises(ValueError, match=f"the log has no digests {absent}, which"):
+        with pytest.raises(ValueError, match=f"{lacking} {absent}, which"):
             choose_updates(wrong, known, known)
-    with pytest.raises(ValueError, match="the log has no digests 1, 2, which"):
+    with pytest.raises(ValueError, match=f"{lacking} 1, 2, which"):
         choose_updates("all", range(3, 21), known)
     assert parts_to_compute([3, 7, 9, 16], [5, 10, 15]) == {0: 3, 5: 9, 15: 16}
     assert parts_to_compute(known, [5, 10]) == {0: 20} == parts_to_compute([10, 20], [10])

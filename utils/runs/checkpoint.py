@@ -144,7 +144,7 @@ class CheckpointManager:
                 else:
                     write_file(self.folder / ORIGIN, bytes(saved.path.absolute()))
         # after a restart, its own checkpoints come before that of --resume
-        self.ranks.store_set(f"started-{self.config.run_name}", "yes")
+        self.ranks.store_set(f"started-{config.run_name}", "yes")
         return self.folder
 
     @contextmanager
@@ -233,7 +233,7 @@ class CheckpointManager:
         config = self.config
         checkpoint = None
         begun = None
-        before = self.ranks.store_get(f"run-folder-{self.config.run_name}")
+        before = self.ranks.store_get(f"run-folder-{config.run_name}")
         path = Path(before) if before else None
         if path is None:
             check_run_folder(config, connected=True)
@@ -245,7 +245,7 @@ class CheckpointManager:
                 print(f"{path} does not exist; starting a new run")
             self._lock(path)
             if config.resume == "auto" or (
-                before and self.ranks.store_get(f"started-{self.config.run_name}")
+                before and self.ranks.store_get(f"started-{config.run_name}")
             ):
                 checkpoint = newest_good(path)
                 if checkpoint is None:

@@ -6,19 +6,28 @@ A digest is a sum of the bits of the summed gradient and of the weights after th
 
 import random
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from utils.config.bounds import require
 from utils.console import join_names
 
 
-def digests_of(*records: Mapping) -> dict[int, str]:
-    """The digest of each update, counted from 1, in records of a log."""
-    return {
-        record["step"] - earlier: digest
+def digests_of(records: Sequence[Mapping]) -> dict[int, str]:
+    """The digest of each update, counted from 1, in records of a log and states of checkpoints.
+
+    Raises UserError if they contradict each other, or begin before the first record.
+    """
+    found = {
+        (record["step"] - earlier, digest)
         for record in records
         for earlier, digest in enumerate(reversed(record.get("digest", ())))
     }
+    digests = dict(sorted(found))
+    require(
+        len(digests) == len(found) and records[0]["step"] not in digests,  # a record has no gap
+        "the digests of the log and the checkpoints contradict each other",
+    )
+    return digests
 
 
 def differing(one: Mapping, other: Mapping) -> list[int]:
@@ -26,19 +35,24 @@ def differing(one: Mapping, other: Mapping) -> list[int]:
     return sorted(key for key in one.keys() & other.keys() if one[key] != other[key])
 
 
-def choose_updates(text: str, known: Iterable[int], every: Iterable[int]) -> list[int]:
+def choose_updates(text: str, known: Collection[int], every: range) -> list[int]:
     """The updates that --verify asks for, sorted.
 
-    `known` are those with a digest, and `every` those of the whole log.
+    `known` are those with a digest, and `every` those of the whole run.
     """
-    updates = {str(update): update for update in known}
-    names = [*map(str, every)] if text == "all" else text.split(",")
+    chosen: list = [int(name) if name.isdecimal() else name for name in text.split(",")]
+    if text == "all":
+        chosen = [*every[: len(known) + 1]]  # of more updates, one of the first has no digest
     if number := re.fullmatch(r"random:(\d+)", text):
-        names = random.sample([*updates], min(int(number[1]), len(updates)))
-    absent = join_names(name for name in names if name not in updates)
-    problem = f"--verify {text}: the log has no digests {absent}, which only --microbatches gives"
-    require(names and not absent, problem, "use all, random:20 or numbers such as 40,41")
-    return sorted({updates[name] for name in names})
+        chosen = random.sample([*known], min(int(number[1]), len(known)))
+    absent = join_names(update for update in chosen if update not in known)
+    problem = f"neither log nor checkpoints have digests {absent}, which only --microbatches gives"
+    require(
+        chosen and not absent,
+        f"--verify {text}: {problem}",
+        "use all, random:20 or numbers such as 40,41",
+    )
+    return sorted({*chosen})
 
 
 def parts_to_compute(updates: Iterable[int], starts: Iterable[int]) -> dict[int, int]:

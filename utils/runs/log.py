@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from utils.config.bounds import require
+from utils.config.bounds import Count, fit, require
 from utils.config.plugin import check_plugin
 from utils.console import say
 from utils.files import naming_file, write_file
@@ -86,8 +86,11 @@ def read_log(folder: Path) -> list[dict]:
     for number, line in enumerate(
         path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1], 1
     ):
-        with suppress(ValueError, TypeError, RecursionError):
-            records.append({**json.loads(line)})
+        with suppress(ValueError, TypeError, LookupError, RecursionError):
+            record = {**json.loads(line)}
+            fit(record["step"], Count)
+            fit([record["kind"], *record.get("digest", []), *record.get("versions", {})], list[str])
+            records.append(record)
         require(len(records) == number, f"{path}: line {number} is damaged", "delete this line")
     return records
 

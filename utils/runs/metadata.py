@@ -157,13 +157,10 @@ def versions() -> dict[str, str]:
     """The versions of Lockstep, its commit, Python, the main packages, decoders and the plug-in,
     and the compiler of the model, if any.
     """
-    packages = {
-        module.__name__: module.__version__ for module in (torch, torchvision, accelerate, np)
-    }
     return {
         "lockstep": VERSION,
         "commit": code_commit(),
-        **packages,
+        **{each.__name__: each.__version__ for each in (torch, torchvision, accelerate, np)},
         **DECODERS,
         "python": platform.python_version(),
         **({"compiler": compiler()} if compiler() else {}),

@@ -78,8 +78,11 @@ class TrainState:
         Of equal values, the earliest stays the best. NaN and infinity, which JSON lacks, become
         None and are never the best; a metric may be missing because it is undefined.
         """
-        numbers = {name: value for name, value in result.items() if type(value) in (int, float)}
-        finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        finite = {
+            name: value if math.isfinite(value) else None
+            for name, value in result.items()
+            if type(value) in (int, float)
+        }
         self.evaluation = {"step": self.step, **finite}
         value = finite.get(metric)
 

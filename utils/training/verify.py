@@ -7,17 +7,33 @@ from pathlib import Path
 from utils.config.bounds import require
 from utils.config.scripts import ReplayConfig
 from utils.console import join_names, say
+from utils.data.selection import load_data
 from utils.errors import UserError
 from utils.files import expand, write_file
 from utils.models.checking import hash_tensors
+from utils.models.sharded import distinct_state
 from utils.models.weight_files import read_weights
 from utils.ranks.accelerator import leave_run
 from utils.ranks.ranks import Ranks
 from utils.replacing import RESULT, check_output
-from utils.runs.digest import choose_updates, differing, digests_of, parts_to_compute
+from utils.runs.digest import (
+    choose_updates,
+    differing,
+    digests_of,
+    parts_to_compute,
+)
 from utils.runs.log import read_log
-from utils.runs.manifest import AVERAGE, MODEL, beginnings, damage_of, files_of
-from utils.runs.metadata import versions
+from utils.runs.manifest import (
+    AVERAGE,
+    MODEL,
+    beginnings,
+    checkpoints_of,
+    damage_of,
+    files_of,
+    find_checkpoint,
+    step_of,
+)
+from utils.runs.metadata import read_checkpoint, read_settings, versions
 from utils.training.divergence import find_samples
 from utils.training.run import Run
 
@@ -27,37 +43,35 @@ def verify(flags: ReplayConfig, ranks: Ranks, begin: Callable, recompute: Callab
 
     `begin` and `recompute` are those of replay.py: the first builds the run of a folder as it was
     at its last checkpoint before an update, and the second computes up to an update. Raises
-    UserError for the first update that differs from the log or from a checkpoint.
+    UserError for the first update that differs from its digest or from a checkpoint, and for what
+    is missing or malformed in the run.
     """
     folder = expand(flags.run)
-    records = read_log(folder)
-    logged = digests_of(*records)
-    trained = [each["step"] for each in records if each["kind"] == "train"]
-    every = range(records[0]["step"] + 1, max(trained, default=0) + 1)
-    chosen = ranks.from_main(lambda: choose_updates(f"{flags.verify}", logged, every))
     ranks.from_main(lambda: check_output(flags, "json", RESULT))
-    saved = beginnings(folder, records)
+    saved, digests, parts = ranks.from_main(lambda: read_run(folder, f"{flags.verify}"))
     updates = []
     checkpoints = {}
-    for first, last in parts_to_compute(chosen, saved).items():
+    for first, last in parts.items():
         run = begin(folder, first + 1)
+        problem = f"{folder}: has no update {last}, or no good checkpoint of update {first}"
+        require(run.state.step == first and last <= run.updates, problem)
         for _ in recompute(run, iter(run.train_batches), last):
             step = run.state.step
-            if logged.get(step) not in (None, run.state.digest[-1]):
-                raise difference(run, step, "digest")
-            if path := saved.get(step):
+            if run.state.digest[-1:] != [digests.pop(step, None)]:
+                raise difference(run, step, "digest", folder)
+            if path := saved.pop(step, None):
                 if file := changed(run, path):
-                    raise difference(run, step, file)
+                    raise difference(run, step, file, folder)
                 checkpoints[path.name] = files_of(path)
         run.log.close()
         data = run.data.fingerprint
         del run
         leave_run()
         updates.append(f"{first + 1} to {last}")
-    weights = join_names(checkpoints)
-    say(
-        f"{folder}: equal in updates {join_names(updates)}, and in the weights of {weights or 'none'}"
-    )
+    weights = join_names(checkpoints) or "none"
+    others = join_names([*(path.name for path in saved.values()), *digests]) or "nothing"
+    equal = f"equal in updates {join_names(updates)}, and in the weights of {weights}"
+    say(f"{folder}: {equal}; not compared: {others}")
     result = {
         "updates": updates,
         "checkpoints": checkpoints,
@@ -70,23 +84,64 @@ def verify(flags: ReplayConfig, ranks: Ranks, begin: Callable, recompute: Callab
         write_file(expand(flags.json), json.dumps(result, indent=1) + "\n")
 
 
+def read_run(folder: Path, text: str) -> tuple:
+    """The checkpoints of a run, and the digests in its log and in them, by update; and the parts
+    of the run that --verify `text` computes.
+
+    Raises UserError for what is malformed or contradicts the rest.
+    """
+    records = read_log(folder)
+    starts, trained = (
+        [record["step"] for record in records if record["kind"] == kind]
+        for kind in ("start", "train")
+    )
+    in_order = starts and trained == sorted({*trained})
+    require(in_order, f"{folder}/log.jsonl: has no start, or repeats updates")
+    settings = vars(read_settings(folder))
+    saved = beginnings(folder, records)
+    for path in checkpoints_of(folder / "checkpoints"):
+        there = read_checkpoint(path)
+        step = there.state.step
+        # earlier starts may have had other settings
+        other = differing(vars(there.config), settings) if step > starts[-1] else []
+        require(
+            step == step_of(path) and not other,
+            f"{path}: is of update {step}; settings not as in config.yaml: {other}",
+        )
+        trained.append(step)
+        records.append(vars(there.state))
+    digests = digests_of(records)
+    every = range(starts[0] + 1, max(starts + trained) + 1)
+    return saved, digests, parts_to_compute(choose_updates(text, digests, every), saved)
+
+
 def changed(run: Run, checkpoint: Path) -> str | None:
     """The file of a checkpoint whose tensors are not those of the run, or damage, if any."""
-    found = damage_of(checkpoint)
-    for file, owner in ((MODEL, run.module), (AVERAGE, run.average)):
-        if owner and not found:
-            saved = read_weights(checkpoint / file)
-            own = owner.state_dict()
-            if hash_tensors(saved.values()) != hash_tensors(map(own.__getitem__, saved)):
-                found = f"{checkpoint / file}"
-    return found
+    if found := damage_of(checkpoint):
+        return found
+    average = run.average.state_dict() if run.average else {}
+    for file, own in ((MODEL, distinct_state(run.module)), (AVERAGE, average)):
+        saved = read_weights(checkpoint / file) if file in files_of(checkpoint) else {}
+        ours = map(own.__getitem__, saved)
+        if saved.keys() != own.keys() or hash_tensors(saved.values()) != hash_tensors(ours):
+            return f"{checkpoint / file}"
+    return None
 
 
-def difference(run: Run, update: int, what: str) -> UserError:
-    """The error that an update differs, with its samples."""
+def difference(run: Run, update: int, what: str, folder: Path) -> UserError:
+    """The error that an update of the run in `folder` differs, with its samples, and with what has
+    changed in the data since the run listed it.
+    """
     problem = f"update {update} differs ({what}); its samples: "
-    fix = "use the data, versions, threads and kind of device of its log, or find what has changed"
-    return UserError(problem + join_names(find_samples(run, update - 1)), fix)
+    problem += join_names(find_samples(run, update - 1))
+    try:
+        load_data(run.config, read_checkpoint(find_checkpoint(folder)).samples)
+    except UserError as error:
+        problem += f"; {error.problem}"
+    return UserError(
+        problem,
+        "use the data, versions, threads and kind of device of its log, or find what has changed",
+    )
 
 
 def compare(flags: ReplayConfig, begin: Callable) -> None:
@@ -95,10 +150,11 @@ def compare(flags: ReplayConfig, begin: Callable) -> None:
     Raises UserError for the first update that differs.
     """
     folder = expand(flags.run)
-    one = digests_of(*read_log(folder))
-    other = digests_of(*read_log(expand(f"{flags.against}")))
+    one = digests_of(read_log(folder))
+    other = digests_of(read_log(expand(f"{flags.against}")))
     common = one.keys() & other.keys()
     require(common, "the logs have no digests in common", "train both runs with --microbatches")
     for at in differing(one, other)[:1]:
-        raise difference(begin(folder, max(one) + 1), at, f"the first, from {flags.against}")
+        run = begin(folder, max(one) + 1)
+        raise difference(run, at, f"the first, from {flags.against}", folder)
     say(f"equal in {len(common)} updates")
