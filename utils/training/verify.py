@@ -48,7 +48,9 @@ def verify(flags: ReplayConfig, ranks: Ranks, begin: Callable, recompute: Callab
     """
     folder = expand(flags.run)
     ranks.from_main(lambda: check_output(flags, "json", RESULT))
-    saved, digests, parts = ranks.from_main(lambda: read_run(folder, f"{flags.verify}"))
+    saved, digests, parts = ranks.from_main(
+        lambda: read_run(folder, f"{flags.verify}"), no_timeout=True
+    )
     updates = []
     checkpoints = {}
     for first, last in parts.items():
