@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from helpers.loading import RUN, evaluated, invert, load
+from helpers.loading import RUN, error_of, evaluated, invert, load
 from helpers.make_data import image_folder
 from helpers.training_runs import (
     kept_in,
@@ -71,6 +71,8 @@ FILES = {
     "another order and more columns": 'n,LABEL,,Path\n0,cat,x,a.png\n1,"dog, small",,"b, c.png"\n2,cat,,deep/d.png\n',
     "spaces": 'path, label\na.png , cat\n"b, c.png", "dog, small"\n deep/d.png,cat\n',
     "semicolons": "path;label\na.png;cat\nb, c.png;dog, small\ndeep/d.png;cat\n",
+    "Excel's line that names the separator": "sep=;\r\npath;label\r\na.png;cat\r\nb, c.png;dog, small\r\n"
+    "deep/d.png;cat\r\n",
     "tabs": "path\tlabel\na.png\tcat\nb, c.png\tdog, small\ndeep/d.png\tcat\n",
 }
 
@@ -191,21 +193,39 @@ def test_an_image_that_is_listed_in_two_spellings_is_refused_as_in_one():
     assert len(opened(write(text)).split("train")) == 5
 
 
-def test_paths_with_backslashes_or_without_endings_are_refused_with_the_file_meant():
+def test_paths_with_backslashes_capitals_or_without_endings_are_refused_with_the_file_meant():
     image_folder("photos", {"cat": 2})
-    for written in ("photos\\cat\\000.png", "photos/cat/000", "photos\\cat\\000"):
+    others = ("photos/cat/000.PNG", "Photos/Cat/000.png")
+    for written in ("photos\\cat\\000.png", "photos/cat/000", "photos\\cat\\000", *others):
         line = error(f"path,label\nphotos/cat/001.png,dog\n{written},cat\n")
         meant = f"{os.getcwd()}/photos/cat/000.png"
         assert f"row 3: there is no file {os.getcwd()}/{written}, but {meant};" in line
 
 
+def test_a_path_may_begin_in_the_home_folder_and_other_wrong_paths_have_the_right_fix(monkeypatch):
+    paths = image_folder("home/photos", {"cat": 2, "dog": 2})
+    monkeypatch.setenv("HOME", f"{os.getcwd()}/home")
+    rows = [f"~/photos/{path.parent.name}/{path.name},{path.parent.name}" for path in paths]
+    found = opened(write("\n".join(["path,label", *rows]))).split("train").images
+    assert all(map(os.path.samefile, found.paths, paths))
+    rows[1] = "https://example.org/a.png,cat"
+    line = error_of(write("\n".join(["path,label", *rows])))
+    assert "/https://example.org/a.png (No such file" in line
+    assert "; correct these paths or files, or leave them out" in line
+    line = error("path,label\na.png,cat\nb.png,dog\na.png,small\n")
+    assert line.endswith("list each image once, with all its labels, as in a|b")
+
+
+def test_rows_are_counted_as_a_spreadsheet_shows_them_after_a_line_that_names_the_separator():
+    assert ", row 4: the label is empty ('')" in error("sep=;\npath;label\na.png;cat\nb.png;\n")
+
+
 @pytest.mark.parametrize("folder", ["Übung/é", "dog/../Übung/é"])
-def test_a_file_under_another_unicode_form_of_its_path_is_found_and_named(folder):
+def test_a_file_under_another_unicode_form_of_its_path_is_found(folder):
     Path("dog").mkdir()
     paths = image_folder(unicodedata.normalize("NFD", "Übung"), {"é": 2})
     text = f"path,label\n{folder}/000.png,cat\nÜbung/é/001.png,dog\n"
     found = opened(write(unicodedata.normalize("NFC", text))).split("train")
-    assert "found under another Unicode form of the name: " in found.notes[0]
     assert all(map(os.path.samefile, found.images.paths, paths))
 
 

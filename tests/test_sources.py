@@ -259,6 +259,7 @@ def test_a_plain_parquet_file_needs_no_types_of_columns():
         (Value("int16"), [3, 0, 1], ["0", "1", "3"], [2, 0, 1]),
         (Value("bool"), [True, False, True], ["0", "1"], [1, 0, 1]),
         (Value("large_string"), ["b", "a", "b"], ["a", "b"], [1, 0, 1]),
+        (Value("string_view"), ["b", "a", "b"], ["a", "b"], [1, 0, 1]),
         (ClassLabel(names=["x", "y"]), [1, 0, 1], ["x", "y"], [1, 0, 1]),
     ],
 )
@@ -290,6 +291,10 @@ def made_tables():
     DatasetDict(train=texts, test=numbers).save_to_disk("mixed")
     DatasetDict(train=named(30), test=table([-1] * 5, NAMED)).save_to_disk("unlabelled")
     table([0, 1, None] * 5, Value("int64")).save_to_disk("holed")
+    table([0.0, None] * 5, Value("float64")).save_to_disk("gap")  # as pandas writes integers
+    files = pa.array([encoded(image, "PNG") for image in pictures(3)], pa.binary_view())
+    Path("view").mkdir()
+    pq.write_table(pa.table({"image": files, "label": [0, 1, 0]}), "view/train.parquet")
     parquet("empty", train=named(30), test=table([], NAMED))
     bare = Dataset.from_dict({"image": list(pictures(5))}, features=Features({"image": Image()}))
     DatasetDict(test=bare, train=named(30)).save_to_disk("bare")
@@ -310,6 +315,12 @@ def flawed(tmp_path_factory):
 
 
 FLAWS = {
+    "--label_column label: holds Value('float64'), not labels; convert labels to integers": (
+        "gap",
+        {},
+    ),
+    "--image_column image: holds Value('binary_view'), not images; convert labels to integers or "
+    "strings, and images to binary": ("view", {"image_column": "image"}),
     "--image_column photo: no such column": ("weights", {"image_column": "photo"}),
     "--image_column label: holds ": ("weights", {"image_column": "label"}),
     "--label_column weight: holds ": ("weights", {"label_column": "weight"}),
@@ -332,6 +343,20 @@ def test_a_table_that_cannot_be_right_is_refused(flawed, line, monkeypatch):
     assert error_of(data, **settings).startswith(line)
     if data == "bare":  # its test split is not used
         assert len(load("bare", eval_fraction=0.2).evaluation) == 6
+
+
+def test_a_row_group_that_arrow_cannot_read_at_once_is_not_called_damaged(monkeypatch):
+    """It reads images of at most 2 GB; a file of this size is not made here."""
+
+    def load_dataset(*args, **options):
+        raise OSError("damaged") from pa.ArrowNotImplementedError(
+            "Nested data conversions not implemented for chunked array outputs"
+        )
+
+    parquet("large", train=named(30))
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    line = error_of("large")
+    assert line.startswith("large: cannot be read (a row group has more than 2 GB); write it again")
 
 
 @pytest.mark.parametrize("kind", [pa.ipc.new_stream, pa.ipc.new_file])

@@ -1,7 +1,6 @@
 """CSV files that list images: a header such as `path,label,split`, then a row for each image."""
 
 import os
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,13 @@ from utils.data.splits import (
     indices_in,
     lacks_class,
     multi_hot,
-    note_forms,
     split_that_defines_classes,
     whole_split,
 )
 from utils.errors import UserError, one_line
+
+# errors of spreadsheets, and what libraries and databases write for nothing
+_NOTHING = r"#[^a-z\s]+[!?]|#N/?[A-Z]|NaN|nan|<NA>|NULL|\\N"
 
 
 def open_csv(path: str, config: TrainConfig) -> Source:
@@ -32,10 +33,13 @@ def open_csv(path: str, config: TrainConfig) -> Source:
     rows = _read(file, config)
     has_bar = rows["label"].str.contains("|", regex=False).any()
     several = config.task == "multilabel" or (config.task == "auto" and has_bar)
-    for name in ("path", "split") if several else ("path", "split", "label"):
-        for row in rows.index[rows[name] == ""]:
-            raise _error(file, row, f"the {name} is empty", "fill it in, or remove the row")
-    notes = _find_files(file, rows)
+    no_label = _NOTHING if several else f"{_NOTHING}|"
+    for name, empty in {"path": "", "split": "", "label": no_label}.items():
+        for row, cell in rows[name][rows[name].str.fullmatch(empty)].items():
+            fix = "fill it in, or remove the row"
+            raise _error(file, row, f"the {name} is empty ({cell!r})", fix)
+    _find_files(file, rows)
+    notes = []
     # review.csv of utils.folds has the column was, the labels before they were reviewed.
     changed = rows["path"][rows["label"] != rows.get("was", rows["label"])]
     if changed.size:
@@ -64,27 +68,24 @@ def open_csv(path: str, config: TrainConfig) -> Source:
         if several:
             numbers = multi_hot(own["label"].str.len().to_numpy(), numbers, len(class_names))
         images = Files(own["path"].tolist(), str(file.parent))
-        split = whole_split(name, images, numbers, fingerprint_of(file.resolve()))
         groups = own.get(str(config.group_by).lower())
-        return replace(split, notes=note_forms(class_names, labels), groups=groups)
+        return whole_split(name, images, numbers, fingerprint_of(file.resolve()), groups)
 
     return Source({n: partial(make, n) for n in counts.index}, class_names, names, tuple(notes))
 
 
-def _find_files(file: Path, rows: Any) -> list[str]:
-    """Make the paths absolute. Returns a line about files under another Unicode form of the name.
+def _find_files(file: Path, rows: Any) -> None:
+    """Make the paths absolute, in the Unicode form of the files.
 
     Raises ValueError for a path that means another file, and for an image that is listed twice.
     """
-    paths = rows["path"].map(partial(os.path.join, file.parent))
+    paths = rows["path"].map(os.path.expanduser).map(partial(os.path.join, file.parent))
     rows["path"] = paths.map(_on_disk)
-    other = paths[rows["path"] != paths]
-    for row, path in other.items():
+    for row, path in paths[rows["path"] != paths].items():
         meant = rows["path"][row]
         if nfc(os.path.normpath(path)) != nfc(meant):
             problem = f"there is no file {printable(path)}, but {printable(meant)}"
-            fix = "write paths with / and with the endings of the files"
-            raise _error(file, row, problem, fix)
+            raise _error(file, row, problem, "write paths with /, and as the files are called")
     # Two spellings of one path are equal when the links in its folder are resolved.
     folder = cache(os.path.realpath)
     real = rows["path"].map(
@@ -92,9 +93,7 @@ def _find_files(file: Path, rows: Any) -> list[str]:
     )
     for row in rows.index[real.duplicated()]:
         problem = f"{printable(rows['path'][row])} is also in row {real.eq(real[row]).idxmax()}"
-        raise _error(file, row, problem, "list each image once")
-    line = f"{file}: files found under another Unicode form of the name: {join_names(other, 3)}"
-    return [line] * (len(other) > 0)
+        raise _error(file, row, problem, "list each image once, with all its labels, as in a|b")
 
 
 def _read(file: Path, config: TrainConfig) -> Any:
@@ -105,11 +104,15 @@ def _read(file: Path, config: TrainConfig) -> Any:
         if b"\0" in file.read_bytes():  # as after a power failure
             raise ValueError("null characters")
         with file.open(encoding="utf-8-sig") as lines:
-            delimiter = max(",;\t", key=lines.readline().count)
+            first = lines.readline()
+            skipped = int(first.startswith("sep="))  # Excel's line that names the separator
+            if skipped:
+                first = lines.readline()
         table = pandas.read_csv(
             file,
-            sep=delimiter,
+            sep=max(",;\t", key=first.count),
             header=None,
+            skiprows=skipped,
             dtype=str,
             keep_default_na=False,
             skip_blank_lines=False,
@@ -118,7 +121,7 @@ def _read(file: Path, config: TrainConfig) -> Any:
     except ValueError as error:
         fix = "start with a header, use UTF-8, and put values with a comma in double quotes"
         raise UserError(f"{file}: cannot be read ({one_line(error)})", fix) from None
-    table.index += 1
+    table.index += 1 + skipped
     table = table.apply(lambda column: column.str.strip())
     table = table[(table != "").any(axis=1)]  # a spreadsheet may write blank rows as commas
     header = [name.lower() for name in table[:1].to_numpy().ravel()]
@@ -137,15 +140,15 @@ def _read(file: Path, config: TrainConfig) -> Any:
 
 
 def _on_disk(path: str) -> str:
-    """The existing file that a missing path may mean: in another Unicode form, with / for \\, or
-    with an ending.
+    """The existing file that a missing path may mean: in another Unicode form, with / for \\, with
+    an ending, or in lower case.
     """
     if os.path.exists(path):
         return path
     found = "/"
     for part in os.path.normpath(path.replace("\\", "/")).split("/"):
         exact = os.path.join(found, part)
-        found = exact if os.path.exists(exact) else _files_in(found).get(nfc(exact), "")
+        found = exact if os.path.exists(exact) else _files_in(found).get(nfc(exact).lower(), "")
         if not found:
             return path
     return found
@@ -153,10 +156,11 @@ def _on_disk(path: str) -> str:
 
 @cache
 def _files_in(folder: str) -> dict[str, str]:
-    """The files and folders in a folder by their paths in NFC form, with and without their endings."""
-    files = sorted(map(str, Path(folder).glob("*")))
-    without = {nfc(os.path.splitext(file)[0]): file for file in files}
-    return without | {nfc(file): file for file in files}
+    """The files and folders in a folder by their paths in NFC form and lower case, with and without
+    their endings.
+    """
+    files = {nfc(str(file)).lower(): str(file) for file in sorted(Path(folder).glob("*"))}
+    return {os.path.splitext(name)[0]: file for name, file in files.items()} | files
 
 
 def _error(file: Path, row: int, problem: str, fix: str) -> UserError:

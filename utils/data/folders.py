@@ -32,7 +32,6 @@ from utils.data.splits import (
     fingerprint_of,
     indices_in,
     lacks_class,
-    note_forms,
     split_that_defines_classes,
     whole_split,
 )
@@ -59,11 +58,8 @@ _JUNK = (
 )
 
 
-class Scan:
+class Scan(Counter):
     """Selects the images among files, and counts the other files by their endings."""
-
-    def __init__(self) -> None:
-        self.other: Counter[str] = Counter()
 
     def images(self, files: Iterable[os.DirEntry]) -> list[str]:
         """The paths of the images among the files."""
@@ -72,12 +68,12 @@ class Scan:
             if _is_image(file):
                 found.append(file.path)
             else:
-                self.other[_ending(file) or "no extension"] += 1
+                self[_ending(file) or "no extension"] += 1
         return found
 
     def kinds(self) -> str:
         """The endings of the other files, and how many files each has."""
-        return join_names((f"{kind} ({count})" for kind, count in self.other.most_common()), 6)
+        return join_names((f"{kind} ({count})" for kind, count in self.most_common()), 6)
 
 
 def image_folder(path: Path, config: TrainConfig) -> Source:
@@ -185,7 +181,7 @@ def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
     }
     fingerprint = fingerprint_of(folder.resolve())
     split = whole_split(name, Files(paths, str(folder)), labels, fingerprint)
-    return replace(split, notes=(*note_forms(class_names, found), *notes(folder, left_out)))
+    return replace(split, notes=notes(folder, left_out))
 
 
 def _no_images(folder: Path, loose: int, scan: Scan) -> UserError:
@@ -199,7 +195,7 @@ def _no_images(folder: Path, loose: int, scan: Scan) -> UserError:
             "move each image to CLASS/IMAGE.jpg "
             "(if it has no labels, set another --eval_split, or --eval_fraction 0.1; eval.py: another --split)"
         )
-    elif scan.other:
+    elif scan:
         problem = f"no images of a supported type, only {scan.kinds()}"
         fix = f"convert them to one of {join_names(ENDINGS)}"
     else:

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from utils.config.bounds import require
+from utils.console import join_names, say
 from utils.data.order import fold_in, permutation
+from utils.data.spelling import alike
 from utils.data.splits import Split
 from utils.errors import UserError
 
@@ -51,12 +53,11 @@ def hold_out(
         is_held &= (counts[labels] > 1) | is_multi
     is_held = is_held[groups]
     name = (f"fold {fold}" if fold else "hold-out") + f" of {split.name}"
-    most = sizes.max()
     if keys:
-        name += f", {len(sizes)} groups of up to {most}"
+        name += f", {len(sizes)} groups of up to {sizes.max()}"
     problem = f"{name}: would have {is_held.sum()} of {len(split)} samples"
-    found = 0 < is_held.sum() < len(split) and (not keys or most > 1)
-    require(found, problem, "change --eval_fraction, --fold or --group_by, or add samples")
+    fix = "change --eval_fraction, --fold or --group_by, or add samples"
+    require(0 < is_held.sum() < len(split), problem, fix)
     held = split.select(np.flatnonzero(is_held))
     return split.select(np.flatnonzero(~is_held)), replace(held, name=name)
 
@@ -65,11 +66,12 @@ def group_keys(split: Split, by: str, class_names: Sequence[str]) -> list[str]:
     """The group of each sample by --group_by; one that has none is a group of its own.
 
     Folders of the same name are one group, as a series may have several classes. A folder that has
-    the name of a class is none.
+    the name of a class is none. Groups whose names only a computer tells apart are joined, with a
+    line.
     """
     names = [*map(split.describe, range(len(split)))]
     if split.groups is not None:
-        values = ["" if value is None or value != value else str(value) for value in split.groups]
+        values = [*split.groups]
         found = [values[row] for row in split.image_index]
     elif by == "folder":
         found = [
@@ -84,4 +86,8 @@ def group_keys(split: Split, by: str, class_names: Sequence[str]) -> list[str]:
             (own := pattern.search(Path(name).name)) and own[min(1, pattern.groups)]
             for name in names
         ]
-    return [key or name for key, name in zip(found, names, strict=True)]
+    keys = ["" if key is None or key != key else str(key) for key in found]
+    if same := alike(keys):
+        pairs = join_names(map(" and ".join, same.items()))
+        say(f"--group_by {by}: groups that may be the same are joined: {pairs}")
+    return [same.get(key, key) or name for key, name in zip(keys, names, strict=True)]

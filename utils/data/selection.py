@@ -9,6 +9,7 @@ from utils.config.bounds import require
 from utils.config.settings import TrainConfig
 from utils.console import join_names, nfc, say
 from utils.data.check import check_images
+from utils.data.folders import notes
 from utils.data.folds import group_keys, hold_out
 from utils.data.samples import (
     ListedSplit,
@@ -19,7 +20,8 @@ from utils.data.samples import (
     table_changes,
 )
 from utils.data.sources import open_source
-from utils.data.splits import EVAL_NAMES, Data, Source, Split, indices_in, note_forms, random_subset
+from utils.data.spelling import doubts
+from utils.data.splits import EVAL_NAMES, Data, Source, Split, indices_in, random_subset
 from utils.errors import UserError
 
 
@@ -112,9 +114,9 @@ def _open_checked(config: TrainConfig, samples: SampleList | None) -> Source:
     # all must be known before samples are counted
     full = config.check_images == "full" or config.bad_images == "skip"
     found = wanted = source.class_names
+    source.notes += notes(f"--data {config.data}", doubts(found))
     if samples and sorted(map(nfc, found)) == sorted(map(nfc, samples.class_names)):
         source.class_names = wanted = samples.class_names
-        source.notes += note_forms(wanted, found)
     source.check = lambda split: check_images(
         replace(renumber(split, found, wanted), bits=config.image_bits), full, config.cache_dir
     )
@@ -136,6 +138,9 @@ def _choose_splits(source: Source, config: TrainConfig) -> tuple[tuple[Split, Sp
     eval_name = None if is_part or fraction else _eval_name(source, train_name, config.eval_split)
     if eval_name is None:
         keys = group_keys(train, by, source.class_names) if by else ()
+        problem = f"--group_by {by}: no column and no file name has the same for two images"
+        fix = "name a column, or folder, or a regular expression"
+        require(not by or len({*keys}) < len(keys), problem, fix)
         train, evaluation = hold_out(train, fraction or 0.1, config.seed, config.fold, keys)
         return (train, whole), (evaluation, whole)
     eval_whole = source.split(eval_name)
@@ -151,7 +156,7 @@ def _drop_unreadable(split: Split, config: TrainConfig, keep_order: bool = False
     if not bad:
         return split
     count = f"{len(bad)} of {len(split)} images of split {split.name!r}"
-    fix = "fix these files, or leave them out with --bad_images skip"
+    fix = "correct these paths or files, or leave them out with --bad_images skip"
     problem = f"{count} cannot be read: {join_names(bad, 8)}"
     require(config.bad_images == "skip", problem, fix)
     problem = f"no image of split {split.name!r} can be used ({len(split)} checked)"
@@ -198,16 +203,20 @@ def _find_again(
 
 
 def _class_changes(before: list[str], now: list[str]) -> list[str]:
-    new = np.compress(indices_in(before, now) < 0, now)
-    gone = np.compress(indices_in(now, before) < 0, before)
-    lists = f"new: {join_names(new, 3) or 'none'}, removed: {join_names(gone, 3) or 'none'}"
-    return [f"the classes changed since training ({lists})"] * bool(len(new) or len(gone))
+    old, new = {*map(nfc, before)}, {*map(nfc, now)}
+    if old == new:
+        return []
+    added = join_names(sorted(new - old), 3) or "none"
+    removed = join_names(sorted(old - new), 3) or "none"
+    return [f"the classes changed since training (new: {added}, removed: {removed})"]
 
 
 def _holds_all(source: Source, samples: SampleList) -> bool:
     """Whether a data set has all samples of the list."""
-    parts = samples.parts
-    return all(p.source in source.openers and is_same(p, source.split(p.source)) for p in parts)
+    return all(
+        part.source in source.openers and is_same(part, source.split(part.source))
+        for part in samples.parts
+    )
 
 
 def _report_trained_on(samples: SampleList, split: Split) -> None:
@@ -215,8 +224,7 @@ def _report_trained_on(samples: SampleList, split: Split) -> None:
     if samples.train.ends is None or split.checksums is None:
         return
     if known := np.isin(split.checksums[split.image_index], samples.train.ends).sum():
-        of = f"{known} of the {len(split)} images of split {split.name!r}"
-        say(f"the run trained on {of}")
+        say(f"the run trained on {known} of the {len(split)} images of split {split.name!r}")
 
 
 def _train_name(source: Source, wanted: str | None) -> str:
@@ -224,8 +232,9 @@ def _train_name(source: Source, wanted: str | None) -> str:
         return _existing(source, wanted, "--train_split")
     if "train" in source.openers:
         return "train"
-    if len(source.openers) == 1 and not set(source.openers) & set(EVAL_NAMES):
-        return next(iter(source.openers))
+    first = next(iter(source.openers))
+    if len(source.openers) == 1 and first not in EVAL_NAMES:
+        return first
     fix = f"set --train_split to one of {join_names(source.openers)}"
     raise UserError("no split called train", fix)
 
@@ -233,8 +242,7 @@ def _train_name(source: Source, wanted: str | None) -> str:
 def _eval_name(source: Source, train_name: str, wanted: str | None) -> str | None:
     if wanted is not None:
         return _existing(source, wanted, "--eval_split")
-    names = source.openers.keys() - {train_name}
-    return next((name for name in EVAL_NAMES if name in names), None)
+    return next((n for n in EVAL_NAMES if n in source.openers and n != train_name), None)
 
 
 def _existing(source: Source, name: str, flag: str) -> str:

@@ -27,7 +27,6 @@ from utils.files import expand
 
 # distinct images of a synthetic data set; samples above this number share them
 SYNTHETIC_IMAGES = 1024
-_SPLITS = ("train", "test")
 # torchvision keeps these in memory
 TORCHVISION = ("MNIST", "FashionMNIST", "KMNIST", "CIFAR10", "CIFAR100")
 
@@ -41,7 +40,7 @@ def open_digits(_rest: str, _config: TrainConfig) -> Source:
     *columns, target = np.loadtxt(file, delimiter=",", unpack=True)
     pixels = np.round(np.stack(columns, 1).reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     split = whole_split("train", pixels, target, fingerprint_of("digits", pixels))
-    return Source({"train": lambda: split}, [str(i) for i in range(10)])
+    return Source({"train": lambda: split}, list("0123456789"))
 
 
 def open_synthetic(numbers: str, _config: TrainConfig) -> Source:
@@ -68,7 +67,7 @@ def open_synthetic(numbers: str, _config: TrainConfig) -> Source:
         rows = np.arange(counts[name]) % distinct
         return Split(name, pixels, rows % classes, rows, fingerprint_of("synthetic", name, numbers))
 
-    return Source({name: partial(make, name) for name in counts}, [str(i) for i in range(classes)])
+    return Source({name: partial(make, name) for name in counts}, [*map(str, range(classes))])
 
 
 def open_torchvision(name: str, config: TrainConfig) -> Source:
@@ -76,10 +75,12 @@ def open_torchvision(name: str, config: TrainConfig) -> Source:
     it is missing.
     """
     cls = getattr(torchvision.datasets, name)
-    root = str(expand(config.data_dir or str(Path(config.cache_dir) / "torchvision")))
+    root = str(expand(config.data_dir or f"{config.cache_dir}/torchvision"))
     try:
         # does nothing if the files are there
-        sets = {split: cls(root, train=split == "train", download=True) for split in _SPLITS}
+        sets = {
+            split: cls(root, train=split == "train", download=True) for split in ("train", "test")
+        }
     except Exception as error:  # of any class
         problem = f"--data torchvision/{name}: not in {root}, and the download failed ({one_line(error)[:200]})"
         raise UserError(problem, "put it there, or choose another --data_dir") from error
@@ -141,11 +142,11 @@ def has_columns(data: str) -> bool:
 def check_source(config: TrainConfig) -> None:
     """Raise ValueError if what --data names does not exist, or has no --data_dir. Does not open it."""
     (key, rest), path = _find(config.data), expand(config.data)
-    needed = key == "torchvision/"
+    is_torchvision = key == "torchvision/"
     problem = "--data_dir is for --data torchvision/NAME only"
-    require(not config.data_dir or needed, problem, "name a folder of your own with --data")
+    require(is_torchvision or not config.data_dir, problem, "name a folder of your own with --data")
     problem = f"--data {config.data}: no such"
-    if key == "torchvision/" and rest not in TORCHVISION:
+    if is_torchvision and rest not in TORCHVISION:
         fix = f"use {', '.join(TORCHVISION)} (others are on the Hugging Face Hub)"
         raise UserError(f"{problem} data set", suggestion(rest, TORCHVISION, fix))
     may_be_hub_id = not config.data.startswith((".", "/", "~")) and config.data.count("/") == 1

@@ -232,13 +232,13 @@ def split_that_defines_classes(names: Collection[str], wanted: str | None) -> st
     return next((name for name in (wanted, "train") if name and name in names), next(iter(names)))
 
 
-def whole_split(name: str, images: Images, labels, fingerprint: str) -> Split:
+def whole_split(name: str, images: Images, labels, fingerprint: str, groups=None) -> Split:
     """A split with all images in order; `labels` are classes, [N], or multi-hot, [N, classes]."""
     given = np.asarray(labels)
     labels = np.ascontiguousarray(given, np.uint8 if given.ndim == 2 else np.int64)
     problem = f"split {name!r} has labels that are not integers"
     require((labels == given).all(), problem, "give class numbers")
-    return Split(name, images, labels, np.arange(len(labels)), fingerprint)
+    return Split(name, images, labels, np.arange(len(labels)), fingerprint, groups=groups)
 
 
 def multi_hot(counts: np.ndarray, flat: np.ndarray, classes: int) -> np.ndarray:
@@ -265,14 +265,6 @@ def distinct(names: Iterable) -> list:
     for name in names:
         first.setdefault(nfc(name), name)
     return list(first.values())
-
-
-def note_forms(class_names: Collection[str], found: Iterable[str]) -> tuple[str, ...]:
-    """A line about the names of classes that are written in another Unicode form than in
-    `class_names`.
-    """
-    other = sorted(name for name in set(found) - set(class_names) if isinstance(name, str))
-    return (f"matched although in another Unicode form: {join_names(other)}",) * bool(other)
 
 
 def lacks_class(label: Any, classes: Iterable, split: str, found: Iterable) -> str:

@@ -35,10 +35,13 @@ def read_table_files(path: Path):
         raise
     except Exception as error:  # the libraries raise errors of any class for damaged files
         fix = (
-            "fix or remove the damaged file (a table must have rows; if the cache of Hugging Face "
-            "data sets cannot be written, set HF_HOME to another folder)"
+            "write it again, or restore a damaged file (a table must have rows, and row groups of "
+            "less than 2 GB; if the cache of Hugging Face data sets cannot be written, set HF_HOME "
+            "to another folder)"
         )
         cause = one_line(error.__cause__ or error)[:300]
+        if "chunked array" in cause:
+            cause = "a row group has more than 2 GB"
         raise UserError(f"{path}: cannot be read ({cause})", fix) from error
 
 
@@ -72,7 +75,7 @@ def _check_class_names(paths: list[str]) -> None:
     """Raise ValueError if the files of a split have other names for the same integers."""
     from datasets import Features
 
-    found: dict[str, tuple[str, list[str]]] = {}
+    found: dict = {}
     for path in paths:
         for column, kind in Features.from_arrow_schema(_schema_of(path)).items():
             if names := names_of_feature(kind):

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,13 +18,13 @@ from utils.data.splits import (
     indices_in,
     lacks_class,
     multi_hot,
-    note_forms,
     split_that_defines_classes,
     stamp_of,
     whole_split,
 )
 from utils.data.table_files import hide_bars_without_terminal, names_of_feature
 from utils.errors import UserError, one_line
+from utils.hub import use_hub
 
 LABEL_NAMES = ("label", "labels", "class", "category", "target", "fine_label")
 IMAGE_TYPES = ("binary", "large_binary", "string")  # encoded files, or their paths
@@ -71,6 +70,7 @@ def load_hub(config: TrainConfig) -> Source:
 
     hide_bars_without_terminal()
     try:
+        use_hub()
         splits = load_dataset(config.data, config.data_subset)
     except Exception as error:  # the network, the cache or a file can cause errors of any class
         problem = "no such file or folder, and it cannot be loaded from the Hub"
@@ -97,15 +97,16 @@ def table_source(splits, config: TrainConfig) -> Source:
                 f"split {name!r} has no column {column!r}, only {join_names(dataset.features)}"
             )
             require(column in dataset.features, problem, "choose another split")
-        labels, found = _labels(name, dataset, label_column, classes, train_names)
+        labels = _labels(name, dataset, label_column, classes, train_names)
         images = Table(dataset, image_column)
         files = [file for file in images.files() if Path(file).is_file()]
         stamps: list = [(file, *stamp_of(file)) for file in files]
         if not dataset.cache_files:  # the table is in memory
             stamps += images.many(range(len(images)))
-        split = whole_split(name, images, labels, fingerprint_of(name, image_column, *stamps))
         groups = dataset[config.group_by] if config.group_by in dataset.features else None
-        return replace(split, notes=note_forms(classes, found), groups=groups)
+        return whole_split(
+            name, images, labels, fingerprint_of(name, image_column, *stamps), groups
+        )
 
     return Source({name: partial(make, name) for name in splits}, class_names)
 
@@ -127,7 +128,7 @@ def _label_column(features, wanted: str | None) -> str:
     kinds = {name: getattr(each, "feature", each) for name, each in features.items()}
     found = [name for name in features if isinstance(kinds[name], ClassLabel)]
     known = [name for name in LABEL_NAMES if name in features][:1]
-    valid = re.compile(r"u?int\d+|bool|(large_)?string")
+    valid = re.compile(r"u?int\d+|bool|(large_)?string(_view)?")
     fitting = [n for n in features if valid.fullmatch(getattr(kinds[n], "dtype", ""))]
     return _choose("label", features, wanted, found or known, fitting)
 
@@ -146,6 +147,7 @@ def _choose(
         require(len(found) == 1, f"each of {join_names(found)} may be the {kind} column", fix)
     name = wanted or found[0]
     require(name in features, f"{flag} {name}: no such column", fix)
+    fix = "convert labels to integers or strings, and images to binary, or choose another column"
     require(name in fitting, f"{flag} {name}: holds {features[name]}, not {kind}s", fix)
     return name
 
@@ -173,11 +175,8 @@ def _classes(dataset, column: str) -> tuple[list[str], Sequence]:
     return list(map(str, values)), values
 
 
-def _labels(
-    split: str, dataset, column: str, classes: Sequence, names: list[str]
-) -> tuple[np.ndarray, list]:
-    """The labels as class indices, int64 [N], -1 for negative ones; lists as multi-hot rows. And
-    the different labels.
+def _labels(split: str, dataset, column: str, classes: Sequence, names: list[str]) -> np.ndarray:
+    """The labels as class indices, int64 [N], -1 for negative ones; lists as multi-hot rows.
 
     `classes` are the classes of the training split, as names or integers. Labels match by name if
     both splits have names: the integers of a split stand for its own names, or for the training
@@ -199,4 +198,4 @@ def _labels(
     labels = numbers[indices_in(unique, values.to_numpy())]
     if counts is not None:
         labels = multi_hot(counts.to_numpy(), labels, len(classes))
-    return labels, found
+    return labels

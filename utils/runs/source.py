@@ -18,6 +18,7 @@ from utils.config.settings import TrainConfig
 from utils.console import join_names, say
 from utils.errors import UserError, one_line
 from utils.files import expand, read_json
+from utils.hub import use_hub
 from utils.models.checking import hash_tensors
 from utils.models.matching import Match, count_outputs, fit_names
 from utils.models.published import (
@@ -140,11 +141,10 @@ def _download(flag: str, where: str) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.errors import EntryNotFoundError
-    from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()  # it would print a line for each attempt
     repository, _, commit = where.removeprefix(_HUB).partition("@")
     try:
+        use_hub()
         path = hf_hub_download(repository, MODEL, revision=commit or None)
     except Exception as error:  # of many classes
         problem = f"{flag} {where}: {MODEL} of {repository} cannot be downloaded ({one_line(error)[:160]})"
