@@ -8,57 +8,71 @@ import os
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
-from utils.console import progress
-from utils.data.decode import why_unreadable
+from utils.console import join_names, progress
+from utils.data.decode import Looks, examine, header, reason_of
 from utils.data.decoders import DECODERS
 from utils.data.order import BlockSampler, Microbatch
 from utils.data.splits import Files, Split, fingerprint_of, stamp_of
 from utils.data.workers import worker_processes
-from utils.errors import one_line
 from utils.files import expand, write_file
 from utils.memory import usable_cores
 from utils.waiting import wait_for_items
 
 # of the cached results; increase it when their meaning changes, so that old ones are not used
-_VERSION = 2
-_CHUNK, _LEAST, _MOST = 256, 4000, 32  # images per chunk, fewest images per worker, most workers
-_ENDS = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG\r\n\x1a\n": b"IEND\xaeB`\x82"}
+_VERSION = 3
+_CHUNK, _LEAST, _MOST = 256, 1000, 32  # images per chunk, fewest images per worker, most workers
+_ENDS = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG\r\n\x1a\n": b"IEND\xaeB`\x82", b"RIFF": b""}
 _HEAD, _TAIL = 1024, 4096  # bytes that are read at each end
+_LINES = (  # about images that are transparent, of one colour, or have several frames, as in Looks
+    "are transparent: composed on white",
+    "are of one colour on white; compose them on another",
+    "have several frames or pages: the first is read",
+)
 
 
 def check_images(split: Split, full: bool, cache_dir: str) -> Split:
-    """The split with the errors of its unreadable images (`errors`) and a checksum of both ends of
-    each image (`checksums`).
+    """The split with the errors of its unreadable images (`errors`), a checksum of both ends of each
+    image (`checksums`), what each image is like (`looks`), and lines about these (`notes`).
 
-    An image passes if it begins and ends as its format requires. Any other image, or every image if
-    `full`, is decoded. The result is cached until a decoder, or the size or a time of a file changes. Arrays, and
-    images that a torchvision data set decodes itself, are not checked.
+    An image passes if it begins and ends as its format requires, and its header says what it is
+    like. Any other image, or every image if `full`, is decoded. The result is cached until a
+    decoder, or the size or a time of a file changes.
     """
-    if not isinstance(split.images, Files) and not hasattr(split.images, "many"):
-        return split
+    looks = np.zeros((len(split.images), 8), np.int64)
+    if isinstance(split.images, np.ndarray):
+        looks[:, :2] = split.images.shape[-2:]
+        if split.images.ndim > 3:
+            looks[:, 3] = [(planes != planes[:1]).any() for planes in split.images]
+        return replace(split, looks=looks)
     stamps, errors = _stamps(split)
     rows = np.setdiff1d(split.image_index, list(errors))
-    name = fingerprint_of(_VERSION, full, *DECODERS.values(), split.fingerprint, *stamps)
+    key = split.fingerprint, split.bits, *stamps
+    name = fingerprint_of(_VERSION, full, *DECODERS.values(), *key)
     path = expand(cache_dir) / "checked" / f"{name}.json"
-    found = _cached_result(path, len(rows))
-    if found is None:
-        found = _check_all(split, rows, full)
+    try:
+        table, reasons = json.loads(path.read_text())
+        looks = np.reshape(table, looks.shape)
+        errors |= dict(reasons)
+    except Exception:  # of any class, if there is no earlier result, or a damaged one
+        for row, (own, reason) in zip(rows.tolist(), _check_all(split, rows, full), strict=True):
+            looks[row] = own
+            if reason:
+                errors[row] = reason
         # without the cached result, the next check takes as long as this one
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, json.dumps(found))
-    checksums = np.zeros(len(split.images), np.int64)
-    for row, (checksum, reason) in zip(rows.tolist(), found, strict=True):
-        checksums[row] = checksum
-        if reason:
-            errors[row] = reason
-    return replace(split, checksums=checksums, errors=errors)
+            write_file(path, json.dumps([looks.tolist(), [*errors.items()]]))
+    lines = []
+    for what, marks in zip(_LINES, looks[split.image_index, 4:7].T, strict=True):
+        if names := [*map(split.describe, np.flatnonzero(marks).tolist())]:
+            lines.append(f"{len(names):,} of {len(split):,} images {what}: {join_names(names, 3)}")
+    split = replace(split, checksums=looks[:, 7], looks=looks, errors=errors)
+    return replace(split, notes=(*split.notes, *lines))
 
 
 def _stamps(split: Split) -> tuple[list, dict[int, str]]:
@@ -79,20 +93,11 @@ def _stamps(split: Split) -> tuple[list, dict[int, str]]:
     return [stamps], errors
 
 
-def _cached_result(path: Path, count: int) -> list | None:
-    """The result of an earlier check of the same files; None if it does not exist or its file is
-    damaged.
-    """
-    with suppress(Exception):  # any exception type
-        found = json.loads(path.read_text())
-        if len([int(checksum) for checksum, _ in found]) == count:
-            return found
-    return None
-
-
 def _check_all(split: Split, rows: np.ndarray, full: bool) -> list:
-    """Check these images on all cores. Returns the checksum and the error, or "", of each."""
-    workers = min(usable_cores(), _MOST, len(rows) * (10 if full else 1) // _LEAST)
+    """Check these images on all cores. Returns what each is like with its checksum, and its error,
+    or "".
+    """
+    workers = min(usable_cores(), _MOST, len(rows) * (4 if full else 1) // _LEAST)
     loader = DataLoader(
         _Checks(split, rows, full),
         batch_sampler=BlockSampler(len(rows), _CHUNK),
@@ -105,7 +110,7 @@ def _check_all(split: Split, rows: np.ndarray, full: bool) -> list:
 
 @dataclass
 class _Checks(Dataset):
-    """The checksum and the error, or "", of the images in these rows.
+    """What the images in these rows are like with their checksums, and their errors, or "".
 
     They are not tensors, because those would need space in /dev/shm.
     """
@@ -113,12 +118,14 @@ class _Checks(Dataset):
     split: Split
     rows: np.ndarray
     full: bool
+    coloured: bool = False  # whether this process has found an image in colour
 
-    def __getitems__(self, block: Microbatch) -> list[tuple[int, str]]:
+    def __getitems__(self, block: Microbatch) -> list[tuple[Looks, str]]:
         rows = self.rows[block.indices].tolist()
         return [self._check(*pair) for pair in zip(rows, self.split.read_ahead(rows), strict=True)]
 
-    def _check(self, row: int, raw: bytes | None) -> tuple[int, str]:
+    def _check(self, row: int, raw: Any) -> tuple[Looks, str]:
+        looks = None
         try:
             with self._open(row, raw) as file:
                 size = file.seek(0, os.SEEK_END)
@@ -126,31 +133,34 @@ class _Checks(Dataset):
                 tail = file.read(_TAIL)
                 file.seek(0)
                 head = file.read(_HEAD)
-                is_sound = not self.full and _looks_whole(file, size, head, tail)
-        except (OSError, ValueError) as error:
-            return 0, getattr(error, "strerror", None) or one_line(error)
-        checksum = (size & 0x7FFFFFFF) << 32 | zlib.crc32(tail, zlib.crc32(head))
-        return checksum, "" if is_sound else why_unreadable(self.split, row) or ""
+                checksum = (size & 0x7FFFFFFF) << 32 | zlib.crc32(tail, zlib.crc32(head))
+                # the orientation of a PNG image may follow its pixels
+                to_decode = self.full or b"eXIf" in tail
+                if not to_decode and _looks_whole(file, size, head, tail):
+                    file.seek(0)
+                    looks = header(file, self.coloured)
+            if looks is None:
+                looks = examine(self.split.images[row], self.split.bits)
+            self.coloured |= looks[3]
+        except Exception as error:  # decoders raise any type of error for damaged bytes
+            return (0,) * 8, getattr(error, "strerror", None) or reason_of(error)
+        return (*looks, checksum), ""
 
-    def _open(self, row: int, raw: bytes | None) -> BinaryIO:
-        """An encoded image. Raises OSError or ValueError if there is none."""
+    def _open(self, row: int, raw: Any) -> BinaryIO:
+        """An encoded image, or the bytes of an array. Raises OSError or ValueError if it cannot."""
         if isinstance(self.split.images, Files):
             return open(self.split.images.paths[row], "rb", buffering=0)
         if raw is None:  # some tables have only the path of a file
             raw = self.split.images[row]
-        if raw is None:
-            raise ValueError("there is no image")
-        return io.BytesIO(raw)
+        return io.BytesIO(raw if isinstance(raw, bytes) else np.asarray(raw).tobytes())
 
 
 def _looks_whole(file: BinaryIO, size: int, head: bytes, tail: bytes) -> bool:
-    """Whether an image begins and ends like a JPEG, PNG, WebP, HEIC or AVIF file; other formats
-    must be decoded.
+    """Whether an image begins and ends like a JPEG, PNG, HEIC or AVIF file, or begins like a WebP
+    file, which cannot be opened without its end; other formats must be decoded.
 
     Some cameras append a few bytes.
     """
-    if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
-        return int.from_bytes(head[4:8], "little") + 8 <= size
     if head[4:8] == b"ftyp":
         return _has_whole_boxes(file, size)
     return any(head.startswith(start) and end in tail for start, end in _ENDS.items())

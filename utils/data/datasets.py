@@ -132,8 +132,6 @@ class PhotoDataset(_Labelled):
                 pixels = decode(self.split, position, spec.channels, raw, shrink)
                 images[place] = crop.image(pixels, random[0][place])
         # returned: a worker's exception would include its traceback
-        except UserError as error:
-            return batch.failed(error)
         except (ValueError, OSError) as error:
             return batch.failed(UserError(one_line(error)))
         return batch._replace(images=self.augmentation.apply(images, random, 1))

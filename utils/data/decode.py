@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from statistics import median
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from torchvision.transforms.v2 import functional as F
 
-from utils.data.decoders import DECODERS, decode_jpeg, is_heic, open_heic
+from utils.data.decoders import DECODERS, decode_jpeg, open_image
 from utils.data.spec import InputSpec
 from utils.data.splits import Split, fingerprint_of
 from utils.errors import UserError, one_line
@@ -46,48 +46,48 @@ def decode(
     be read.
 
     `raw` is its encoded image, if that has already been read. The orientation in its EXIF or XMP
-    data is applied, and transparency is dropped. If `shrink` returns at least 2, a large JPEG is
+    data is applied, and a transparent image is composed on white. If `shrink` returns at least 2, a large JPEG is
     decoded at 1/2, 1/4 or 1/8 of its sides, which is faster.
     """
     try:
         raw = split.images[int(split.image_index[position])] if raw is None else raw
-        return _pixels(raw, channels, shrink, split.bits)
+        return _pixels(raw, channels, shrink, split.bits)[0]
     except Exception as error:  # decoders raise any type of error for damaged bytes
         if isinstance(error, OSError) and error.errno:  # Pillow's own errors have no errno
             raise UserError(f"{split.describe(position)}: {error.strerror}", _IO_FIX) from error
-        problem = f"{split.describe(position)}: not a readable image ({_reason(error)})"
+        problem = f"{split.describe(position)}: not a readable image ({reason_of(error)})"
         raise UserError(problem, _FIX) from error
 
 
-def why_unreadable(split: Split, position: int) -> str | None:
-    """The error in decoding the image of sample `position`; None if it can be decoded."""
-    try:
-        _pixels(split.images[int(split.image_index[position])], 3, None)
-    except Exception as error:
-        return _reason(error)
-    return None
-
-
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """An error of a decoder on one line."""
     return re.sub(r" <_io\.BytesIO[^>]*>", "", one_line(error))[:120]  # Pillow names its buffer
 
 
-def _pixels(raw, channels: int, shrink: Shrink | None, bits: int = 16) -> Tensor:
+def _pixels(raw: Any, channels: int, shrink: Shrink | None, bits: int) -> tuple[Tensor, bool, bool]:
+    """The pixels; whether the image is transparent; and whether it has other frames or pages, which
+    are not read.
+    """
     mode = "L" if channels == 1 else "RGB"
+    is_transparent = has_frames = False
     if isinstance(raw, bytes):
         raw = _opened(raw, mode, shrink)
-    if isinstance(raw, Tensor):
-        return raw
     if isinstance(raw, Image.Image):
-        raw = np.array(_eight_bit(_upright(raw), raw.format, bits).convert(mode))
-        return torch.from_numpy(raw.reshape(*raw.shape[:2], channels))
-    if not isinstance(raw, np.ndarray):
+        has_frames = _has_frames(raw)
+        image = _upright(_eight_bit(raw, bits))
+        if image.has_transparency_data:
+            image, is_transparent = _on_white(image)
+        raw = torch.from_numpy(np.array(image.convert(mode)))
+        raw = raw.view(image.height, image.width, channels)
+    if isinstance(raw, np.ndarray):
+        planes = torch.from_numpy(np.array(raw, dtype=np.uint8))
+        planes = planes.view(-1, *planes.shape[-2:])
+        if channels == 1 and len(planes) == 3:
+            planes = F.rgb_to_grayscale(planes)
+        raw = planes.expand(channels, -1, -1).permute(1, 2, 0)
+    if not isinstance(raw, Tensor):
         raise ValueError("there is no image")
-    planes = torch.from_numpy(np.array(raw, dtype=np.uint8))
-    planes = planes.unsqueeze(0) if planes.ndim == 2 else planes
-    if channels == 1 and len(planes) == 3:
-        planes = F.rgb_to_grayscale(planes)
-    return planes.expand(channels, -1, -1).permute(1, 2, 0)
+    return raw, is_transparent, has_frames
 
 
 def _opened(raw: bytes, mode: str, shrink: Shrink | None) -> Tensor | Image.Image:
@@ -95,10 +95,8 @@ def _opened(raw: bytes, mode: str, shrink: Shrink | None) -> Tensor | Image.Imag
 
     torchvision's decoders of other formats crash on damaged files.
     """
-    if is_heic(raw):
-        return open_heic(raw)
     if not raw.startswith(b"\xff\xd8"):
-        return Image.open(io.BytesIO(raw))
+        return open_image(io.BytesIO(raw))
     if shrink and len(raw) >= LARGE and (image := _reduced(raw, mode, shrink)):
         return image
     with suppress(RuntimeError):  # Pillow reads more files, and its errors are clearer
@@ -112,8 +110,7 @@ def _reduced(raw: bytes, mode: str, shrink: Shrink) -> Image.Image | None:
     """A JPEG image set to be decoded at 1/2, 1/4 or 1/8 of its sides; None to decode it whole."""
     with suppress(Exception):  # damaged: decoding the whole image works, or raises a clear error
         image = JpegImageFile(io.BytesIO(raw))
-        turned = int(image.getexif().get(ExifTags.Base.Orientation, 1)) in (5, 6, 7, 8)
-        factor = int(shrink(*(image.size if turned else image.size[::-1])))
+        factor = int(shrink(*_upright_size(image)))
         if factor >= 2:
             image.draft(mode, (image.width // factor, image.height // factor))
             return image
@@ -138,36 +135,75 @@ def _upright(image: Image.Image) -> Image.Image:
     return image if image.format == "PNG" and not image.info else ImageOps.exif_transpose(image)
 
 
-def _eight_bit(image: Image.Image, file_format: str | None, bits: int) -> Image.Image:
+def _upright_size(image: Image.Image) -> tuple[int, int]:
+    """The height and width that an image will have, without loading it."""
+    exif = Image.Image.getexif(image)  # that of PNG images loads them
+    turned = int(exif.get(ExifTags.Base.Orientation, 1)) in (5, 6, 7, 8)
+    return image.size if turned else image.size[::-1]
+
+
+def _on_white(image: Image.Image) -> tuple[Image.Image, bool]:
+    """The image composed on white, and whether a pixel of it is transparent."""
+    image = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
+    white = Image.new("RGB", image.size, "white")
+    white.paste(image, mask=image)
+    return white, image.getchannel("A").getextrema() != (255, 255)
+
+
+def _eight_bit(image: Any, bits: int) -> Image.Image:
     """Scale 16-bit grey, of which `bits` are used, to 8 bits; Pillow's own conversion would clip it
-    to white.
+    to white. Of 16-bit colours, Pillow reads the high bytes.
     """
-    if image.mode.startswith("I;16") or (image.mode == "I" and file_format in ("PNG", "PPM")):
-        grey = np.asarray(image).astype(np.uint32) >> bits - 8
-        return Image.fromarray(grey.clip(0, 255).astype(np.uint8))
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+        values = np.asarray(image).astype(np.uint32)
+        grey = (values >> bits - 8).clip(0, 255).astype(np.uint8)
+        if getattr(image, "tag_v2", {}).get(ExifTags.Base.PhotometricInterpretation) == 0:
+            grey = 255 - grey  # white is 0
+        # the value of transparent pixels
+        grey[values == image.info.pop("transparency", -1)] = 255
+        result = Image.fromarray(grey)
+        result.info = image.info
+        return result
     if image.mode in ("I", "F"):
         problem = f"32-bit pixels (mode {image.mode}) have no fixed range"
         raise UserError(problem, "save the image with 8 or 16 bits")
     return image
 
 
-def peek(split: Split) -> tuple[int, tuple[int, int] | None, int, float]:
-    """What some images are like: channels (1 if all are grey, else 3), size, largest value, and
-    typical shape.
+Looks = tuple[Any, ...]
+"""What an image is like: height, width, largest value, and whether it is in colour, is transparent,
+is then of one colour on white, and has several frames or pages, of which the first is read.
 
-    The size is (height, width), or None if they differ; the shape is the median of height / width.
-    Raises UserError for an image that cannot be read.
+The largest value is 0 if it was not decoded; all images of 16 bits are.
+"""
+
+
+def header(file: BinaryIO, coloured: bool) -> Looks | None:
+    """What an image is like; None if its header does not say it. One that is stored in colour may
+    be grey: it is taken to be in colour if `coloured`, else it is not known.
     """
-    sizes = []
-    grey = True
-    largest = 0
-    for position in np.unique(np.linspace(0, len(split) - 1, 64).astype(int)).tolist():
-        pixels = decode(split, position, 3)
-        sizes.append((pixels.shape[0], pixels.shape[1]))
-        grey = grey and bool((pixels[..., :1] == pixels).all())
-        largest = max(largest, int(pixels.max()))
-    ratio = median(height / width for height, width in sizes)
-    return (1 if grey else 3), (sizes[0] if len(set(sizes)) == 1 else None), largest, ratio
+    with suppress(Exception):  # decoding it works, or raises a clear error
+        image: Any = open_image(file)
+        in_colour = coloured and image.mode == "RGB"
+        is_known = in_colour or image.mode in ("1", "L")
+        if is_known and not image.has_transparency_data and ";16" not in str(image.tile):
+            return *_upright_size(image), 0, in_colour, False, False, _has_frames(image)
+    return None
+
+
+def examine(image: Any, bits: int) -> Looks:
+    """What the pixels of an image are like. Raises an error of any class if it cannot be decoded."""
+    pixels, is_transparent, has_frames = _pixels(image, 3, None, bits)
+    red, green, blue = pixels.unbind(2)
+    coloured = not (torch.equal(red, green) and torch.equal(red, blue))
+    largest = int(pixels.max())
+    is_plain = is_transparent and largest == int(pixels.min())
+    return *red.shape, largest, coloured, is_transparent, is_plain, has_frames
+
+
+def _has_frames(image: Image.Image) -> bool:
+    # the other images in files of phones are small copies and depths
+    return image.format not in ("MPO", "HEIF") and getattr(image, "is_animated", False)
 
 
 def center_factor(whole_height: int, whole_width: int, height: int, width: int) -> float:

@@ -2,12 +2,11 @@
 record of a run, because pixels may differ by a level from one to another.
 """
 
-import io
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, BinaryIO
 
 import PIL
 import torchvision
@@ -37,20 +36,20 @@ with suppress(PackageNotFoundError):
     DECODERS["HEIC decoder"] = f"pi-heif {version('pi-heif')}"
 
 
-def is_heic(raw: bytes) -> bool:
-    """Whether these are the bytes of a HEIC or HEIF file. Pillow reads AVIF, which begins alike."""
-    return raw[4:8] == b"ftyp" and b"avif" not in raw[8:32]
+def open_image(file: BinaryIO) -> Image.Image:
+    """An image that is decoded when it is loaded.
 
-
-def open_heic(raw: bytes) -> Image.Image:
-    """A HEIC image, upright when it is loaded: the rotation that phones write is applied.
-
-    Raises UserError if the package for it is not installed.
+    HEIC is then upright: the rotation that phones write is applied. Raises UserError if the package
+    for it is not installed.
     """
+    start = file.read(32)
+    file.seek(0)
+    if start[4:8] != b"ftyp" or b"avif" in start[8:]:
+        return Image.open(file)  # also AVIF, which begins like HEIC
     try:
         import pi_heif
     except ImportError as error:
         fix = "pip install pi-heif, or convert the file to JPEG"
         raise UserError("HEIC needs pi-heif, which is not installed", fix) from error
     pi_heif.options.DECODE_THREADS = 1  # loader processes use the other cores
-    return pi_heif.HeifImageFile(io.BytesIO(raw))
+    return pi_heif.HeifImageFile(file)

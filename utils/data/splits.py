@@ -40,8 +40,8 @@ class Split:
     `labels` and `image_index` are int64 [N]; several samples may share an image. If samples may
     have several classes or none, `labels` is multi-hot, uint8 [N, classes]. `fingerprint` changes
     if an image may have changed; image files have a stamp each instead. A check of the images adds
-    two fields: `checksums`, one of each image, int64 [len(images)], and `errors`, those of
-    unreadable images by their index in `images`.
+    three fields: `checksums`, one of each image, int64 [len(images)]; `errors`, those of unreadable
+    images by their index in `images`; and `looks`, a row of Looks (utils/data/decode.py) for each.
     """
 
     name: str
@@ -50,10 +50,11 @@ class Split:
     image_index: np.ndarray
     fingerprint: str
     checksums: Any = None
+    looks: Any = None
     errors: Mapping[int, str] = field(default_factory=dict)
     groups: Any = None  # the values of the column --group_by, one of each image
     notes: tuple[str, ...] = ()  # lines to print about how the data set was read
-    bits: int = 16  # used bits of 16-bit grey images
+    bits: int = 16  # used bits of 16-bit images
 
     def __len__(self) -> int:
         return len(self.image_index)

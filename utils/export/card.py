@@ -166,7 +166,10 @@ def preprocessing(spec: InputSpec) -> str:
     width, height = {rounded.format("width")}, {rounded.format("height")}"""
     return f'''def preprocess(file):
     """An image file as the model's input, uint8 [{height}, {width}, {spec.channels}]."""
-    image = ImageOps.exif_transpose(Image.open(file)).convert("{"L" if spec.channels == 1 else "RGB"}")
+    image = ImageOps.exif_transpose(Image.open(file)).convert("RGBA")
+    white = Image.new("RGB", image.size, "white")
+    white.paste(image, mask=image)  # where it is transparent
+    image = white.convert("{"L" if spec.channels == 1 else "RGB"}")
     {sides}
     left, top = round((width - {width}) / 2), round((height - {height}) / 2)
     image = image.resize((width, height), Image.Resampling.{spec.interpolation.upper()})

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from accelerate import Accelerator
 from torch import nn
 
@@ -16,7 +17,6 @@ from utils.config.settings import OF_INPUT, TrainConfig
 from utils.console import join_names, progress
 from utils.data.cache import make_dataset
 from utils.data.datasets import ImageDataset
-from utils.data.decode import peek
 from utils.data.order import Plan, make_plan
 from utils.data.selection import load_data
 from utils.data.sources import SOURCES, absolute_data, check_source
@@ -191,15 +191,24 @@ def resolve_input(
     """
     if saved and all(vars(saved.config)[name] == vars(config)[name] for name in OF_INPUT):
         return config, [], saved.spec
-    channels, size, largest, ratio = peek(train)
+    heights, widths, largest, coloured, *_ = train.looks[train.image_index].T
+    sizes = {*zip(heights.tolist(), widths.tolist(), strict=True)}
+    size = sizes.pop() if len(sizes) == 1 else None
     small = size is not None and max(size) <= SMALL
     # mnist_cnn takes images of one size.
     small_input = max(sides(config.image_size or 0)) <= SMALL and config.eval_size is None
     config, lines = choose_images(config, small, small_input, saved is None)
-    if largest < 2**7:
-        fix = f"for 16-bit images that use fewer bits, set --image_bits {8 + largest.bit_length()}"
-        lines.append(f"scaled to 8 bits, the largest pixel is {largest}; {fix}")
-    spec = input_spec(config, channels, size)
+    colours = coloured.sum()
+    if 0 < colours < len(train) / 2:
+        of = f"{colours:,} of {len(train):,} images"
+        lines.append(f"{of} are in colour: 3 channels; --channels 1 reads all as grey")
+    most = int(largest.max())
+    if 0 < most < 2**7:
+        used = config.image_bits - 8 + most.bit_length()
+        fix = f"for grey images of 16 bits that use fewer, set --image_bits {used}"
+        lines.append(f"scaled to 8 bits, the largest pixel is {most}; {fix}; scale colours first")
+    spec = input_spec(config, 3 if colours else 1, size)
+    ratio = np.median(heights / widths)
     share = spec.for_evaluation().visible_share(ratio)
     if share < 0.99:
         shape = f"a typical image, whose height is {ratio:.2f} times its width"
