@@ -100,8 +100,14 @@ def test_a_series_of_two_classes_stays_together(data):
         ("--fold 1/1", "fold 1/1 of train: would have 16 of 16 samples"),
         ("--fold 0/5", "--fold must be K/N, such as 1/5, got 0/5"),
         ("--fold 1/5 --eval_split val", "--eval_split and --fold cannot be used together"),
-        ("--fold 1/2 --group_by camera", "--group_by camera: no column and no file name"),
-        ("--fold 1/2 --group_by folder", "--group_by folder: no column and no file name"),
+        (
+            "--fold 1/2 --group_by camera",
+            "--group_by camera: no such column and no match in file names that two images share",
+        ),
+        (
+            "--fold 1/2 --group_by folder",
+            "--group_by folder: no such column and no match in file names that two images share",
+        ),
         ("--fold 1/2 --group_by (a", "--group_by (a: missing ), unterminated subpattern"),
         ("--fold 9/9 --group_by 00.", "fold 9/9 of train, 8 groups of up to 2: would have 0 of 16"),
     ],

@@ -24,7 +24,7 @@ def _connects() -> bool:
     url = urlsplit(constants.ENDPOINT)
     found = [*getproxies()]
 
-    def connect() -> None:
+    def connect():
         port = url.port or (80 if url.scheme == "http" else 443)
         with suppress(OSError):
             socket.create_connection((url.hostname, port)).close()

@@ -138,9 +138,10 @@ def _choose_splits(source: Source, config: TrainConfig) -> tuple[tuple[Split, Sp
     eval_name = None if is_part or fraction else _eval_name(source, train_name, config.eval_split)
     if eval_name is None:
         keys = group_keys(train, by, source.class_names) if by else ()
-        problem = f"--group_by {by}: no column and no file name has the same for two images"
-        fix = "name a column, or folder, or a regular expression"
-        require(not by or len({*keys}) < len(keys), problem, fix)
+        problem = (
+            f"--group_by {by}: no such column and no match in file names that two images share"
+        )
+        require(not by or len({*keys}) < len(keys), problem, "name a column, folder or pattern")
         train, evaluation = hold_out(train, fraction or 0.1, config.seed, config.fold, keys)
         return (train, whole), (evaluation, whole)
     eval_whole = source.split(eval_name)

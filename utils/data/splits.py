@@ -54,7 +54,7 @@ class Split:
     errors: Mapping[int, str] = field(default_factory=dict)
     groups: Any = None  # the values of the column --group_by, one of each image
     notes: tuple[str, ...] = ()  # lines to print about how the data set was read
-    bits: int = 16  # used bits of 16-bit images
+    bits: int = 16  # used bits of 16-bit grey images
 
     def __len__(self) -> int:
         return len(self.image_index)
