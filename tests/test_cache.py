@@ -287,7 +287,7 @@ def test_no_flipped_byte_of_a_cache_is_used(kind, capsys):
     for changed in flips(good, random.Random(kind)):
         path.write_bytes(changed)
         assert cache.open_cached(path, *expect) is None
-        assert capsys.readouterr().out == f"{path}: is damaged, and is computed again\n"
+        assert capsys.readouterr().out == f"{path}: is not usable, and is computed again\n"
     for place in (3, 90, 128, len(good) - 1):
         path.write_bytes(good[:place] + bytes([good[place] ^ 4]) + good[place + 1 :])
         assert np.asarray(read()[0]).tobytes() == first and path.read_bytes() == good

@@ -217,7 +217,7 @@ def test_a_path_may_begin_in_the_home_folder_and_other_wrong_paths_have_the_righ
 
 
 def test_rows_are_counted_as_a_spreadsheet_shows_them_after_a_line_that_names_the_separator():
-    assert ", row 4: the label is empty ('')" in error("sep=;\npath;label\na.png;cat\nb.png;\n")
+    assert ", row 4: the label is ''" in error("sep=;\npath;label\na.png;cat\nb.png;\n")
 
 
 @pytest.mark.parametrize("folder", ["Übung/é", "dog/../Übung/é"])

@@ -319,7 +319,7 @@ def test_what_is_wrong_is_named():
         ("digest", None, "log.jsonl: line 4 is damaged"),
         ("step", "4", "log.jsonl: line 4 is damaged"),
         ("step", 10**9, "neither log nor checkpoints have digests 4, 7, 8"),
-        ("digest", ["0" * 16] * 4, "the digests of the log and the checkpoints contradict"),
+        ("digest", ["0" * 16] * 4, "the digests of the log and the checkpoints differ"),
     ):
         changed = train | {name: value}
         write_log(RUN, [changed if line == train else line for line in log_of(RUN)])
@@ -335,4 +335,6 @@ def test_what_is_wrong_is_named():
     config = RUN / "config.yaml"
     config.write_text(config.read_text().replace("microbatches: 2\n", ""))
     line = refused(replay.main, *VERIFY, "all")
-    assert "step-00000003: is of update 3; settings not as in config.yaml: ['microbatches']" in line
+    assert (
+        "step-00000003: has update 3, or other settings than config.yaml: ['microbatches']" in line
+    )

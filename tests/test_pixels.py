@@ -241,7 +241,7 @@ def test_lines_say_how_many_images_are_transparent_and_name_those_of_one_colour_
     assert split_of(*files).notes == (
         "2 of 5 images are transparent: composed on white: "
         "image 3 of split 'train', image 4 of split 'train'",
-        "1 of 5 images are of one colour on white; compose them on another: "
+        "1 of 5 images are blank when composed on white; compose them on another colour: "
         "image 3 of split 'train'",
     )
 

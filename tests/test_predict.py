@@ -299,7 +299,7 @@ def test_wrong_commands_of_predict_py_and_predictions_are_one_line():
         (predict.main, "", "PATH is missing"),
         (predict.main, "small --out x.txt", "--out x.txt: must end in .csv, .json, .parquet"),
         (predict.main, "small --out x.csv --html y.csv", "--html y.csv: must end in .html"),
-        (eval.main, "--json x.json --predictions x.json", "belongs to predictions x.json"),
+        (eval.main, "--json x.json --predictions x.json", "is part of --predictions x.json"),
         (eval.main, "--predictions gone/x.csv", "gone does not exist"),
     ):
         assert text in refused(main, "--ckpt", "runs/small", *flags.split())

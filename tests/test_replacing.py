@@ -237,7 +237,7 @@ def expected(
             same = same or os.path.samefile(each, real)
         inside = os.path.commonpath([os.path.realpath(each), real]) == os.path.realpath(each)
         if same or (inside and kind != "new" and not known):
-            wrong.add("belongs to")
+            wrong.add("is part of")
     # by a hard link, the list itself stays
     if kind == "review" and Path(real).suffix == ".csv":
         wrong.add("is a list of labels to correct")
@@ -288,7 +288,7 @@ def test_an_output_must_be_a_regular_file_in_a_folder_that_can_be_written():
             check_output(DoctorConfig(json=name), "json", RESULT)
     with pytest.raises(UserError, match="gone does not exist"):
         check_output(DoctorConfig(json="gone/x.json"), "json", RESULT)
-    with pytest.raises(UserError, match=r"belongs to predictions \./x\.json"):
+    with pytest.raises(UserError, match=r"is part of --predictions \./x\.json"):
         flags = EvalConfig(ckpt="runs/run", json="x.json", predictions="./x.json")
         check_output(flags, "json", RESULT)
 
@@ -354,15 +354,15 @@ def test_forgotten_names_and_inputs_are_refused_before_anything_is_computed(work
     for processes, main, flags, text in (
         (1, predict.main, ["--html", *photos], "images/cat/000.png: must end in .html"),
         (1, predict.main, ["--out", *photos], "images/cat/000.png: must end in .csv, .json"),
-        (1, predict.main, words("labels.csv --out labels.csv"), "belongs to paths labels.csv"),
+        (1, predict.main, words("labels.csv --out labels.csv"), "is part of --paths labels.csv"),
         (
             2,
             evaluation.main,
             words("--data labels.csv --predictions labels.csv"),
-            "belongs to data",
+            "is part of --data",
         ),
-        (1, evaluation.main, of_run, "belongs to data"),
-        (1, evaluation.main, words("--json runs/run/report.json --overwrite"), "belongs to ckpt"),
+        (1, evaluation.main, of_run, "is part of --data"),
+        (1, evaluation.main, words("--json runs/run/report.json --overwrite"), "is part of --ckpt"),
     ):
         assert text in refused(main, *CKPT, *flags, processes=processes)
     assert contents() == before

@@ -224,5 +224,5 @@ def test_a_quick_look_at_a_recipe_names_the_warm_up_that_it_does_not_reach(lengt
     flags = f"{recipe} --global_batch_size 8 --mixed_precision no --report false {length}"
     (outcome,) = run_ranks(1, train.main, words(f"{flags} --max_train_samples 64 --threads 1"))
     assert outcome.code == 0, outcome.err
-    line = "warmup_steps 50 is not reached; in this run, it must be below 2"
+    line = "warmup_steps 50 is not reached in this run; use less than 2"
     assert outcome.out.splitlines().count(line) == 1

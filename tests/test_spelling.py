@@ -17,7 +17,7 @@ from utils.data.spelling import alike, doubts
 from utils.data.splits import whole_split
 
 WORDS = ["ant", "bee", "Café", "Übung", "emu", "ice_cream", "ñandú", "straße"]
-SAME, LISTS = "classes that may be the same", "classes that are lists of others"
+SAME, LISTS = "classes that may be the same", "classes that look like several labels"
 
 
 def spellings(word: str, draw: random.Random) -> set[str]:
@@ -138,7 +138,7 @@ def test_a_cell_with_several_labels_is_said_to_be_one_class_and_a_bar_is_the_for
 def test_the_error_or_gap_of_a_spreadsheet_is_no_class(cell):
     for label in ("b", "b|c"):
         rows = ["1.png,a,train", f"2.png,{label},train", f"3.png,{cell},train"]
-        line = f"row 4: the label is empty ('{cell}'); fill it in, or remove the row"
+        line = f"row 4: the label is '{cell}'; fill it in, or remove the row"
         assert error_of(write(rows)).endswith(line)
 
 

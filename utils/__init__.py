@@ -7,10 +7,10 @@ two when it is loaded, and the third for the first process group. Results do not
   another program uses some of the cores, they take processor time from the thread that they wait
   for.
 * TORCH_CPP_LOG_LEVEL: PyTorch's C++ code would print a stack trace for each connection that breaks
-  when a process is killed. Its errors are raised, and reported in one line.
+  when a process is killed. Errors are still raised, and reported in one line.
 * TORCH_DIST_USE_NCCL2: the NCCL class that is the default since PyTorch 2.15 makes the backward
-  pass wait for each exchange of gradients. It also connects when it is made, which is before the
-  settings of a resumed run are known, so that --deterministic would come too late.
+  pass wait for each exchange of gradients. It also connects before the settings of a resumed run
+  are known, which is too late for --deterministic.
 """
 
 import os

@@ -20,7 +20,7 @@ def use_hub() -> None:
 
 
 def _connects() -> bool:
-    """Whether the Hub accepts connections; behind a proxy, this is not known, and true."""
+    """Whether the Hub accepts connections; True behind a proxy, without a test."""
     url = urlsplit(constants.ENDPOINT)
     found = [*getproxies()]
 

@@ -22,12 +22,11 @@ _REVIEW = "path.label.suggestion.was.*"  # of utils.folds; people correct it, wi
 
 
 def check_output(flags: Any, name: str, kind: tuple[str, str], **more: Any) -> None:
-    """Raise UserError unless the file of an output flag, if it is given, can be written without a
-    loss.
+    """Raise UserError if the file of an output flag cannot be written, or must not be replaced.
 
     It replaces a file of its kind that Lockstep has written; with --overwrite, also other files,
     but no list of labels to correct, nothing that another flag names, and no other file in a folder
-    that a flag names. `more` are paths that count like flags.
+    that a flag names. `more` are values of other flags.
     """
     given = vars(flags) | more
     text = given.pop(name)
@@ -50,7 +49,7 @@ def check_output(flags: Any, name: str, kind: tuple[str, str], **more: Any) -> N
                 place = expand(other).resolve()
                 same = exists and os.path.exists(place) and target.samefile(place)
                 inside = foreign and place in target.parents
-                problem = f"{flag}: belongs to {key} {other}"
+                problem = f"{flag}: is part of --{key} {other}"
                 require(not (same or inside or target == place), problem, fix)
     require(not re.fullmatch(_REVIEW, names), f"{flag}: is a list of labels to correct", fix)
     problem = f"{flag}: exists, and Lockstep has not written it"
@@ -58,8 +57,8 @@ def check_output(flags: Any, name: str, kind: tuple[str, str], **more: Any) -> N
 
 
 def names_in(path: Path) -> str:
-    """The columns of a table, the keys of JSON, or the program that has written a page; empty if the
-    file has other contents.
+    """The columns of a table, the keys of JSON, or the program that wrote a page; empty for other
+    contents.
     """
     with suppress(Exception), path.open(encoding="utf-8-sig") as file:
         match path.suffix.lower():

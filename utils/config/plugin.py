@@ -39,7 +39,7 @@ def load_plugin(file: str) -> None:
         calls = extract_tb(error.__traceback__)
         lines = [f", line {call.lineno}" for call in calls if call.filename == str(path)]
         problem = f"--plugin {file}{''.join(lines[-1:])}: {type(error).__name__}: {one_line(error)}"
-        ends = 'put what is not for an import below if __name__ == "__main__":'
+        ends = 'put code that ends the program below if __name__ == "__main__":'
         fix = "correct it" if isinstance(error, Exception) else ends
         raise UserError(problem, fix) from error
     PLUGIN[path.name] = content

@@ -30,7 +30,7 @@ from utils.files import expand, whole_file
 from utils.memory import usable_cores
 from utils.waiting import wait_for_items
 
-# the CRC-32 of a file that ends with the CRC-32 of the rest
+# the CRC-32 of any data followed by its own CRC-32
 _UNCHANGED = 0x2144DF1C
 
 
@@ -46,7 +46,7 @@ def open_cached(path: Path, shape: tuple[int, ...], dtype: str) -> np.memmap | N
             return array
     with suppress(OSError):  # one of several processes deletes it
         path.unlink()
-        print(f"{path}: is damaged, and is computed again")
+        print(f"{path}: is not usable, and is computed again")
     return None
 
 

@@ -30,7 +30,7 @@ _ENDS = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG\r\n\x1a\n": b"IEND\xaeB`\x82", b"RI
 _HEAD, _TAIL = 1024, 4096  # bytes that are read at each end
 _LINES = (  # about images that are transparent, of one colour, or have several frames, as in Looks
     "are transparent: composed on white",
-    "are of one colour on white; compose them on another",
+    "are blank when composed on white; compose them on another colour",
     "have several frames or pages: the first is read",
 )
 
@@ -94,8 +94,8 @@ def _stamps(split: Split) -> tuple[list, dict[int, str]]:
 
 
 def _check_all(split: Split, rows: np.ndarray, full: bool) -> list:
-    """Check these images on all cores. Returns what each is like with its checksum, and its error,
-    or "".
+    """Check these images on all cores. Returns the looks with the checksum, and the error or "", of
+    each.
     """
     workers = min(usable_cores(), _MOST, len(rows) * (4 if full else 1) // _LEAST)
     loader = DataLoader(
@@ -110,7 +110,7 @@ def _check_all(split: Split, rows: np.ndarray, full: bool) -> list:
 
 @dataclass
 class _Checks(Dataset):
-    """What the images in these rows are like with their checksums, and their errors, or "".
+    """The looks with the checksum, and the error or "", of each image in these rows.
 
     They are not tensors, because those would need space in /dev/shm.
     """

@@ -23,7 +23,7 @@ from utils.data.splits import (
 )
 from utils.errors import UserError, one_line
 
-# errors of spreadsheets, and what libraries and databases write for nothing
+# errors of spreadsheets, and what libraries and databases write for a missing value
 _NOTHING = r"#[^a-z\s]+[!?]|#N/?[A-Z]|NaN|nan|<NA>|NULL|\\N"
 
 
@@ -37,7 +37,7 @@ def open_csv(path: str, config: TrainConfig) -> Source:
     for name, empty in {"path": "", "split": "", "label": no_label}.items():
         for row, cell in rows[name][rows[name].str.fullmatch(empty)].items():
             fix = "fill it in, or remove the row"
-            raise _error(file, row, f"the {name} is empty ({cell!r})", fix)
+            raise _error(file, row, f"the {name} is {cell!r}", fix)
     _find_files(file, rows)
     notes = []
     # review.csv of utils.folds has the column was, the labels before they were reviewed.
@@ -85,7 +85,7 @@ def _find_files(file: Path, rows: Any) -> None:
         meant = rows["path"][row]
         if nfc(os.path.normpath(path)) != nfc(meant):
             problem = f"there is no file {printable(path)}, but {printable(meant)}"
-            raise _error(file, row, problem, "write paths with /, and as the files are called")
+            raise _error(file, row, problem, "write / and the exact names of the files")
     # Two spellings of one path are equal when the links in its folder are resolved.
     folder = cache(os.path.realpath)
     real = rows["path"].map(

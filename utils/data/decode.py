@@ -46,8 +46,8 @@ def decode(
     be read.
 
     `raw` is its encoded image, if that has already been read. The orientation in its EXIF or XMP
-    data is applied, and a transparent image is composed on white. If `shrink` returns at least 2, a large JPEG is
-    decoded at 1/2, 1/4 or 1/8 of its sides, which is faster.
+    data is applied, and a transparent image is composed on white. If `shrink` returns at least 2, a
+    large JPEG is decoded at 1/2, 1/4 or 1/8 of its sides, which is faster.
     """
     try:
         raw = split.images[int(split.image_index[position])] if raw is None else raw
@@ -137,7 +137,7 @@ def _upright(image: Image.Image) -> Image.Image:
 
 def _upright_size(image: Image.Image) -> tuple[int, int]:
     """The height and width that an image will have, without loading it."""
-    exif = Image.Image.getexif(image)  # that of PNG images loads them
+    exif = Image.Image.getexif(image)  # PngImageFile.getexif would load the pixels
     turned = int(exif.get(ExifTags.Base.Orientation, 1)) in (5, 6, 7, 8)
     return image.size if turned else image.size[::-1]
 
@@ -159,7 +159,7 @@ def _eight_bit(image: Any, bits: int) -> Image.Image:
         grey = (values >> bits - 8).clip(0, 255).astype(np.uint8)
         if getattr(image, "tag_v2", {}).get(ExifTags.Base.PhotometricInterpretation) == 0:
             grey = 255 - grey  # white is 0
-        # the value of transparent pixels
+        # transparent pixels become white
         grey[values == image.info.pop("transparency", -1)] = 255
         result = Image.fromarray(grey)
         result.info = image.info
@@ -172,15 +172,15 @@ def _eight_bit(image: Any, bits: int) -> Image.Image:
 
 Looks = tuple[Any, ...]
 """What an image is like: height, width, largest value, and whether it is in colour, is transparent,
-is then of one colour on white, and has several frames or pages, of which the first is read.
+is blank on white, and has several frames or pages, of which the first is read.
 
-The largest value is 0 if it was not decoded; all images of 16 bits are.
+The largest value is 0 if it was not decoded. Images of 16 bits are always decoded.
 """
 
 
 def header(file: BinaryIO, coloured: bool) -> Looks | None:
-    """What an image is like; None if its header does not say it. One that is stored in colour may
-    be grey: it is taken to be in colour if `coloured`, else it is not known.
+    """What an image is like; None if its header does not tell. An RGB file may be grey: it counts as
+    colour if `coloured`.
     """
     with suppress(Exception):  # decoding it works, or raises a clear error
         image: Any = open_image(file)
@@ -202,7 +202,7 @@ def examine(image: Any, bits: int) -> Looks:
 
 
 def _has_frames(image: Image.Image) -> bool:
-    # the other images in files of phones are small copies and depths
+    # the other images in files of phones are thumbnails and depth maps
     return image.format not in ("MPO", "HEIF") and getattr(image, "is_animated", False)
 
 

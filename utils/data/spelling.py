@@ -24,13 +24,13 @@ def alike(names: Iterable[str]) -> dict[str, str]:
 
 
 def doubts(names: Collection[str]) -> dict[str, object]:
-    """What may be wrong with the names of classes, and with which of them."""
+    """Possible mistakes in the names of classes, each with these names."""
     words = (name for name in names if name[1:] or name.isdecimal())  # A and a may be two letters
     lists = []
     for separator in (" ", "[,;&]"):
         parts = {name: {part.strip(_MARKS) for part in re.split(separator, name)} for name in names}
         known = set().union(*parts.values())
-        # "good bolt" and "bad nut" are no lists, "New York, NY" has parts that hardly recur, and
+        # "good bolt" and "bad nut" are not lists, "New York, NY" has parts that rarely recur, and
         # "ski mask" is one of many names of two words
         if separator == " " or len(known) >= len(names):
             known = {name.strip(_MARKS) for name in names}
@@ -40,6 +40,7 @@ def doubts(names: Collection[str]) -> dict[str, object]:
             lists += found
     return {
         "classes that may be the same": join_names(map(" and ".join, alike(words).items())),
-        "classes that are lists of others (several labels of an image are a|b in a CSV file, and a "
-        "list in a table)": join_names(lists),
+        "classes that look like several labels (write a|b in a CSV file, and a list in a table)": (
+            join_names(lists)
+        ),
     }

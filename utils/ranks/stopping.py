@@ -59,7 +59,7 @@ class Stopping:
             raise Interrupted(self._signal or signal.SIGTERM)
 
     def defer_signals(self) -> None:
-        """From now on, a stopped run finishes its update and saves before it exits."""
+        """From now on, a signal only sets `request`: what has begun is finished and saved."""
         self._training = True
 
     @property

@@ -37,7 +37,9 @@ def main(argv: Sequence[str] | None = None, write=write_groups, name="report", k
         "--out", help=f"file to write (default: {PAGE} in the run folder; needed for several runs)"
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="let --out replace files of others"
+        "--overwrite",
+        action="store_true",
+        help="let --out replace files that Lockstep has not written",
     )
     parser.add_argument("--no_images", action="store_true", help="leave out all pictures")
     parser.add_argument("--plugin", metavar="FILE", help="plug-in that the runs were made with")
@@ -49,6 +51,7 @@ def main(argv: Sequence[str] | None = None, write=write_groups, name="report", k
         require(flags.out or len(folders) == 1, "--out is missing", "name the file of the page")
         if flags.out:
             check_output(flags, "out", kind)
+            # the page beside it
             check_output(flags, "out", HTML, out=f"{out.with_suffix('.html')}")
         if flags.plugin:
             load_plugin(flags.plugin)

@@ -32,7 +32,7 @@ def results(config: TrainConfig) -> str:
     """
     runs = [read_run(expand(f"{each.output_dir}/{each.run_name}"), False) for each in config.runs]
     metric = runs[0]["metric"]
-    found = [[run["best"].get(metric), [{}, *run["eval"]][-1].get(metric)] for run in runs]
+    found = [[run["best"].get(metric), (run["eval"] or [{}])[-1].get(metric)] for run in runs]
     values = np.array(found, float)  # NaN if a metric is undefined, or the log of a run is lost
     rows = *values, values.mean(0), values.std(0, ddof=1)
     names = *(f"seed {each.seed}" for each in config.runs), "mean", "standard deviation"

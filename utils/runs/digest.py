@@ -24,8 +24,10 @@ def digests_of(records: Sequence[Mapping]) -> dict[int, str]:
     }
     digests = dict(sorted(found))
     require(
-        len(digests) == len(found) and records[0]["step"] not in digests,  # a record has no gap
-        "the digests of the log and the checkpoints contradict each other",
+        # none is from before the first record
+        len(digests) == len(found) and records[0]["step"] not in digests,
+        "the digests of the log and the checkpoints differ",
+        "restore the run",
     )
     return digests
 
@@ -42,11 +44,11 @@ def choose_updates(text: str, known: Collection[int], every: range) -> list[int]
     """
     chosen: list = [int(name) if name.isdecimal() else name for name in text.split(",")]
     if text == "all":
-        chosen = [*every[: len(known) + 1]]  # of more updates, one of the first has no digest
+        chosen = [*every[: len(known) + 1]]  # enough to find one without a digest
     if number := re.fullmatch(r"random:(\d+)", text):
         chosen = random.sample([*known], min(int(number[1]), len(known)))
     absent = join_names(update for update in chosen if update not in known)
-    problem = f"neither log nor checkpoints have digests {absent}, which only --microbatches gives"
+    problem = f"no digests of updates {absent} are saved; only --microbatches writes them"
     require(
         chosen and not absent,
         f"--verify {text}: {problem}",

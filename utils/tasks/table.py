@@ -27,8 +27,8 @@ def make_task(
 ) -> tuple[TrainConfig, Task]:
     """The settings with the names of the task and of its best metric, and the task.
 
-    `labels` are those of the training split, as in Split; None in eval.py. A task gets them as often
-    as they are drawn, so that balanced weights are 1 if the draws are balanced already.
+    `labels` are those of the training split, as in Split; None in eval.py. With --sampler
+    balanced, the task gets each label once, so that balanced weights are 1.
     """
     name = config.task
     if name == "auto":

@@ -200,13 +200,15 @@ def resolve_input(
     config, lines = choose_images(config, small, small_input, saved is None)
     colours = coloured.sum()
     if 0 < colours < len(train) / 2:
-        of = f"{colours:,} of {len(train):,} images"
-        lines.append(f"{of} are in colour: 3 channels; --channels 1 reads all as grey")
+        lines.append(
+            f"{colours:,} of {len(train):,} images are in colour: 3 channels; "
+            "--channels 1 reads all as grey"
+        )
     most = int(largest.max())
     if 0 < most < 2**7:
         used = config.image_bits - 8 + most.bit_length()
-        fix = f"for grey images of 16 bits that use fewer, set --image_bits {used}"
-        lines.append(f"scaled to 8 bits, the largest pixel is {most}; {fix}; scale colours first")
+        fix = f"if grey images use fewer than 16 bits, set --image_bits {used}; scale colours first"
+        lines.append(f"scaled to 8 bits, the largest pixel is {most}; {fix}")
     spec = input_spec(config, 3 if colours else 1, size)
     ratio = np.median(heights / widths)
     share = spec.for_evaluation().visible_share(ratio)

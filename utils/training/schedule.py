@@ -61,11 +61,11 @@ def total_updates(config: TrainConfig, plan: Plan) -> int:
 
 
 def not_reached(config: TrainConfig, updates: int) -> list[str]:
-    """A line for each setting whose number of updates does not fit into the run. Fractions do."""
+    """A line for each setting whose number of updates is too large for the run. A fraction never is."""
     end = updates + 1 - max(1, count_updates(config.cooldown_steps, updates))
     given = {"warmup_steps": config.warmup_steps, **config.lr_schedule_args}
     return [
-        f"{name} {given[name]} is not reached; in this run, it must be below {end}"
+        f"{name} {given[name]} is not reached in this run; use less than {end}"
         for name in ("warmup_steps", "step_size", "milestones")
         if np.max(given.get(name) or 0) >= end
     ]

@@ -55,8 +55,9 @@ def verify(flags: ReplayConfig, ranks: Ranks, begin: Callable, recompute: Callab
     checkpoints = {}
     for first, last in parts.items():
         run = begin(folder, first + 1)
-        problem = f"{folder}: has no update {last}, or no good checkpoint of update {first}"
-        require(run.state.step == first and last <= run.updates, problem)
+        problem = f"{folder}: updates {first + 1} to {last} cannot be computed"
+        fix = "check its settings and checkpoints"
+        require(run.state.step == first and last <= run.updates, problem, fix)
         for _ in recompute(run, iter(run.train_batches), last):
             step = run.state.step
             if run.state.digest[-1:] != [digests.pop(step, None)]:
@@ -98,7 +99,7 @@ def read_run(folder: Path, text: str) -> tuple:
         for kind in ("start", "train")
     )
     in_order = starts and trained == sorted({*trained})
-    require(in_order, f"{folder}/log.jsonl: has no start, or repeats updates")
+    require(in_order, f"{folder}/log.jsonl: its records are not in order", "restore it")
     settings = vars(read_settings(folder))
     saved = beginnings(folder, records)
     for path in checkpoints_of(folder / "checkpoints"):
@@ -108,7 +109,8 @@ def read_run(folder: Path, text: str) -> tuple:
         other = differing(vars(there.config), settings) if step > starts[-1] else []
         require(
             step == step_of(path) and not other,
-            f"{path}: is of update {step}; settings not as in config.yaml: {other}",
+            f"{path}: has update {step}, or other settings than config.yaml: {other}",
+            "restore the run",
         )
         trained.append(step)
         records.append(vars(there.state))
@@ -118,7 +120,7 @@ def read_run(folder: Path, text: str) -> tuple:
 
 
 def changed(run: Run, checkpoint: Path) -> str | None:
-    """The file of a checkpoint whose tensors are not those of the run, or damage, if any."""
+    """The first file of a checkpoint that differs from the run, or its damage; None if equal."""
     if found := damage_of(checkpoint):
         return found
     average = run.average.state_dict() if run.average else {}
