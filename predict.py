@@ -57,12 +57,11 @@ def main(argv: Sequence[str] | None = None) -> dict:
     with distributed_session("predict.py", flags) as ranks, Stopping(ranks) as stopping:
         # Errors that one process can detect alone are reported before the processes connect.
         find_checkpoint(expand(flags.ckpt))
+        check_output(flags, "out", TABLE)
+        check_output(flags, "html", HTML)
         ranks.join()
         found = find_saved(flags.ckpt, flags.weights, ranks)
         with ranks.agree():
-            if ranks.is_main:
-                check_output(flags, "out", TABLE)
-                check_output(flags, "html", HTML)
             config = replace(found.config, **given_settings(flags))
             check_precision(config, ranks)
             config, task = make_task(config, found.class_names, None)

@@ -122,7 +122,9 @@ def make_settings(flags: ReplayConfig, folder: Path, update: int, scratch: str) 
         resume=checkpoint,
         report_to=None,
         threads=flags.threads or start.get("threads"),
-        grad_accum=None if config.microbatches else start["processes"] * start["grad_accum"],
+        grad_accum=None
+        if config.microbatches
+        else start.get("processes", 1) * start.get("grad_accum", 1),
     )
 
 

@@ -2,12 +2,13 @@
 
 import socket
 from contextlib import suppress
-from threading import Thread
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from huggingface_hub import constants
 from huggingface_hub.utils import logging
+
+from utils.waiting import call_with_timeout
 
 PATIENCE = 4.0  # seconds to connect; answers may take longer
 _OFFLINE = constants.HF_HUB_OFFLINE
@@ -22,16 +23,10 @@ def use_hub() -> None:
 def _connects() -> bool:
     """Whether the Hub accepts connections; True behind a proxy, without a test."""
     url = urlsplit(constants.ENDPOINT)
-    found = [*getproxies()]
-
-    def connect():
-        port = url.port or (80 if url.scheme == "http" else 443)
-        with suppress(OSError):
-            socket.create_connection((url.hostname, port)).close()
-            found.append("Hub")
-
-    # a thread, because the name of the host is looked up without a limit of time
-    thread = Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(PATIENCE)
-    return bool(found)
+    place = url.hostname, url.port or (80 if url.scheme == "http" else 443)
+    if getproxies().keys() - {"no"}:
+        return True
+    with suppress(OSError, RuntimeError):  # looking up the name may take long, too
+        call_with_timeout(lambda: socket.create_connection(place).close(), PATIENCE)
+        return True
+    return False

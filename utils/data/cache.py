@@ -35,8 +35,8 @@ _UNCHANGED = 0x2144DF1C
 
 
 def open_cached(path: Path, shape: tuple[int, ...], dtype: str) -> np.memmap | None:
-    """The array in a file, mapped into memory; None if the file is missing. A file that is damaged,
-    or not an array of this type and these first dimensions, is deleted, and a line says so.
+    """The array in a file, mapped into memory; None if the file is missing. A line names a file
+    that is damaged, or not an array of this type and these first dimensions.
     """
     # numpy raises errors of any class for a damaged header, and for a file that is too short
     with suppress(Exception):
@@ -44,8 +44,7 @@ def open_cached(path: Path, shape: tuple[int, ...], dtype: str) -> np.memmap | N
         is_expected = array.dtype == dtype and array.shape[: len(shape)] == shape
         if is_expected and crc32(np.memmap(path, mode="r").data) == _UNCHANGED:
             return array
-    with suppress(OSError):  # one of several processes deletes it
-        path.unlink()
+    if path.exists():
         print(f"{path}: is not usable, and is computed again")
     return None
 

@@ -28,6 +28,7 @@ _VERSION = 3
 _CHUNK, _LEAST, _MOST = 256, 1000, 32  # images per chunk, fewest images per worker, most workers
 _ENDS = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG\r\n\x1a\n": b"IEND\xaeB`\x82", b"RIFF": b""}
 _HEAD, _TAIL = 1024, 4096  # bytes that are read at each end
+_SURE = 30  # surplus of images in colour after which RGB files are taken to be in colour
 _LINES = (  # about images that are transparent, of one colour, or have several frames, as in Looks
     "are transparent: composed on white",
     "are blank when composed on white; compose them on another colour",
@@ -118,7 +119,7 @@ class _Checks(Dataset):
     split: Split
     rows: np.ndarray
     full: bool
-    coloured: bool = False  # whether this process has found an image in colour
+    surplus: int = 0  # how many more images in colour than grey ones this process has decoded
 
     def __getitems__(self, block: Microbatch) -> list[tuple[Looks, str]]:
         rows = self.rows[block.indices].tolist()
@@ -138,10 +139,10 @@ class _Checks(Dataset):
                 to_decode = self.full or b"eXIf" in tail
                 if not to_decode and _looks_whole(file, size, head, tail):
                     file.seek(0)
-                    looks = header(file, self.coloured)
+                    looks = header(file, self.surplus > _SURE)
             if looks is None:
                 looks = examine(self.split.images[row], self.split.bits)
-            self.coloured |= looks[3]
+                self.surplus += 1 if looks[3] else -1
         except Exception as error:  # decoders raise any type of error for damaged bytes
             return (0,) * 8, getattr(error, "strerror", None) or reason_of(error)
         return (*looks, checksum), ""
@@ -149,7 +150,7 @@ class _Checks(Dataset):
     def _open(self, row: int, raw: Any) -> BinaryIO:
         """An encoded image, or the bytes of an array. Raises OSError or ValueError if it cannot."""
         if isinstance(self.split.images, Files):
-            return open(self.split.images.paths[row], "rb", buffering=0)
+            return open(self.split.images.paths[row], "rb")
         if raw is None:  # some tables have only the path of a file
             raw = self.split.images[row]
         return io.BytesIO(raw if isinstance(raw, bytes) else np.asarray(raw).tobytes())

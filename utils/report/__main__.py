@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None, write=write_groups, name="report", k
         require(flags.out or len(folders) == 1, "--out is missing", "name the file of the page")
         if flags.out:
             check_output(flags, "out", kind)
-            # the page beside it
-            check_output(flags, "out", HTML, out=f"{out.with_suffix('.html')}")
+            if kind is not HTML and not flags.no_images:  # the page beside it
+                check_output(flags, "out", HTML, out=f"{out.with_suffix('.html')}")
         if flags.plugin:
             load_plugin(flags.plugin)
         for folder in folders:

@@ -205,7 +205,7 @@ def resolve_input(
             "--channels 1 reads all as grey"
         )
     most = int(largest.max())
-    if 0 < most < 2**7:
+    if np.median(largest) and most < 2**7:  # most images were decoded
         used = config.image_bits - 8 + most.bit_length()
         fix = f"if grey images use fewer than 16 bits, set --image_bits {used}; scale colours first"
         lines.append(f"scaled to 8 bits, the largest pixel is {most}; {fix}")
