@@ -161,12 +161,12 @@ REFUSED = {
     "path,label,label\na.png,cat,dog\n": ", row 1: must name one column 'label'",
     "": ": cannot be read (No columns",
     " ,\npath,label\n,\n\n": ", row 2: there is no image",
-    "path,label\na.png,cat\n\nb.png,\n": ", row 4: the label is empty",
-    "path,label,split\na.png,cat\n": ", row 2: the split is empty",
-    "path,label\n,cat\n": ", row 2: the path is empty",
+    "path,label\na.png,cat\n\nb.png,\n": ", row 4: the label is ''",
+    "path,label,split\na.png,cat\n": ", row 2: the split is ''",
+    "path,label\n,cat\n": ", row 2: the path is ''",
     "path,label\na, b.png,cat\n": ": cannot be read (Error tokenizing data. C error: Expected 2 fields in line 2",
     "path,label\na.png,cat\nb.png,dog\na.png,dog\n": ", row 4: CWD/a.png is also in row 2",
-    'path,label\n"a\n.png",cat\nb.png,\n': ", row 3: the label is empty",  # as a spreadsheet counts
+    'path,label\n"a\n.png",cat\nb.png,\n': ", row 3: the label is ''",  # as a spreadsheet counts
     'path,label\na.png,cat\n"b.png,dog\nc.png,cat\n': ": cannot be read (Error tokenizing",
     b"path,label\na.png,caf\xe9\n": ": cannot be read ('utf-8' codec can't decode",
     "path,label,split\na.png,cat,train\nb.png,dog,test\n": ", row 3: the training split has no class 'dog'",
