@@ -244,4 +244,4 @@ def test_a_signal_ends_the_wait_for_that_store(number, silent):
     launch.kill(number)
     (outcome,) = launch.finish_soon()
     assert outcome.code == (75 if number == signal.SIGTERM else 130)
-    assert f"stopped by {number.name} before training began" in outcome.err
+    assert f"stopped by {number.name} before results were written" in outcome.err

@@ -316,6 +316,12 @@ def folds(flags: list[str]) -> None:
     report(flags, join, "folds", TABLE)
 
 
+def run_once(main: Callable, flags: list[str]) -> None:
+    """Run a command; the doctor may find that a busy machine is too slow."""
+    (outcome,) = run_ranks(1, main, flags)
+    assert outcome.code in (0, int(main is doctor.main)), outcome.err
+
+
 CKPT = ["--ckpt", "runs/run", *QUICK]
 COMMANDS: list[tuple[Callable, list[str], str]] = [  # the last word is an output
     (evaluation.main, [*CKPT, "--json"], "found.json"),
@@ -340,10 +346,10 @@ def test_each_command_replaces_its_own_file_and_another_only_with_overwrite(work
     line = refused(main, *flags, name)
     assert f"{name}: exists, and Lockstep has not written it; add --overwrite" in line
     assert path.read_text() == "notes of the user"
-    returned(1, main, [*flags, name, "--overwrite"])
+    run_once(main, [*flags, name, "--overwrite"])
     first = path.read_bytes()
     assert first != b"notes of the user"
-    returned(1, main, [*flags, name])
+    run_once(main, [*flags, name])
     assert len(path.read_bytes()) > len(first) / 2
 
 
@@ -405,7 +411,7 @@ def test_all_outputs_have_the_rights_that_the_umask_gives(work, umask, formats):
         returned(1, evaluation.main, [*ckpt, *words("--json a.json --predictions b.parquet")])
         returned(1, predict.main, [*ckpt, *words("photos --out c.csv --html d.html")])
         returned(1, report, words("runs/new runs/run --out e.html"))
-        returned(1, doctor.main, words("--threads 1 --json f.json"))
+        run_once(doctor.main, words("--threads 1 --json f.json"))
         for name in formats:
             returned(1, export.main, [*ckpt[:2], "--to", name, "--out", f"models/{name}"])
     finally:
