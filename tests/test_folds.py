@@ -253,7 +253,7 @@ def test_the_interval_is_over_groups(right, size, capsys):
         predicted = np.where(group < right, "a", "b")
         rows = rows.assign(predicted=predicted, group=group, split=f"{number}/2 of made", step=1)
         Path(f"fold{number}").mkdir()
-        Path(f"fold{number}/log.jsonl").write_text('{"step": 1}\n')
+        Path(f"fold{number}/log.jsonl").write_text('{"kind": "eval", "step": 1}\n')
         rows.to_json(f"fold{number}/fold_predictions.json", orient="records")
     join([[Path("fold1"), Path("fold2")]], Path("folds.csv"), images=True)
     found = [*map(float, re.findall(r"\d\.\d{4}", capsys.readouterr().out))]
