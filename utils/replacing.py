@@ -48,8 +48,7 @@ def check_output(flags: Any, name: str, kind: tuple[str, str], **more: Any) -> N
             if other and isinstance(other, str):
                 place = expand(other).resolve()
                 same = exists and os.path.exists(place) and target.samefile(place)
-                is_input = key not in ("output_dir", "runs")
-                inside = is_input and foreign and place in target.parents
+                inside = foreign and place in target.parents and key not in ("output_dir", "runs")
                 problem = f"{flag}: is part of --{key} {other}"
                 require(not (same or inside or target == place), problem, fix)
     require(not re.fullmatch(_REVIEW, names), f"{flag}: is a list of labels to correct", fix)

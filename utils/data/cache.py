@@ -35,16 +35,20 @@ _UNCHANGED = 0x2144DF1C
 
 
 def open_cached(path: Path, shape: tuple[int, ...], dtype: str) -> np.memmap | None:
-    """The array in a file, mapped into memory; None if the file is missing. A line names a file
-    that is damaged, or not an array of this type and these first dimensions.
+    """The array in a file, mapped into memory; None if the file cannot be opened. A file that is
+    damaged, or not an array of this type and these first dimensions, is deleted, and a line says so.
     """
-    # numpy raises errors of any class for a damaged header, and for a file that is too short
-    with suppress(Exception):
+    try:
         array = np.lib.format.open_memmap(path, mode="r")
         is_expected = array.dtype == dtype and array.shape[: len(shape)] == shape
         if is_expected and crc32(np.memmap(path, mode="r").data) == _UNCHANGED:
             return array
-    if path.exists():
+    except OSError:  # there is no file, or it may be sound
+        return None
+    except Exception:  # of any class, for a damaged header and for a file that is too short
+        pass
+    with suppress(OSError):  # one of several processes deletes it
+        path.unlink()
         print(f"{path}: is not usable, and is computed again")
     return None
 

@@ -55,9 +55,8 @@ def verify(flags: ReplayConfig, ranks: Ranks, begin: Callable, recompute: Callab
     checkpoints = {}
     for first, last in parts.items():
         run = begin(folder, first + 1)
-        problem = f"{folder}: updates {first + 1} to {last} cannot be computed"
-        fix = "check its settings and checkpoints"
-        require(run.state.step == first and last <= run.updates, problem, fix)
+        problem = f"{folder}: updates {first + 1} to {last} cannot be computed; check its settings"
+        require(run.state.step == first and last <= run.updates, problem)
         for _ in recompute(run, iter(run.train_batches), last):
             step = run.state.step
             if run.state.digest[-1:] != [digests.pop(step, None)]:
