@@ -325,7 +325,8 @@ def test_a_model_that_cannot_take_an_empty_batch_computes_an_image_of_zeros_with
     with pytest.raises(RuntimeError):
         plain(torch.zeros(0, 3, 28, 28))
     plain.load_state_dict(model.state_dict())
-    assert torch.equal(logits_of(plain, spec_of(28, 3)), logits_of(model, spec_of(28, 3)))
+    # some processors round differently where a tensor lies elsewhere in memory
+    torch.testing.assert_close(logits_of(plain, spec_of(28, 3)), logits_of(model, spec_of(28, 3)))
 
     batch_norm = build("resnet18", spec_of(64, 3))
     before = {name: value.clone() for name, value in batch_norm.state_dict().items()}

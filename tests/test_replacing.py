@@ -142,9 +142,10 @@ class World:
                 (PredictConfig(**usual, ckpt=run, paths=paths), "out", "table", [run, *paths]),
                 (PredictConfig(**usual, ckpt=run, paths=paths), "html", "page", [run, *paths]),
                 (ReplayConfig(**usual, run="runs/run"), "json", "result", ["runs/run"]),
-                (DoctorConfig(**usual), "json", "result", ["runs"]),
-                (several, "out", "page", ["runs/run", run]),
-                (several, "out", "table", ["runs/run", run]),
+                # the folders of these are for outputs
+                (DoctorConfig(**usual), "json", "result", []),
+                (several, "out", "page", []),
+                (several, "out", "table", []),
             ]
         )
         if usual["plugin"]:

@@ -270,7 +270,7 @@ def test_each_part_of_a_compiled_run_is_compiled(monkeypatch):
 def test_what_cannot_be_verified_is_one_line():
     train_run(1, "run", *PLAIN, "--max_steps", "2")
     assert all("digest" not in record for record in records("run"))
-    line = "neither log nor checkpoints have digests 1, which only --microbatches gives"
+    line = "no digests of updates 1 are saved; only --microbatches writes them"
     assert line in refused(replay.main, *VERIFY, "all")
     for empty in ("--verify", "--against"):
         line = refused(replay.main, "--run", "runs/run", empty, "")
@@ -284,7 +284,7 @@ def test_what_cannot_be_verified_is_one_line():
 
 def test_updates_are_chosen_and_computed_from_the_nearest_checkpoint():
     known = range(1, 21)
-    lacking = "neither log nor checkpoints have digests"
+    lacking = "no digests of updates"
     assert choose_updates("all", known, known) == [*known] and choose_updates(
         "7,3", known, known
     ) == [3, 7]
@@ -297,9 +297,9 @@ def test_updates_are_chosen_and_computed_from_the_nearest_checkpoint():
         "random:0": "",
         "random:x": "random:x",
     }.items():
-        with pytest.raises(ValueError, match=f"{lacking} {absent}, which"):
+        with pytest.raises(ValueError, match=f"{lacking} {absent} are saved"):
             choose_updates(wrong, known, known)
-    with pytest.raises(ValueError, match=f"{lacking} 1, 2, which"):
+    with pytest.raises(ValueError, match=f"{lacking} 1, 2 are saved"):
         choose_updates("all", range(3, 21), known)
     assert parts_to_compute([3, 7, 9, 16], [5, 10, 15]) == {0: 3, 5: 9, 15: 16}
     assert parts_to_compute(known, [5, 10]) == {0: 20} == parts_to_compute([10, 20], [10])
