@@ -262,7 +262,7 @@ def test_an_evaluation_leaves_out_and_names_what_can_no_longer_be_read(skipped):
     name = load("data", bad_images="skip").evaluation.describe(1)
     spoil(Path(name))
     line = refused(eval.main, "--ckpt", "runs/on1", "--bad_images", "error")
-    assert "not a readable image" in line and "--bad_images skip" in line
+    assert "cannot be read" in line and "--bad_images skip" in line
     flags = words("--ckpt runs/on1 --eval_batch_size 2")
     one, two = (run_ranks(processes, eval.main, flags)[0] for processes in (1, 2))
     assert one.value["count"] == 5
