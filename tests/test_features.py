@@ -294,7 +294,7 @@ def test_another_stem_with_the_same_tensors_has_other_features():
 
 
 def test_a_photograph_that_cannot_be_read_is_one_line_of_all_ranks():
-    path = Path("photos/train/bee/003.png")
+    path = max(Path("photos/train").rglob("*.png"))  # the check decodes the first ones
     data = bytearray(path.read_bytes())
     data[len(data) // 2 : len(data) // 2 + 400] = bytes(400)
     path.write_bytes(data)
