@@ -28,7 +28,9 @@ from utils.tasks.classification import Classification
 
 pytestmark = pytest.mark.full
 
-FLAGS = "--data digits --model mnist_cnn --global_batch_size 64 --max_steps 5 --log_every 1 --lr 0.005"
+FLAGS = (
+    "--data digits --model mnist_cnn --global_batch_size 64 --max_steps 5 --log_every 1 --lr 0.005"
+)
 FLAGS += " --report false --threads 1 --mixed_precision no"
 # of a loss: a GPU has fused optimizers and norms of lists of tensors, which round differently
 TOLERANCE = 2e-6
