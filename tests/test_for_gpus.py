@@ -39,12 +39,13 @@ from utils.data import workers
 from utils.data.spec import InputSpec
 from utils.errors import UserError, is_lost_rank
 from utils.launch.command import precision_is_chosen
-from utils.launch.devices import choose_device
+from utils.launch.devices import check_shared_gpus, choose_device
 from utils.launch.environment import Topology
 from utils.launch.exits import with_known_fix
 from utils.models.small import MLP
 from utils.ranks import accelerator as wrapping
 from utils.ranks.batchnorm import convert_batch_norm
+from utils.ranks.ranks import time_to_connect
 from utils.ranks.session import distributed_session
 from utils.tasks.classification import Classification
 from utils.training.gradients import make_gradients
@@ -142,7 +143,6 @@ def test_gpus_that_pytorch_cannot_use_are_refused(two_gpus):
 
 KNOWN = {
     "CUDA error: no kernel image is available for execution on the device": "does not support this",
-    "NCCL error: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000": "same GPU",
 }
 
 
@@ -157,8 +157,15 @@ def test_errors_of_cuda_and_nccl_with_a_known_cause_have_a_fix(text):
 
 def test_the_messages_of_both_nccl_classes_are_recognised_as_a_lost_rank():
     start = "NCCL Async Error: remote process exited or there was a network error"
-    for text in (start, "NCCL operation timed out"):
+    broken = "NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details)"
+    for text in (start, "NCCL operation timed out", broken):
         assert is_lost_rank(dist.DistBackendError(text))
+
+
+def test_the_start_of_nccl_has_the_time_of_the_flag_and_gloo_a_short_one():
+    assert [time_to_connect("nccl", n, 600) for n in (2, 64)] == [600, 600]
+    assert [time_to_connect("gloo", n, 600) for n in (2, 32, 64)] == [36, 36, 72]
+    assert time_to_connect("gloo", 2, 5) == 5
 
 
 class Unordered(MLP):
@@ -217,8 +224,8 @@ def kernels_after(*runs):
     fixed = torch.are_deterministic_algorithms_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory
     assert not (filled and fixed)  # it would take a kernel for each tensor
-    cudnn = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
-    return fixed, filled, *cudnn, torch.get_float32_matmul_precision()
+    tf32 = torch.backends.cudnn.allow_tf32
+    return fixed, filled, tf32, torch.get_float32_matmul_precision()
 
 
 @pytest.mark.parametrize(
@@ -227,7 +234,7 @@ def kernels_after(*runs):
 )
 def test_tf32_is_off_with_deterministic_unless_it_is_asked_for(deterministic, asked, expected):
     (found,) = returned(1, kernels_after, (CUDA, deterministic, asked))
-    assert found[2:] == (not deterministic, expected, "high" if expected else "highest")
+    assert found[2:] == (expected, "high" if expected else "highest")
 
 
 @pytest.mark.full
@@ -312,22 +319,50 @@ def test_on_a_gpu_the_precision_is_automatic_if_nobody_has_chosen_it(
     assert returned(1, _precision, device, asked, exported) == [expected]
 
 
-def _kernels_timed(flags):
+def _kernels_searched(flags, least):
     class Watched(MLP):
         def forward(self, images):
-            if len(images) > 10:  # not when the model is built and tried
-                seen.add((self.training, torch.backends.cudnn.benchmark))
+            if len(images) >= 8:  # not when the model is built and tried
+                kind = "full" if len(images) == 64 else "last"
+                seen.add((kind if self.training else "eval", torch.backends.cudnn.benchmark))
             return super().forward(images)
 
     seen: set = set()
     utils.models.zoo.OWN_MODELS["mlp"] = Watched
+    wrapping._LONG = least
     train.main(flags)
     return seen
 
 
-def test_kernels_are_chosen_by_time_in_training_and_not_in_evaluation():
-    flags = shlex.split("--model mlp --max_steps 4 --eval_every 2 --threads 1")
-    assert returned(1, _kernels_timed, flags) == [{(True, True), (False, False)}]
+SEARCHED = {
+    "a long run": ("", 8, {("full", True), ("last", False), ("eval", False)}),
+    "a short run": ("", 9, {("full", False), ("last", False), ("eval", False)}),
+    "--deterministic": ("--deterministic", 8, {("full", False), ("last", False), ("eval", False)}),
+}
+
+
+@pytest.mark.parametrize("kind", SEARCHED)
+def test_cudnn_searches_only_in_a_long_run_and_not_for_the_smaller_last_batch(kind):
+    more, least, expected = SEARCHED[kind]
+    flags = f"--model mlp --max_train_samples 200 --global_batch_size 64 --max_steps 8 {more}"
+    flags += " --eval_every 4 --threads 1 --report false"
+    assert returned(1, _kernels_searched, shlex.split(flags), least) == [expected]
+
+
+@pytest.mark.parametrize("version", [(2, 29, 7), (2, 30, 0)])
+@pytest.mark.parametrize("enabled", ["0", "1"])
+def test_ranks_that_share_a_gpu_are_named_before_nccl_starts(version, enabled, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", enabled)
+    for apart in (["", "", ""], ["a", "b", ""]):
+        check_shared_gpus(apart, "nccl")
+    assert capsys.readouterr().out == ""
+    check_shared_gpus(["b", "a", "a"], "gloo")
+    assert "ranks 1, 2 have the same GPU" in capsys.readouterr().out
+    refused = pytest.raises(UserError, match="ranks 1, 2 have the same GPU; start at most one")
+    with nullcontext() if enabled == "1" and version >= (2, 30) else refused:
+        check_shared_gpus(["b", "a", "a"], "nccl")
+        assert "ranks 1, 2 have the same GPU: they take turns" in capsys.readouterr().out
 
 
 def test_ddp_does_not_measure_updates_which_would_wait_for_the_gpu():

@@ -1,7 +1,7 @@
 """The parts of a training run.
 
 Importing any of them sets these variables, unless the user has set them. PyTorch reads the first
-two when it is loaded, and the third for the first process group. Results do not change.
+two when it is loaded, and the others for the first process group. Results do not change.
 
 * OMP_WAIT_POLICY: OpenMP threads sleep while they wait for each other. By default they spin: if
   another program uses some of the cores, they take processor time from the thread that they wait
@@ -11,6 +11,9 @@ two when it is loaded, and the third for the first process group. Results do not
 * TORCH_DIST_USE_NCCL2: the NCCL class that is the default since PyTorch 2.15 makes the backward
   pass wait for each exchange of gradients. It also connects before the settings of a resumed run
   are known, which is too late for --deterministic.
+* TORCH_NCCL_ASYNC_ERROR_HANDLING: by default, an error in the network of NCCL aborts the process.
+  With 2, the next collective raises it, and it is reported in one line. No checkpoint is saved
+  between the two, because a collective precedes each save.
 """
 
 import os
@@ -18,3 +21,4 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a GOMP_SPINCOUNT of the user overrides it
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
+os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")

@@ -4,7 +4,7 @@ import re
 
 _LOST_RANK = re.compile(
     "closed by peer|connection reset|broken pipe|timed out|connectfullmesh|socket closed|likely closed|"
-    "ncclremoteerror|nccl communicator was aborted|nccl operation failed|remote process exited",
+    "ncclremoteerror|nccl communicator was aborted|nccl operation failed|remote process exited|unhandled system error",
     re.IGNORECASE,
 )
 # caused by the input or the system; any other error is a bug

@@ -3,10 +3,12 @@
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
 
+from utils.console import join_names, say
 from utils.errors import UserError
 from utils.launch.environment import Topology, is_set
 
@@ -73,6 +75,33 @@ def _check_unusable_gpus() -> None:
             f"(torch {torch.__version__} {built})",
             "update the NVIDIA driver, install a PyTorch build that supports it, or use the CPU with --cpu",
         )
+
+
+def gpu_id(device: torch.device) -> str:
+    """The UUID of a GPU; empty for a CPU and for a part of a GPU (MIG)."""
+    if device.type == "cpu" or "MIG" in torch.cuda.get_device_name(device):
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def check_shared_gpus(gpus: Sequence[str], backend: str) -> None:
+    """Say which ranks share a GPU, whose `gpu_id` these are.
+
+    Raises UserError if the backend is an NCCL that does not allow it.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, gpu in enumerate(gpus):
+        ranks_of.setdefault(gpu, []).append(rank)
+    ranks_of.pop("", None)
+    shared = [ranks for ranks in ranks_of.values() if len(ranks) > 1]
+    if not shared:
+        return
+    problem = f"ranks {join_names(shared[0])} have the same GPU"
+    is_allowed = is_set("NCCL_MULTI_RANK_GPU_ENABLE") and torch.cuda.nccl.version() >= (2, 30)
+    if backend == "nccl" and not is_allowed:
+        fix = "start at most one process per GPU, which sees only this GPU (srun --gpus-per-task 1) or all GPUs"
+        raise UserError(problem, fix)
+    say(f"{problem}: they take turns on it, so training is slower than with one of them")
 
 
 def nvidia_smi(query: str) -> list[str]:

@@ -36,10 +36,6 @@ _KNOWN = {
         "batch normalisation got a single image, because the others in its batch cannot be read",
         "use larger batches, or fix the files and start a new run",
     ),
-    "Duplicate GPU detected": (
-        "two ranks have the same GPU",
-        "start at most one process per GPU, which sees only this GPU (srun --gpus-per-task 1) or all GPUs",
-    ),
     "no kernel image is available": (
         "this build of PyTorch does not support this GPU",
         "install one that does from https://pytorch.org/get-started/locally, or use the CPU with --cpu",

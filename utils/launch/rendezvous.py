@@ -40,9 +40,12 @@ class Member:
     process: int
     nonce: str
     master: str  # the IP address of MASTER_ADDR on this machine
+    gpu: str = ""  # its UUID
 
 
-def rendezvous(topology: Topology, init_method: str, timeout: float) -> tuple[Store, list[Member]]:
+def rendezvous(
+    topology: Topology, init_method: str, timeout: float, gpu: str = ""
+) -> tuple[Store, list[Member]]:
     """Find the other processes; returns (the store of this session, its members in the order of the
     ranks).
 
@@ -55,11 +58,10 @@ def rendezvous(topology: Topology, init_method: str, timeout: float) -> tuple[St
     if place.scheme == "tcp":
         address = place.hostname or ""
         port = place.port or 0
+    host = socket.gethostname()
     nonce = uuid.uuid4().hex
     master = resolve(address)
-    me = Member(
-        topology.rank, topology.world_size, socket.gethostname(), os.getpid(), nonce, master
-    )
+    me = Member(topology.rank, topology.world_size, host, os.getpid(), nonce, master, gpu)
     store = _tcp_store(topology, address, port, deadline)
     begin = _open if me.rank == 0 else _join
     session, answers = begin(store, me, deadline, f"{address}:{port}")

@@ -19,7 +19,13 @@ from utils.config.settings import LaunchConfig
 from utils.console import say
 from utils.errors import USER_ERRORS, AgreedError, UserError, as_lost_rank, one_line, split_error
 from utils.launch.command import launcher
-from utils.launch.devices import choose_backend, choose_device, cpu_is_requested
+from utils.launch.devices import (
+    check_shared_gpus,
+    choose_backend,
+    choose_device,
+    cpu_is_requested,
+    gpu_id,
+)
 from utils.launch.environment import Topology, is_set, shards_model, threads_per_process
 from utils.launch.network import address_of, set_interface
 from utils.launch.rendezvous import Member, launcher_store, rendezvous, wait_for_keys
@@ -34,6 +40,15 @@ _PATIENCE = timedelta(days=1)  # for slow work on one rank, such as a download
 # more for NCCL, which prints a dump and aborts: the watch reports a timeout first
 _NCCL_LATER = timedelta(seconds=30)
 _CONNECT = 36.0  # seconds to connect 32 ranks
+
+
+def time_to_connect(backend: str, processes: int, timeout: float) -> float:
+    """The seconds in which the processes, all of which are running, must connect."""
+    if backend == "nccl":  # it may also start in this time, which takes long with many devices
+        return timeout
+    # They connect immediately, or one has died. With the time limit of a group, gloo would block
+    # for up to five times as long.
+    return min(timeout, _CONNECT * max(1.0, processes / 32))
 
 
 class Ranks:
@@ -103,7 +118,9 @@ class Ranks:
         self._launchers_store = launcher_store(launch.timeout)
         if not self.expects_peers:
             return
-        store, self.members = rendezvous(topology, launch.init_method, launch.timeout)
+        gpu = gpu_id(self.device)
+        store, self.members = rendezvous(topology, launch.init_method, launch.timeout, gpu)
+        check_shared_gpus([member.gpu for member in self.members], self.backend)
         # With several machines Accelerate requires an address, which it does not use.
         os.environ.setdefault("MASTER_ADDR", self.members[0].master)
         self.watch.connect(store, self.members)
@@ -112,9 +129,7 @@ class Ranks:
         seen = [member.master for member in self.members]
         self.interface = set_interface(seen, launch.interface, several_machines)
         self.watch.enter_collective("connecting")
-        # All ranks are running, so they connect immediately, or one has died. With the time limit of
-        # a group, gloo would block for up to five times as long.
-        limit = min(launch.timeout, _CONNECT * max(1.0, topology.world_size / 32))
+        limit = time_to_connect(self.backend, topology.world_size, launch.timeout)
         try:
             call_with_timeout(lambda: self._connect(store), limit)
         except (RuntimeError, ValueError) as error:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.backends import cudnn
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.config.settings import TrainConfig
@@ -62,6 +63,8 @@ class Gradients:
     in each backward pass.
     """
 
+    searches = False  # whether cuDNN searches for its fastest kernels
+
     def __init__(self, model: nn.Module, accelerator: Accelerator, plan: Plan):
         self.model = model
         self.accelerator = accelerator
@@ -97,6 +100,9 @@ class Gradients:
         """The context of the forward and backward pass of a microbatch."""
         self.seed(batch)
         self._step += 1
+        if self.searches:  # but not again for the smaller last batch of an epoch
+            size = self.plan.update_size(self.plan.at(batch.update)[1])
+            cudnn.benchmark = size == self.plan.global_batch_size
         # FSDP2 reduces the gradients of each microbatch, so that no rank holds the full gradient.
         adds_up = self._step == self.steps or is_sharded(self.model)
         return nullcontext() if adds_up else self.accelerator.no_sync(self.model)

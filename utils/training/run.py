@@ -29,6 +29,7 @@ from utils.launch.status import begin_status, end_status, update_status
 from utils.memory import bytes_text
 from utils.models.weight_average import WeightAverage
 from utils.models.zoo import OWN_MODELS
+from utils.ranks.accelerator import search_pays
 from utils.ranks.stopping import EXIT_RESUME, Stopping
 from utils.runs.checkpoint import CheckpointManager
 from utils.runs.log import RunLog
@@ -88,6 +89,7 @@ class Run:
             ranks, accelerator, self.module, self.loaders[1], eval_spec, task, config
         )
         self.gradients = make_gradients(setup, self.model, self.train_batches)
+        self.gradients.searches = search_pays(self.updates - state.step)
         self.meter = Meter(task, device, state.since_log, ranks.is_main, self.optimizer)
 
     @property
@@ -195,6 +197,7 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
     model += [getattr(run.module, name, "") for name in ("stem_change", "head_change")]
     optimizer = [config.optimizer, f"lr {config.lr:.4g}", f"weight decay {config.weight_decay:g}"]
     optimizer += [config.lr_schedule, *list_changes(config, OptimizerSettings)]
+    search = "cuDNN searches for the fastest" if run.gradients.searches else "cuDNN does not search"
     recipe = list_changes(config, AugmentationSettings) + list_changes(config, LossSettings)
     batch = "{batch_size} x {processes} processes x {grad_accum} accumulation = {global_batch_size}"
     if config.microbatches:
@@ -204,6 +207,7 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
     rows = [
         *((f"rank {rank}", place) for rank, place in enumerate(places)),
         ("backend", f"{ranks.backend}{interface}, precision {config.mixed_precision}{compiled}"),
+        ("kernels", search if ranks.device.type == "cuda" else ""),
         ("data", f"{config.data}: {plan.samples} training, {len(data.evaluation)} {data.evaluation.name}"),
         ("classes", classes_row(data)),
         ("images", describe_place([run.train_batches.dataset, run.evaluator.batches.dataset])),
