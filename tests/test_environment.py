@@ -23,7 +23,12 @@ import replay
 import train
 from utils.ranks import accelerator as wrapping
 
-SET = {"OMP_WAIT_POLICY": "passive", "TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_DIST_USE_NCCL2": "0"}
+SET = {
+    "OMP_WAIT_POLICY": "passive",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TORCH_DIST_USE_NCCL2": "0",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+}
 SHORT = [*MLP, "--max_steps", "2", "--run_name", "run"]
 
 
