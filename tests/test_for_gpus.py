@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
@@ -38,6 +39,7 @@ from utils.data import batches as uploads
 from utils.data import workers
 from utils.data.spec import InputSpec
 from utils.errors import UserError, is_lost_rank
+from utils.launch import devices
 from utils.launch.command import precision_is_chosen
 from utils.launch.devices import check_shared_gpus, choose_device
 from utils.launch.environment import Topology
@@ -45,7 +47,7 @@ from utils.launch.exits import with_known_fix
 from utils.models.small import MLP
 from utils.ranks import accelerator as wrapping
 from utils.ranks.batchnorm import convert_batch_norm
-from utils.ranks.ranks import time_to_connect
+from utils.ranks.ranks import connect_timeout
 from utils.ranks.session import distributed_session
 from utils.tasks.classification import Classification
 from utils.training.gradients import make_gradients
@@ -142,6 +144,8 @@ def test_gpus_that_pytorch_cannot_use_are_refused(two_gpus):
 
 
 KNOWN = {
+    "ncclInvalidUsage: Duplicate GPU detected : rank 0 and rank 1": "two ranks share a GPU",
+    "Multiple Ranks are using the same GPU/Partition": "two ranks share a GPU",
     "CUDA error: no kernel image is available for execution on the device": "does not support this",
 }
 
@@ -162,10 +166,12 @@ def test_the_messages_of_both_nccl_classes_are_recognised_as_a_lost_rank():
         assert is_lost_rank(dist.DistBackendError(text))
 
 
-def test_the_start_of_nccl_has_the_time_of_the_flag_and_gloo_a_short_one():
-    assert [time_to_connect("nccl", n, 600) for n in (2, 64)] == [600, 600]
-    assert [time_to_connect("gloo", n, 600) for n in (2, 32, 64)] == [36, 36, 72]
-    assert time_to_connect("gloo", 2, 5) == 5
+def test_only_a_class_that_starts_nccl_has_the_whole_timeout_to_connect(monkeypatch):
+    assert [connect_timeout("nccl", n, 600) for n in (2, 64)] == [36, 72]  # as utils sets it
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "1")
+    assert [connect_timeout("nccl", n, 600) for n in (2, 64)] == [600, 600]
+    assert [connect_timeout("gloo", n, 600) for n in (2, 32, 64)] == [36, 36, 72]
+    assert connect_timeout("gloo", 2, 5) == 5
 
 
 class Unordered(MLP):
@@ -349,20 +355,64 @@ def test_cudnn_searches_only_in_a_long_run_and_not_for_the_smaller_last_batch(ki
     assert returned(1, _kernels_searched, shlex.split(flags), least) == [expected]
 
 
-@pytest.mark.parametrize("version", [(2, 29, 7), (2, 30, 0)])
+@pytest.mark.parametrize("version", [(2, 29), (2, 30)])
 @pytest.mark.parametrize("enabled", ["0", "1"])
 def test_ranks_that_share_a_gpu_are_named_before_nccl_starts(version, enabled, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    monkeypatch.setattr(devices, "nccl_version", lambda: version)
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", enabled)
-    for apart in (["", "", ""], ["a", "b", ""]):
+    for apart in ([("x", "")] * 3, [("x", "a"), ("y", "a"), ("x", "b")]):
         check_shared_gpus(apart, "nccl")
     assert capsys.readouterr().out == ""
-    check_shared_gpus(["b", "a", "a"], "gloo")
-    assert "ranks 1, 2 have the same GPU" in capsys.readouterr().out
-    refused = pytest.raises(UserError, match="ranks 1, 2 have the same GPU; start at most one")
+    shared = [("y", "a"), ("x", "a"), ("x", "a")]
+    check_shared_gpus(shared, "gloo")
+    assert "ranks 1, 2 share a GPU: training is slower" in capsys.readouterr().out
+    text = f"ranks 1, 2 share a GPU, which NCCL 2.{version[1]} does not allow; start at most one"
+    refused = pytest.raises(UserError, match=text)
     with nullcontext() if enabled == "1" and version >= (2, 30) else refused:
-        check_shared_gpus(["b", "a", "a"], "nccl")
-        assert "ranks 1, 2 have the same GPU: they take turns" in capsys.readouterr().out
+        check_shared_gpus(shared, "nccl")
+        assert "ranks 1, 2 share a GPU: training is slower" in capsys.readouterr().out
+
+
+SHARED = """
+import sys
+from utils.config.settings import TrainConfig
+from utils.launch import devices
+from utils.ranks import ranks
+ranks.gpu_id = lambda device: "GPU-1"
+ranks.choose_backend = lambda *_: "nccl"
+devices.nccl_version = lambda: (2, 28)
+from utils.ranks.session import distributed_session
+with distributed_session("train.py", TrainConfig(threads=1, cpu=True)) as joining:
+    joining.join()
+"""
+
+
+def test_each_rank_reads_that_it_shares_its_gpu_before_rank_0_ends():
+    Path("shared.py").write_text(SHARED)
+    words = f"{sys.executable} -m torch.distributed.run --nproc_per_node 3 shared.py"
+    code, out, err = start(*words.split(), PYTHONPATH=str(ROOT))
+    (line,) = [line for line in (out + err).splitlines() if "train.py: error" in line]
+    assert code and "ranks 0, 1, 2 share a GPU, which NCCL 2.28 does not allow; start" in line
+
+
+def test_the_version_of_nccl_is_that_of_the_library_that_is_loaded(tmp_path):
+    compiler = shutil.which("cc") or pytest.skip("no C compiler")
+    source = tmp_path / "nccl.c"
+    source.write_text("int ncclGetVersion(int *number) { *number = 23107; return 0; }")
+    library = tmp_path / "libnccl.so.2"
+    options = ["-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", "-o", str(library), str(source)]
+    subprocess.run([compiler, *options], check=True)
+    # PyTorch, which needs more of the library, is left out
+    code = f"""
+import ctypes, sys, types
+ctypes.CDLL({str(library)!r})
+sys.modules["torch"] = types.SimpleNamespace(device=None)
+from utils.launch.devices import nccl_version
+print(nccl_version())
+"""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert found.stdout.strip() == "(2, 31)", found.stderr
 
 
 def test_ddp_does_not_measure_updates_which_would_wait_for_the_gpu():

@@ -11,9 +11,9 @@ two when it is loaded, and the others for the first process group. Results do no
 * TORCH_DIST_USE_NCCL2: the NCCL class that is the default since PyTorch 2.15 makes the backward
   pass wait for each exchange of gradients. It also connects before the settings of a resumed run
   are known, which is too late for --deterministic.
-* TORCH_NCCL_ASYNC_ERROR_HANDLING: by default, an error in the network of NCCL aborts the process.
-  With 2, the next collective raises it, and it is reported in one line. No checkpoint is saved
-  between the two, because a collective precedes each save.
+* TORCH_NCCL_ASYNC_ERROR_HANDLING: by default, an NCCL network error aborts the process. With 2
+  (CleanUpOnly), the next collective should raise it, so that it is reported in one line; this has
+  not been seen on a GPU.
 """
 
 import os

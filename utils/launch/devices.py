@@ -1,8 +1,10 @@
 """The device that a rank computes on, and the backend of its process group."""
 
+import ctypes
 import os
 import re
 import subprocess
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -11,6 +13,8 @@ import torch
 from utils.console import join_names, say
 from utils.errors import UserError
 from utils.launch.environment import Topology, is_set
+
+ONE_EACH = "start at most one process per GPU; each must see all GPUs, or only its own (srun --gpus-per-task 1)"
 
 
 def cpu_is_requested(flag: bool) -> bool:
@@ -78,30 +82,40 @@ def _check_unusable_gpus() -> None:
 
 
 def gpu_id(device: torch.device) -> str:
-    """The UUID of a GPU; empty for a CPU and for a part of a GPU (MIG)."""
+    """The UUID of a GPU; empty for a CPU, and for a MIG instance, which is a part of a GPU."""
     if device.type == "cpu" or "MIG" in torch.cuda.get_device_name(device):
         return ""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def check_shared_gpus(gpus: Sequence[str], backend: str) -> None:
-    """Say which ranks share a GPU, whose `gpu_id` these are.
+def check_shared_gpus(gpus: Sequence[tuple[str, str]], backend: str) -> None:
+    """Print which ranks share a GPU; `gpus` has the host and the `gpu_id` of each rank.
 
-    Raises UserError if the backend is an NCCL that does not allow it.
+    Raises UserError if the backend is NCCL and does not allow it.
     """
-    ranks_of: dict[str, list[int]] = {}
-    for rank, gpu in enumerate(gpus):
-        ranks_of.setdefault(gpu, []).append(rank)
-    ranks_of.pop("", None)
+    ranks_of = defaultdict(list)
+    for rank, (host, gpu) in enumerate(gpus):
+        if gpu:
+            ranks_of[host, gpu].append(rank)
     shared = [ranks for ranks in ranks_of.values() if len(ranks) > 1]
     if not shared:
         return
-    problem = f"ranks {join_names(shared[0])} have the same GPU"
-    is_allowed = is_set("NCCL_MULTI_RANK_GPU_ENABLE") and torch.cuda.nccl.version() >= (2, 30)
-    if backend == "nccl" and not is_allowed:
-        fix = "start at most one process per GPU, which sees only this GPU (srun --gpus-per-task 1) or all GPUs"
-        raise UserError(problem, fix)
-    say(f"{problem}: they take turns on it, so training is slower than with one of them")
+    problem = f"ranks {join_names(shared[0])} share a GPU"
+    if backend == "nccl":
+        version = nccl_version()
+        if not is_set("NCCL_MULTI_RANK_GPU_ENABLE") or version < (2, 30):
+            problem += f", which NCCL {version[0]}.{version[1]} does not allow"
+            raise UserError(problem, ONE_EACH)
+    say(f"{problem}: training is slower than with one process")
+
+
+def nccl_version() -> tuple[int, int]:
+    """The version of NCCL's library, which may be another one than PyTorch was built with."""
+    number = ctypes.c_int()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+        return number.value // 10000, number.value // 100 % 100
+    return torch.cuda.nccl.version()[:2]  # it is a part of PyTorch's own library
 
 
 def nvidia_smi(query: str) -> list[str]:

@@ -19,6 +19,7 @@ from typing import NoReturn
 from utils.errors import LostRank, UserError, one_line, shorten, split_error
 from utils.files import write_file
 from utils.launch.command import elastic_nodes, launcher_command
+from utils.launch.devices import ONE_EACH
 from utils.launch.environment import attempts_left, claimed_ranks, is_launched
 from utils.launch.status import end_status
 from utils.memory import SHM, SHM_FIX
@@ -36,6 +37,9 @@ _KNOWN = {
         "batch normalisation got a single image, because the others in its batch cannot be read",
         "use larger batches, or fix the files and start a new run",
     ),
+    # the texts of NCCL before and since 2.30, for parts of a GPU (MIG)
+    "Duplicate GPU detected": ("two ranks share a GPU", ONE_EACH),
+    "Multiple Ranks are using the same GPU": ("two ranks share a GPU", ONE_EACH),
     "no kernel image is available": (
         "this build of PyTorch does not support this GPU",
         "install one that does from https://pytorch.org/get-started/locally, or use the CPU with --cpu",

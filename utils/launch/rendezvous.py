@@ -22,6 +22,7 @@ from urllib.parse import urlparse
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from utils.errors import UserError, one_line
+from utils.launch.devices import check_shared_gpus
 from utils.launch.environment import Topology, restart_count
 from utils.launch.network import is_own_address, resolve
 from utils.waiting import call_with_timeout
@@ -44,7 +45,7 @@ class Member:
 
 
 def rendezvous(
-    topology: Topology, init_method: str, timeout: float, gpu: str = ""
+    topology: Topology, init_method: str, timeout: float, gpu: str = "", backend: str = "gloo"
 ) -> tuple[Store, list[Member]]:
     """Find the other processes; returns (the store of this session, its members in the order of the
     ranks).
@@ -66,15 +67,18 @@ def rendezvous(
     begin = _open if me.rank == 0 else _join
     session, answers = begin(store, me, deadline, f"{address}:{port}")
     members = [Member(**answer) for answer in answers]
-    for member in members:
-        if member.world_size != len(members):
-            if me.rank == 0:
-                # the others read the same list from the store, which rank 0 may serve
-                time.sleep(1)
-            raise UserError(
-                f"rank 0 was started with {len(members)} processes, rank {member.rank} with {member.world_size}",
-                "start all with the same WORLD_SIZE (--num_processes)",
-            )
+    try:
+        for member in members:
+            if member.world_size != len(members):
+                raise UserError(
+                    f"rank 0 was started with {len(members)} processes, rank {member.rank} with {member.world_size}",
+                    "start all with the same WORLD_SIZE (--num_processes)",
+                )
+        check_shared_gpus([(member.host, member.gpu) for member in members], backend)
+    except UserError:
+        if me.rank == 0:
+            time.sleep(1)  # the others read the same list from the store, which rank 0 may serve
+        raise
     return PrefixStore(session, store), members
 
 

@@ -20,7 +20,6 @@ from utils.console import say
 from utils.errors import USER_ERRORS, AgreedError, UserError, as_lost_rank, one_line, split_error
 from utils.launch.command import launcher
 from utils.launch.devices import (
-    check_shared_gpus,
     choose_backend,
     choose_device,
     cpu_is_requested,
@@ -42,9 +41,10 @@ _NCCL_LATER = timedelta(seconds=30)
 _CONNECT = 36.0  # seconds to connect 32 ranks
 
 
-def time_to_connect(backend: str, processes: int, timeout: float) -> float:
-    """The seconds in which the processes, all of which are running, must connect."""
-    if backend == "nccl":  # it may also start in this time, which takes long with many devices
+def connect_timeout(backend: str, processes: int, timeout: float) -> float:
+    """The seconds that the processes, which are all running, have to connect."""
+    # ProcessGroupNCCL2 starts NCCL in this time, the older class later
+    if backend == "nccl" and os.environ["TORCH_DIST_USE_NCCL2"] != "0":
         return timeout
     # They connect immediately, or one has died. With the time limit of a group, gloo would block
     # for up to five times as long.
@@ -119,8 +119,9 @@ class Ranks:
         if not self.expects_peers:
             return
         gpu = gpu_id(self.device)
-        store, self.members = rendezvous(topology, launch.init_method, launch.timeout, gpu)
-        check_shared_gpus([member.gpu for member in self.members], self.backend)
+        store, self.members = rendezvous(
+            topology, launch.init_method, launch.timeout, gpu, self.backend
+        )
         # With several machines Accelerate requires an address, which it does not use.
         os.environ.setdefault("MASTER_ADDR", self.members[0].master)
         self.watch.connect(store, self.members)
@@ -129,7 +130,7 @@ class Ranks:
         seen = [member.master for member in self.members]
         self.interface = set_interface(seen, launch.interface, several_machines)
         self.watch.enter_collective("connecting")
-        limit = time_to_connect(self.backend, topology.world_size, launch.timeout)
+        limit = connect_timeout(self.backend, topology.world_size, launch.timeout)
         try:
             call_with_timeout(lambda: self._connect(store), limit)
         except (RuntimeError, ValueError) as error:
