@@ -391,7 +391,8 @@ def test_each_rank_reads_that_it_shares_its_gpu_before_rank_0_ends():
     Path("shared.py").write_text(SHARED)
     words = f"{sys.executable} -m torch.distributed.run --nproc_per_node 3 shared.py"
     code, out, err = start(*words.split(), PYTHONPATH=str(ROOT))
-    (line,) = [line for line in (out + err).splitlines() if "train.py: error" in line]
+    lines = (out + err).splitlines()
+    (line,) = [line for line in lines if line.startswith("train.py: error")]
     assert code and "ranks 0, 1, 2 share a GPU, which NCCL 2.28 does not allow; start" in line
 
 
