@@ -1,0 +1,104 @@
+"""The trial of a CUDA graph (helpers/graphs.py) has the bits of the usual updates, on a CPU, where a
+recorder takes the place of CUDA's graphs. No GPU has run it yet.
+"""
+
+import shlex
+
+import pytest
+import torch
+from helpers import graph_recorder, graphs
+from helpers.ranks import returned
+from helpers.training_runs import records, same_tensors, weights
+
+import train
+from utils.runs.manifest import OPTIMIZER
+
+FLAGS = "--data digits --threads 1 --report false --log_every 3 --max_train_samples 150"
+FLAGS += " --global_batch_size 64 --max_steps"
+NETWORKS = {  # in epochs of two full batches and a smaller one
+    "mnist_cnn": "9 --model mnist_cnn --crop_padding 2",
+    "AdamW, EMA, clipping": "9 --model mnist_cnn --optimizer adamw --ema_decay 0.9 --clip_norm 1",
+    "fastnet": "9 --model fastnet --model_args '{widths: [8, 8, 8]}' --flip alternate --mixed_precision bf16 --image_size 32",
+    "ResNet-18": "6 --model resnet18 --image_size 32 --mixup 0.2 --cutmix 1 --global_batch_size 8 --max_train_samples 20",
+    "ViT": "6 --model timm/test_vit --model_args '{img_size: 32, drop_path_rate: 0.2}' --image_size 32 --optimizer adamw",
+}
+
+
+def trained(name, flags, graphed, plant=None):
+    """Train in runs/NAME. Returns the counts of the recorder."""
+    counts = graph_recorder.install()
+    if graphed:
+        graphs.train_with_a_graph()
+    if plant:
+        plant()
+    train.main(shlex.split(f"--run_name {name} {FLAGS} {flags}"))
+    return counts
+
+
+def both(flags, plant=None):
+    """Train as usual and with a graph. Returns the counts of the recorder."""
+    returned(1, trained, "usual", flags, False)
+    return returned(1, trained, "graph", flags, True, plant)[0]
+
+
+def losses(name):
+    return [record["loss"] for record in records(name) if "loss" in record]
+
+
+CASES = [pytest.param(name, marks=[pytest.mark.full] * (name != "mnist_cnn")) for name in NETWORKS]
+
+
+@pytest.mark.parametrize("network", CASES)
+def test_a_graph_has_the_bits_of_the_usual_updates(network):
+    counts = both(NETWORKS[network])
+    updates = int(NETWORKS[network].split()[0])
+    # the first batch and the smaller ones are computed as usual
+    assert counts["captures"] == 1 and counts["replays"] == updates * 2 // 3 - 1
+    assert counts["operations"] > 50
+    assert losses("graph") == losses("usual") and len(losses("graph")) > updates // 3
+    for file in ("model.safetensors", OPTIMIZER):
+        assert same_tensors(weights("graph", file=file), weights("usual", file=file))
+
+
+def plant_results_without_copies():
+    graphs.copied = lambda result: result
+
+
+def plant_a_gradient_that_is_not_handed_over():
+    usual = graphs.GraphedPass.__call__
+
+    def call(self, *batch):
+        results = usual(self, *batch)
+        if self.graph is not None:
+            self.parameters[0].grad = torch.zeros_like(self.parameters[0])
+        return results
+
+    graphs.GraphedPass.__call__ = call
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "plant", [plant_results_without_copies, plant_a_gradient_that_is_not_handed_over]
+)
+def test_a_planted_fault_is_found(plant):
+    both(NETWORKS["mnist_cnn"], plant)
+    assert losses("graph") != losses("usual")
+    if plant is plant_a_gradient_that_is_not_handed_over:
+        assert not same_tensors(weights("graph"), weights("usual"))
+
+
+def read_a_value(run, images, labels, scale):
+    return images.sum().item(), None
+
+
+def wait_in_a_capture():
+    graph_recorder.install()
+    graphed = graphs.GraphedPass(read_a_value, [])
+    batch = None, torch.ones(2), torch.ones(2), 1.0
+    graphed(*batch)
+    with pytest.raises(AssertionError, match="a graph cannot wait"):
+        graphed(*batch)
+
+
+def test_a_wait_of_the_host_is_an_error_as_in_a_capture_on_a_gpu():
+    returned(1, wait_in_a_capture)
