@@ -13,14 +13,17 @@ from helpers.training_runs import records, same_tensors, weights
 import train
 from utils.runs.manifest import OPTIMIZER
 
-FLAGS = "--data digits --threads 1 --report false --log_every 3 --max_train_samples 150"
+FLAGS = "--data digits --threads 1 --report false --log_every 3 --max_train_samples 150 --max_eval_samples 20"
 FLAGS += " --global_batch_size 64 --max_steps"
+FASTNET = "--model fastnet --model_args '{widths: [8, 8, 8]}' --flip alternate"
+RESNET = "--model resnet18 --mixup 0.2 --cutmix 1 --global_batch_size 8 --max_train_samples 20"
+VIT = "--model timm/test_vit --model_args '{img_size: 32, drop_path_rate: 0.2}' --optimizer adamw"
 NETWORKS = {  # in epochs of two full batches and a smaller one
     "mnist_cnn": "9 --model mnist_cnn --crop_padding 2",
     "AdamW, EMA, clipping": "9 --model mnist_cnn --optimizer adamw --ema_decay 0.9 --clip_norm 1",
-    "fastnet": "9 --model fastnet --model_args '{widths: [8, 8, 8]}' --flip alternate --mixed_precision bf16 --image_size 32",
-    "ResNet-18": "6 --model resnet18 --image_size 32 --mixup 0.2 --cutmix 1 --global_batch_size 8 --max_train_samples 20",
-    "ViT": "6 --model timm/test_vit --model_args '{img_size: 32, drop_path_rate: 0.2}' --image_size 32 --optimizer adamw",
+    "fastnet": f"9 --image_size 32 {FASTNET} --mixed_precision bf16",
+    "ResNet-18": f"6 --image_size 32 {RESNET}",
+    "ViT": f"6 --image_size 32 {VIT}",
 }
 
 

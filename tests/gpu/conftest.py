@@ -7,19 +7,24 @@ on the CPU.
 
 import json
 import os
-from contextlib import suppress
 from functools import cache
-from pathlib import Path
 
 import pytest
-from helpers.gpu_runs import ON_CPU, ask, command, end_started, finish, gpu_count, seconds_left
-from helpers.gpu_runs import begin as begin_command
-from helpers.training_runs import ROOT
+from helpers.gpu_runs import (
+    ON_CPU,
+    REPORT,
+    SHARED,
+    ask,
+    begin_check,
+    end_started,
+    gpu_count,
+    pick,
+    seconds_left,
+)
 
 from utils.files import write_file
 
-# A folder for the table
-REPORT = Path(os.environ.get("LOCKSTEP_GPU_REPORT", ROOT / "build")).absolute()
+LIMIT = 300  # seconds of a check that names no other
 
 
 @pytest.fixture(scope="session")
@@ -29,50 +34,73 @@ def gpus() -> int:
 
 
 @pytest.fixture(autouse=True)
-def in_time_and_clean(gpus):
-    """Skip a check that cannot run. A failed one leaves no process behind."""
+def in_time_and_clean(gpus, request):
+    """Skip a check that cannot run, and end one at its limit. A failed one leaves no process
+    behind.
+    """
     if not (gpus or ON_CPU):
         pytest.skip("no GPU is visible")
-    if seconds_left() < 10:
+    named = request.node.get_closest_marker("limit")
+    limit = named.args[0] if named else LIMIT
+    begin_check(pick(limit, 1800))
+    left = seconds_left()
+    if left < 10 or left < pick(limit, 0) / 4:
         pytest.skip("the part has no time left")
     yield
     end_started()
 
 
 @pytest.fixture(scope="session")
-def shared_gpu(gpus, tmp_path_factory) -> bool:
-    """Whether two ranks have to use gloo, because there is one GPU, which NCCL does not let them
-    share.
+def backend(gpus) -> tuple[str, str]:
+    """What two ranks use, and why. run.py has found out; without it, ranks that share a GPU use
+    gloo.
     """
-    if gpus != 1 or ask("print(torch.cuda.nccl.version() < (2, 30))") == "True":
-        return gpus == 1
-    folder = tmp_path_factory.mktemp("pair")
-    flags = f"--model mlp --max_steps 1 --output_dir {folder}/runs --cache_dir {folder}"
-    words = command(2, "train.py", f"{flags} --timeout 30")
-    out = str(folder / "out.txt")
-    with suppress(AssertionError):  # NCCL may also hang
-        return finish(begin_command(words, out), out, 60).code != 0
-    return True
+    one = (
+        "gloo",
+        "there is one GPU, and run.py has not tried whether NCCL lets two ranks share it",
+    )
+    chosen = os.environ.get("LOCKSTEP_GPU_BACKEND")
+    reason = os.environ.get("LOCKSTEP_GPU_BACKEND_REASON", "")
+    return (chosen, reason) if chosen else one if gpus == 1 else ("nccl", "")
 
 
 @pytest.fixture
-def pair(shared_gpu, record_property) -> str:
-    """Flags for two ranks: none for NCCL, or those for gloo.
-
-    The table says which of them is used.
-    """
-    record_property("backend", "gloo" if shared_gpu or ON_CPU else "nccl")
-    return "--backend gloo" * shared_gpu
+def pair(backend, record_property) -> str:
+    """Flags for two ranks: none for NCCL, or those for gloo. The check's row names the backend."""
+    name = "gloo" if ON_CPU else backend[0]
+    record_property("backend", name)
+    return "--backend gloo" if name == "gloo" else ""
 
 
 @pytest.fixture
-def over_nccl(shared_gpu) -> None:
+def over_nccl(backend, record_property) -> None:
     """Skip a check that is about NCCL if two ranks cannot use it."""
-    if shared_gpu:
-        pytest.skip("NCCL does not accept two ranks on one GPU, and there is only one")
+    name, reason = backend
+    if name != "nccl" and not ON_CPU:
+        pytest.skip(f"two ranks use gloo: {reason}")
+    record_property("backend", "gloo" if ON_CPU else "nccl")
+
+
+@pytest.fixture
+def own_gpus() -> None:
+    """Skip a measurement of two ranks that share a GPU: they take turns."""
+    if SHARED:
+        pytest.skip("two ranks share the GPU, so their speed means nothing")
 
 
 IS_WORKER = bool(os.environ.get("PYTEST_XDIST_WORKER"))
+
+
+def pytest_collection_modifyitems(config, items):
+    """In the part `first`, what decides more comes first."""
+    if "first" in (config.option.markexpr or "").split():
+        items.sort(key=place_in_first)
+
+
+def place_in_first(item) -> float:
+    """The number of the mark `first`; a check without it comes last."""
+    mark = item.get_closest_marker("first")
+    return mark.args[0] if mark else float("inf")
 
 
 def pytest_sessionstart():
@@ -84,10 +112,13 @@ def pytest_runtest_logreport(report):
     done = report.when == "call" or report.outcome != "passed"
     if done and "tests/gpu/" in report.nodeid and not IS_WORKER:
         name = report.nodeid.split("::")[1].removeprefix("test_").replace("_", " ")
+        figures = dict(report.user_properties)
+        if backend := figures.pop("backend", None):
+            name += f" over {backend}"
         row = {
             "outcome": report.outcome,
             "seconds": report.duration,
-            "figures": dict(report.user_properties),
+            "figures": figures,
         }
         crash = getattr(report.longrepr, "reprcrash", None)
         reason = report.longrepr[2] if report.skipped else crash.message[-200:] if crash else ""
@@ -111,9 +142,8 @@ def add_row(name: str, row: dict) -> None:
 @cache
 def machine() -> str:
     """The processor, the GPUs, the driver and the libraries, in one line."""
-    script = "from utils.launch.devices import nvidia_smi; cuda = torch.version.cuda; print(common.machine_line(), "
-    script += "f'CUDA {cuda}, NCCL {cuda and torch.cuda.nccl.version()}, driver', "
-    return ask(script + "*nvidia_smi('--query-gpu=driver_version'), sep=', ')")
+    known = os.environ.get("LOCKSTEP_GPU_MACHINE")
+    return known or json.loads(ask("import about; print(about.as_json())"))["machine"]
 
 
 def as_markdown(machine: str, rows: dict[str, dict]) -> str:

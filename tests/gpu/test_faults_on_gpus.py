@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from helpers.gpu_runs import await_update, begin, command, finish, pick, ranks
+from helpers.gpu_runs import NCCL_CLASSES, await_update, begin, command, finish, pick, ranks
 from helpers.training_runs import MLP
 from helpers.waiting import SOON, error_lines, until
 
@@ -15,8 +15,16 @@ ENDLESS = shlex.join(MLP) + " --max_steps 1000000 --run_name run --timeout 15 --
 ENDLESS += " --eval_every 1000000 --save_every 1000000"
 
 
-@pytest.mark.parametrize("nccl", pick(["NCCL2", "NCCL"], ["NCCL"]))
-@pytest.mark.parametrize("fault", ["killed", "stopped", "raises"])
+FAULTS = {"killed": 4, "stopped": 13, "raises": 14}
+CASES = [
+    pytest.param(fault, nccl, marks=[pytest.mark.first(place)] * (nccl == "NCCL"))
+    for nccl in NCCL_CLASSES
+    for fault, place in FAULTS.items()
+]
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize(("fault", "nccl"), CASES)
 def test_a_lost_rank_ends_the_run_with_at_most_one_line(
     fault, nccl, pair, over_nccl, record_property
 ):

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.gpu
 DIGITS = shlex.join(MLP)
 EXACT = "--deterministic --mixed_precision no"
 RESNET = "--model resnet18 --global_batch_size 64 --lr 0.01 --log_every 5 --eval_every 1000"
-RESNET += f" --max_steps {pick(40, 5)} --max_eval_samples 64"
+RESNET += f" --max_steps {pick(40, 5, 20)} --max_eval_samples 64"
 
 
 def evaluation(log):
@@ -92,10 +92,12 @@ def test_a_gpu_learns_the_digits(record_property):
 
 
 # Where the updates up to 20 and up to 40 are computed; "two" are ranks.
-PLACES = [("two", "gpu"), ("compiled two", "compiled two")]
+AGAIN = pytest.mark.again
+PLACES = [("two", "gpu"), pytest.param(("compiled two", "compiled two"), marks=AGAIN)]
 PLACES += pick([("gpu", "gpu"), ("gpu", "cpu"), ("cpu", "gpu")], [])
 
 
+@pytest.mark.limit(90)
 @pytest.mark.parametrize("places", PLACES, ids=", ".join)
 def test_an_exact_run_has_the_numbers_of_the_cpu(places, request, record_property):
     """Also if it is resumed, and evaluated, on the other kind of device."""
@@ -128,7 +130,9 @@ def test_every_precision_learns_the_same(record_property):
         record_property(f"skipped updates, {precision}", skipped)
         # fp16 skips the first updates, until its loss scale is low enough
         apart = 0.1 if precision == "fp16" else 0.05
-        assert len(values) == pick(8, 1) and values[-1] == pytest.approx(found["no"][-1], rel=apart)
+        assert len(values) == pick(8, 1, 4) and values[-1] == pytest.approx(
+            found["no"][-1], rel=apart
+        )
 
 
 # a model with hidden matrices
@@ -140,17 +144,25 @@ if not ON_CPU:
     STOPPED["one rank, fp16, AdamW, EMA"] = f"{EMA} --optimizer adamw"
 
 
-@pytest.mark.parametrize("kind", STOPPED)
+# with those over NCCL; the others follow in the part `runs`
+STOPPED_FIRST = "two ranks, fp16, Muon, EMA" if ON_CPU else "two ranks"
+KINDS = [
+    pytest.param(kind, marks=[pytest.mark.first(5)] * (kind == STOPPED_FIRST)) for kind in STOPPED
+]
+
+
+@pytest.mark.limit(150)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(
     kind, request, record_property
 ):
     processes, pair = (2, request.getfixturevalue("pair")) if "two" in kind else (1, "")
-    flags = f"{DIGITS} {STOPPED[kind]} --deterministic --max_steps {pick(2000, 600)}"
+    flags = f"{DIGITS} {STOPPED[kind]} --deterministic --max_steps {pick(2000, 600, 400)}"
     flags += f" {pair} --save_every 1000 --eval_every 1000"
     log = train(processes, "whole", flags)
-    assert losses(log)[-1] < 0.5 * losses(log)[0]
+    assert losses(log)[-1] < pick(0.5, 0.5, 0.9) * losses(log)[0]
     started = begin(command(processes, "train.py", f"--run_name run {flags}"))
-    await_update(started, 20)
+    await_update(started, 10)
     stop(started)
     ended = finish(started)
     assert "Stopped after update" in ended.out and ended.code, ended.out
@@ -162,19 +174,35 @@ def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(
     assert (newest("run") / "scaler.pt").exists() == ("fp16" in flags)
 
 
-@pytest.mark.parametrize(
-    ("model", "precision"), pick([("mnist_cnn", "no"), ("resnet18", "bf16")], [("mlp", "no")])
-)
+EXACT_SUMS = [pytest.param(pick("mnist_cnn", "mlp"), "no", marks=pytest.mark.first(1))]
+if not ON_CPU:
+    EXACT_SUMS += [pytest.param("resnet18", "bf16", marks=[pytest.mark.first(10), AGAIN])]
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize(("model", "precision"), EXACT_SUMS)
 def test_microbatches_give_the_same_bits_on_two_ranks_and_then_on_one(model, precision, pair):
     flags = f"--model {model} --mixed_precision {precision} --microbatches 4 --resume auto"
     flags += " --global_batch_size 64 --lr 0.01 --log_every 1 --lr_schedule constant"
-    for steps, processes in ((20, 2), (40, 1)):
+    for steps, processes in pick(((20, 2), (40, 1)), ((20, 2), (40, 1)), ((10, 2), (20, 1))):
         own = f"{flags} --max_steps {steps}"
         one = train(1, "one", own)
         two = train(processes, "two", f"{own} {pair}" if processes == 2 else own)
         assert losses(two) == losses(one) and bits("two") == bits("one")
-    replayed = run(command(1, "replay.py", "--run runs/two --update 15"))
+    replayed = run(command(1, "replay.py", f"--run runs/two --update {pick(15, 15, 5)}"))
     assert "all bit-identical" in replayed.out, replayed.out
+
+
+@pytest.mark.first(3)
+@pytest.mark.limit(120)
+def test_unequal_shares_give_the_same_bits(pair):
+    """They exchange in another way (all_to_all) than two ranks with as much each (all_reduce)."""
+    flags = "--data digits --model mnist_cnn --image_size 12 --microbatches 8 --report false"
+    flags += f" --global_batch_size 64 --max_steps {pick(20, 5)} --lr 0.01 --mixed_precision no"
+    train(1, "one", flags)
+    train(2, "two", f"{flags} {pair}")
+    train(2, "5-3", f"{flags} {pair} --shares 5,3")
+    assert bits("one") == bits("two") == bits("5-3")
 
 
 # More than the memory of any GPU for the outputs of the first layer. A block of an evaluation has
@@ -189,7 +217,10 @@ FAULTS = {
 
 
 @pytest.mark.skipif(ON_CPU, reason="a CPU has these kernels, and the host's memory would be filled")
-@pytest.mark.parametrize("fix", FAULTS)
+@pytest.mark.limit(90)
+@pytest.mark.parametrize(
+    "fix", [pytest.param(fix, marks=[AGAIN] * ("--eval_batch" in fix)) for fix in FAULTS]
+)
 def test_a_fault_of_the_gpu_is_one_line_with_the_fix(fix):
     ended = finish(begin(command(1, "train.py", f"--max_steps 1 {FAULTS[fix]}")))
     (line,) = error_lines(ended.out)
@@ -197,12 +228,17 @@ def test_a_fault_of_the_gpu_is_one_line_with_the_fix(fix):
     assert ("out of memory" in line) == ("--data" in FAULTS[fix]), ended.out
 
 
+@pytest.mark.first(8)
+@pytest.mark.again
+@pytest.mark.limit(90)
 def test_a_rank_may_have_no_sample_in_an_update(pair):
     flags = f"--data synthetic/5x224x80 --model {pick('vit_b_16', 'mlp')} --max_train_samples 65"
     log = train(2, "run", f"{flags} {pair} --global_batch_size 64 --max_steps 2 --log_every 1")
     assert len(losses(log)) == 2 and all(map(math.isfinite, losses(log)))
 
 
+@pytest.mark.first(12)
+@pytest.mark.limit(90)
 def test_a_rank_without_samples_takes_part_in_synchronised_batch_statistics(pair):
     # mixing cuts updates into pairs, so the second rank has none of the last two samples
     flags = f"{RESNET} --sync_batchnorm --mixup 0.2 --max_train_samples 66 --lr 1e-4"
@@ -211,23 +247,31 @@ def test_a_rank_without_samples_takes_part_in_synchronised_batch_statistics(pair
     assert len(losses(log)) == 2 and all(map(math.isfinite, losses(log)))
 
 
+@pytest.mark.again
+@pytest.mark.limit(60)
 def test_a_run_with_loader_processes_exits_at_once():
     """Older versions of PyTorch would wait 5 s for each of them."""
     train(1, "run", "--data synthetic/5x224x80 --model mlp --max_steps 2 --num_workers 4")
     assert time.time() - Path("runs/run/log.jsonl").stat().st_mtime < pick(6, 120)
 
 
+@pytest.mark.first(6)
+@pytest.mark.limit(90)
 def test_synchronised_batch_statistics_are_those_of_one_rank(pair, record_property):
     # a higher learning rate amplifies differences in rounding
     flags = f"{RESNET} {EXACT} --sync_batchnorm --max_steps 5 --log_every 1 --lr 1e-4"
     flags += " --lr_schedule constant"
     one, two = losses(train(1, "one", flags)), losses(train(2, "two", f"{flags} {pair}"))
     record_property("largest difference of a loss", f"{largest_difference(one, two):.1e}")
-    assert two == pytest.approx(one, rel=1e-3)
+    # what rounding becomes in later updates says little
+    assert two[0] == pytest.approx(one[0], rel=1e-4) and two == pytest.approx(one, rel=1e-2)
 
 
+@pytest.mark.first(9)
+@pytest.mark.again
+@pytest.mark.limit(120)
 def test_an_evaluation_has_the_same_result_each_time_and_on_two_ranks(pair):
     train(1, "run", RESNET)
-    ways = pick((1, 1, 1, 2, 2), (1, 2))
+    ways = pick((1, 1, 1, 2, 2), (1, 2), (1, 1, 2))
     results = [evaluated(n, "runs/run", pair if n == 2 else "") for n in ways]
     assert all(result == results[0] for result in results) and results[0]["count"] > 100

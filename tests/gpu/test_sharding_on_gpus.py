@@ -27,7 +27,13 @@ def row_of_sharding(text: str) -> str:
     return row
 
 
-@pytest.mark.parametrize(("precision", "rounding"), [("no", 1e-5), ("bf16", 1e-2)])
+PRECISIONS = [
+    pytest.param("no", 1e-5, marks=pytest.mark.first(2)),
+    pytest.param("bf16", 1e-2, marks=pytest.mark.first(11)),
+]
+
+
+@pytest.mark.parametrize(("precision", "rounding"), PRECISIONS)
 def test_a_sharded_run_has_the_losses_of_ddp(precision, rounding, record_property):
     flags = f"{VIT} --mixed_precision {precision} --max_steps 10"
     flags += " --deterministic" * (precision == "no")
@@ -36,6 +42,7 @@ def test_a_sharded_run_has_the_losses_of_ddp(precision, rounding, record_propert
     assert largest_difference(*found) < rounding
 
 
+@pytest.mark.first(7)
 def test_a_run_moves_from_fsdp_to_one_gpu_and_back(record_property):
     flags = f"{VIT} --mixed_precision no --deterministic --ema_decay 0.9 --clip_norm 1"
     whole = losses(train(1, "whole", f"{flags} --max_steps 15"))
@@ -45,6 +52,7 @@ def test_a_run_moves_from_fsdp_to_one_gpu_and_back(record_property):
     assert largest_difference(whole, losses(log)) < 1e-4
 
 
+@pytest.mark.first(15)
 def test_offloaded_parameters_train_clip_save_and_resume():
     flags = f"{VIT} --mixed_precision no --clip_norm 1 --resume auto --ema_decay 0.9"
     offload = FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}
@@ -63,7 +71,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", pick(WAYS, ["FSDP"]))
-def test_memory_and_speed_of_a_vision_transformer(way, record_property):
+def test_memory_and_speed_of_a_vision_transformer(way, own_gpus, record_property):
     env, more = WAYS[way]
     flags = pick(f"{LARGE} {more}", f"{VIT} --max_steps 4")
     ended = run(command(2, "train.py", f"--run_name run {flags}"), **env)

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from helpers.gpu_runs import ON_CPU, ROOT, begin, finish, losses, pick, train, trained
+from helpers.gpu_runs import NCCL_CLASSES, ON_CPU, ROOT, begin, finish, losses, pick, train, trained
 from helpers.training_runs import same_tensors, weights
 
 pytestmark = pytest.mark.gpu
@@ -33,6 +33,8 @@ def rate_of(records):
     return round(median(record["images_per_second"] for record in records))
 
 
+@pytest.mark.waits
+@pytest.mark.limit(90)
 @pytest.mark.parametrize("case", WAITS)
 def test_the_host_waits_for_the_gpu_in_no_update(case):
     """PyTorch raises an error at each synchronisation, in the updates 6 to 40."""
@@ -41,6 +43,7 @@ def test_the_host_waits_for_the_gpu_in_no_update(case):
     assert log[-1]["step"] == 45
 
 
+@pytest.mark.waits
 def test_a_run_has_the_same_weights_with_images_on_the_gpu_and_on_the_host():
     flags = f"{MNIST} --flip alternate --random_erasing 0.5 --cutout 8 --model mlp --deterministic"
     flags += f" --mixed_precision no --log_every 1 --max_steps {pick(200, 20)}"
@@ -55,6 +58,7 @@ def test_a_run_has_the_same_weights_with_images_on_the_gpu_and_on_the_host():
 SMALL = [(MNIST, "mnist_cnn", "no", 0.2), (CIFAR, pick("resnet18", "mlp"), "bf16", 0.05)]
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize(("data", "model", "precision", "most"), SMALL, ids=["MNIST", "CIFAR"])
 def test_small_images_are_hardly_waited_for(data, model, precision, most, record_property):
     flags = f"{data} --model {model} --global_batch_size {pick(1024, 64)}"
@@ -80,7 +84,11 @@ def photos(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16", "compiled"])
+@pytest.mark.photographs
+@pytest.mark.limit(180)
+@pytest.mark.parametrize(
+    "precision", ["no", pytest.param("bf16", marks=pytest.mark.first(20)), "compiled"]
+)
 def test_photographs_arrive_in_time(precision, photos, record_property):
     flags = f"{SYNTHETIC} --data {photos} --model {pick('resnet50', 'mlp')} --drop_last"
     flags += f" --global_batch_size {pick(256, 8)} --max_steps {pick(60, 8)}"
@@ -95,9 +103,30 @@ def test_photographs_arrive_in_time(precision, photos, record_property):
     assert wait < pick(0.05, 1) or precision != "no"
 
 
-@pytest.mark.parametrize("nccl", pick(["NCCL2", "NCCL"], ["NCCL"]))
+HEAD = f"{SYNTHETIC} --model resnet18 --freeze backbone --epochs {pick(20, 2)} --report false"
+HEAD += f" --data synthetic/10x32x{pick(20000, 200)} --log_every {pick(500, 1)}"
+HEAD += f" --global_batch_size {pick(128, 64)}"
+
+
+@pytest.mark.first(21)
+@pytest.mark.limit(120)
+def test_cached_features_have_the_same_losses_on_the_device_and_on_the_host(record_property):
+    found = {}
+    for place in ("yes", "no"):
+        log = train(1, place, f"{HEAD} --data_on_device {place}")
+        name = "on the device" if place == "yes" else "on the host"
+        found[place] = losses(log)
+        record_property(f"images/s {name}", rate_of(trained(log)[1:]))
+        record_property(f"data_wait {name}", f"{trained(log)[-1]['data_wait']:.1%}")
+    assert found["yes"] == pytest.approx(found["no"], rel=1e-3)
+    assert found["yes"][-1] < found["yes"][0]
+
+
+@pytest.mark.waits
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("nccl", NCCL_CLASSES)
 def test_the_exchange_of_gradients_overlaps_with_the_backward_pass(
-    nccl, pair, over_nccl, record_property
+    nccl, pair, over_nccl, own_gpus, record_property
 ):
     flags = f"{CIFAR} --model {pick('resnet50', 'mlp')} --max_steps 40 --log_every 10 --profile"
     flags += f" --global_batch_size {pick(256, 32)} {pair}"
@@ -130,7 +159,18 @@ def overlap(events):
     return exchanged, hidden
 
 
-@pytest.mark.parametrize("kind", ["generated", "small images", "photographs", "all GPUs"])
+KINDS = [
+    pytest.param(kind, marks=mark)
+    for mark, kinds in (
+        (pytest.mark.peers, ["generated", "small images", "all GPUs"]),
+        (pytest.mark.photographs, ["photographs"]),
+    )
+    for kind in kinds
+]
+
+
+@pytest.mark.limit(540)
+@pytest.mark.parametrize("kind", KINDS)
 def test_train_py_is_as_fast_as_its_step_and_as_timm(kind, gpus, record_property):
     if kind == "all GPUs" and gpus < 2 and not ON_CPU:
         pytest.skip("needs two GPUs")

@@ -2,6 +2,7 @@
 their own.
 """
 
+import math
 import os
 import shlex
 import signal
@@ -12,8 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import psutil
+import torch.distributed as dist
 
 from helpers.launched_runs import end_commands
 from helpers.training_runs import ROOT, clean_environment
@@ -22,15 +25,26 @@ from helpers.waiting import PATIENCE, has_logged, records_so_far, until
 # Run the tests of tests/gpu/ on the CPU, in a small size and without their figures, to find
 # mistakes in them.
 ON_CPU = os.environ.get("LOCKSTEP_GPU_TESTS_ON_CPU") == "1"
+# Two ranks share a GPU, so they take turns. tests/gpu/run.py finds that out.
+SHARED = os.environ.get("LOCKSTEP_GPU_SHARED") == "1" and not ON_CPU
+# A folder for the table
+REPORT = Path(os.environ.get("LOCKSTEP_GPU_REPORT", ROOT / "build")).absolute()
 LIMIT = 540.0  # seconds of a command; none may take ten minutes
-# the time at which tests/gpu/run.py ends its part
-UNTIL = float(os.environ.get("LOCKSTEP_GPU_UNTIL", "inf"))
+# the time at which tests/gpu/run.py ends its step, and that at which the check ends
+_UNTIL = {"step": float(os.environ.get("LOCKSTEP_GPU_UNTIL", "inf")), "check": math.inf}
+# The classes that PyTorch has for NCCL: the second one since 2.15, and not in the dry run.
+NCCL_CLASSES = ["NCCL"] + ["NCCL2"] * (hasattr(dist, "ProcessGroupNCCL2") and not ON_CPU)
 _STARTED: list[subprocess.Popen] = []
+_SAME: Any = object()
 
 
-def pick(on_gpu, on_cpu):
-    """A value for GPUs, and a smaller one for the dry run on CPUs."""
-    return on_cpu if ON_CPU else on_gpu
+def pick(on_gpu, on_cpu, on_shared_gpu=_SAME):
+    """A value for GPUs, a smaller one for the dry run on CPUs, and one for a GPU that two ranks
+    share.
+    """
+    if ON_CPU:
+        return on_cpu
+    return on_shared_gpu if SHARED and on_shared_gpu is not _SAME else on_gpu
 
 
 @dataclass
@@ -60,19 +74,25 @@ def ask(script: str) -> str:
 
     It can use torch and benchmarks/common.py.
     """
-    code = f"import sys; sys.path[:0] = ['.', 'benchmarks']; import common, torch; {script}"
+    code = f"import sys; sys.path[:0] = ['.', 'benchmarks', 'tests/gpu']; import common, torch; {script}"
     words = [sys.executable, "-c", code]
     return subprocess.check_output(words, text=True, env=environment(), cwd=ROOT).strip()
 
 
 def gpu_count() -> int:
     """The GPUs that PyTorch finds."""
-    return int(ask("print(torch.cuda.device_count())"))
+    known = os.environ.get("LOCKSTEP_GPU_COUNT")
+    return int(known or ask("print(torch.cuda.device_count())"))
+
+
+def begin_check(seconds: float) -> None:
+    """The commands of this check are ended after so many seconds."""
+    _UNTIL["check"] = time.time() + seconds
 
 
 def seconds_left() -> float:
-    """The seconds until the part ends."""
-    return UNTIL - time.time()
+    """The seconds until the check or its step ends."""
+    return min(_UNTIL.values()) - time.time()
 
 
 def command(processes: int, script: str, flags: str = "", launcher: str = "") -> list[str]:
