@@ -5,7 +5,16 @@ import signal
 from pathlib import Path
 
 import pytest
-from helpers.gpu_runs import NCCL_CLASSES, await_update, begin, command, finish, pick, ranks
+from helpers.gpu_runs import (
+    NCCL_CLASSES,
+    await_update,
+    begin,
+    command,
+    finish,
+    pick,
+    ranks,
+    seconds_left,
+)
 from helpers.training_runs import MLP
 from helpers.waiting import SOON, error_lines, until
 
@@ -36,7 +45,9 @@ def test_a_lost_rank_ends_the_run_with_at_most_one_line(
     if second is not None:
         second.send_signal(signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
     if fault == "stopped":
-        until(lambda: error_lines(Path("out.txt").read_text()), seconds=3 * SOON)
+        until(
+            lambda: error_lines(Path("out.txt").read_text()), seconds=min(3 * SOON, seconds_left())
+        )
         second.kill()
     ended = finish(started, seconds=3 * SOON)
     record_property("seconds to the end", f"{ended.seconds:.0f}")

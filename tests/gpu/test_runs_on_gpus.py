@@ -36,7 +36,7 @@ pytestmark = pytest.mark.gpu
 DIGITS = shlex.join(MLP)
 EXACT = "--deterministic --mixed_precision no"
 RESNET = "--model resnet18 --global_batch_size 64 --lr 0.01 --log_every 5 --eval_every 1000"
-RESNET += f" --max_steps {pick(40, 5, 20)} --max_eval_samples 64"
+RESNET += f" --max_steps {pick(40, 5)} --max_eval_samples 64"
 
 
 def evaluation(log):
@@ -130,9 +130,7 @@ def test_every_precision_learns_the_same(record_property):
         record_property(f"skipped updates, {precision}", skipped)
         # fp16 skips the first updates, until its loss scale is low enough
         apart = 0.1 if precision == "fp16" else 0.05
-        assert len(values) == pick(8, 1, 4) and values[-1] == pytest.approx(
-            found["no"][-1], rel=apart
-        )
+        assert len(values) == pick(8, 1) and values[-1] == pytest.approx(found["no"][-1], rel=apart)
 
 
 # a model with hidden matrices

@@ -6,7 +6,7 @@ import pytest
 from helpers.gpu_runs import command, largest_difference, losses, pick, run, train, trained
 from helpers.training_runs import records
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.limit(150)]
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 VIT = "--data digits --image_size 32 --model timm/test_vit --model_args '{img_size: 32}'"

@@ -192,7 +192,8 @@ def ranks(process: subprocess.Popen) -> list[psutil.Process]:
                 pairs.append((child.environ()["RANK"], child))
         return pairs if len({rank for rank, _ in pairs}) == 2 else None
 
-    pairs = sorted(until(found), key=lambda pair: (pair[0], pair[1].create_time()))
+    pairs = until(found, seconds=min(PATIENCE, seconds_left()))
+    pairs = sorted(pairs, key=lambda pair: (pair[0], pair[1].create_time()))
     # not their workers
     return [next(child for rank, child in pairs if rank == number) for number in ("0", "1")]
 
