@@ -237,7 +237,7 @@ def run_step(step: Step, until: float, env: dict[str, str], log: Log) -> int:
     until = min(until, time.time() + (SECONDS if ON_CPU else step.seconds))
     log.say(f"== {time.strftime('%H:%M:%S')} {step.title}, {max(0.0, until - time.time()):.0f} s")
     words = [sys.executable, "-m", "pytest", "-m", step.marks, "-p", "no:cacheprovider"]
-    words += ["-rfEs", "--tb=short", *step.files]
+    words += ["-vv", "-rfEs", "--tb=short", *step.files]
     lanes = LANES if ON_CPU and step.files != [SMOKE] else step.lanes
     if lanes > 1:  # the first checks of a part start first
         words += ["-n", str(lanes), "--dist", "load", "--maxschedchunk", "1"]

@@ -96,7 +96,7 @@ def measure(steps, record_property):
     def measured(name: str, network: str, **changes) -> float:
         found = steps.ask("measure", network, **changes)
         for figure, value in found.items():
-            record_property(f"{figure}, {name}" if name else figure, value)
+            record_property(f"{name} {figure}".strip(), value)
         return found["images/s"]
 
     return measured
