@@ -33,7 +33,7 @@ def decide(backend: str, reason: str, settings: dict[str, str]) -> None:
 def talk(settings: dict[str, str], seconds: float) -> tuple[dict | None, str]:
     """The milliseconds of two ranks with these variables, or None and what they said."""
     env = settings | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    env |= {"WORLD_SIZE": "2", "NCCL_DEBUG": "WARN"}
+    env |= {"WORLD_SIZE": "2", "NCCL_DEBUG": "WARN", "TORCH_DIST_USE_NCCL2": "0"}
     words = [sys.executable, f"{ROOT}/tests/gpu/smoke.py"]
     outs = ["rank0.txt", "rank1.txt"]
     ranks = [
