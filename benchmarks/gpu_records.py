@@ -3,9 +3,10 @@
     python benchmarks/gpu_records.py                                              write the page's tables again
     python benchmarks/gpu_records.py --raw benchmarks/records/raw/DATE-COMMIT     make a record first
 
-`tests/gpu/run.py --report FOLDER` writes about.json, gpu.json and logs. Put them into a folder named
-by the date and the commit, as they are; several calls of run.py have a folder each below it. The
-record is benchmarks/records/DATE-COMMIT-gpu.json. What was not written down is null in it.
+`tests/gpu/run.py --report FOLDER` writes about.json, gpu.json and logs. Copy them unchanged into a
+folder DATE-COMMIT, with one subfolder for each call of run.py if there are several. Another machine
+needs another folder: DATE-COMMIT-NAME. The record is benchmarks/records/DATE-COMMIT-gpu.json.
+Unrecorded values are null.
 """
 
 import argparse
@@ -22,17 +23,15 @@ sys.path.insert(0, str(ROOT))
 from utils.checks.processes import code_hash
 
 RECORDS = ROOT / "benchmarks/records"
-CHECKS = ROOT / "tests/gpu"
 PAGE = ROOT / "docs/launching.md"
 BEGIN, END = "<!-- written by benchmarks/gpu_records.py -->", "<!-- end -->"
 HEADER = ["Command", "Commit", "Result"]
-# what no check of tests/gpu/ is about
-WITHOUT_A_CHECK = ["more than one GPU", "`adagrad` and `asgd`", "the notebook"]
+NOT_COVERED = ["`adagrad` and `asgd`", "the notebook"]  # by tests/gpu/
 
 
 def make_record(raw: Path) -> dict:
-    """The record of a folder DATE-COMMIT with what run.py wrote."""
-    named = re.fullmatch(r"(\d{4}-\d\d-\d\d)-([0-9a-f]{7,40})", raw.name)
+    """Make a record from a DATE-COMMIT folder."""
+    named = re.fullmatch(r"(\d{4}-\d\d-\d\d)-([0-9a-f]{7,40})(-[\w.]+)?", raw.name)
     if not named:
         raise SystemExit(
             f"gpu_records.py: error: {raw.name} is not DATE-COMMIT, such as 2026-11-27-8b6a5f3b"
@@ -45,20 +44,26 @@ def make_record(raw: Path) -> dict:
         raise SystemExit(f"gpu_records.py: error: {raw} has no about.json; run.py writes it")
     first = calls[0]["about"]
     for call in calls:
-        if call["about"]["code"] != first["code"]:
-            raise SystemExit(
-                "gpu_records.py: error: the calls ran different code; give each its own folder"
-            )
+        if call["about"]["dry_run"] or not call["about"]["gpus"]:
+            raise SystemExit("gpu_records.py: error: a dry run, or one without a GPU, is no record")
+        for what in ("code", "machine"):
+            if call["about"][what] != first[what]:
+                raise SystemExit(
+                    f"gpu_records.py: error: the calls differ in their {what};"
+                    " give each its own folder, such as DATE-COMMIT-NAME"
+                )
     return {
         "date": named[1],
         "commit": named[2],
         "code": first["code"],
         "raw": str(raw.resolve().relative_to(ROOT)),
+        "gpus": first["gpus"],
         "card": first["card"],
-        "machine": first["machine"],
+        "machine": first["processor"],
         "driver": first["driver"],
         "versions": first["versions"],
         "remarks": [],
+        "all_checks": sorted({name for call in calls for name in call["about"]["checks"]}),
         "calls": [
             {"command": call["about"]["command"], "checks": call["checks"]} for call in calls
         ],
@@ -66,48 +71,65 @@ def make_record(raw: Path) -> dict:
 
 
 def call_of(about: dict, table: Path) -> dict:
-    """A call of run.py, with the checks that it ran on its machine."""
+    """Return a run.py call and its checks."""
     tables = json.loads(table.read_text()) if table.exists() else {}
     return {"about": about, "checks": tables.get(about["machine"], {})}
 
 
 def all_records() -> list[dict]:
-    """The records, the newest first."""
+    """Return the records, the newest first."""
     paths = sorted(RECORDS.glob("*gpu*.json"), reverse=True)
     return [json.loads(path.read_text()) for path in paths]
 
 
-def titles() -> list[str]:
-    """What the checks of tests/gpu/ are called in a table."""
-    files = sorted(CHECKS.glob("test_*.py"))
-    names = [
-        name for file in files for name in re.findall(r"^def test_(\w+)", file.read_text(), re.M)
-    ]
-    return [name.replace("_", " ") for name in names]
-
-
 def not_run(records: list[dict], code: str) -> str:
-    """What no GPU has run with this code."""
-    ran = [
+    """Name what no GPU has run with this code."""
+    records = [record for record in records if record["code"] == code]
+    ran = {
         name
         for record in records
-        if record["code"] == code
         for call in record["calls"]
         for name, row in call.get("checks", {}).items()
-        if row["outcome"] != "skipped"
-    ]
+        if row["outcome"] in ("passed", "failed")
+    }
     if not ran:
         return "everything: no GPU has run this version of the code"
-    missing = [title for title in titles() if not any(name.startswith(title) for name in ran)]
-    return "; ".join([*missing, *WITHOUT_A_CHECK])
+    known = {name for record in records for name in record["all_checks"]}
+    backends = {
+        name: [backend for backend in ("", "nccl", "gloo") if over(name, backend) in ran]
+        for name in sorted(known)
+    }
+    missing = by_title([name for name, found in backends.items() if not found])
+    if not known:
+        missing = ["unknown: pytest could not list the checks"]
+    only_gloo = by_title([name for name, found in backends.items() if found == ["gloo"]])
+    if only_gloo:
+        missing.append(f"over NCCL: {', '.join(only_gloo)}")
+    if all(record["gpus"] < 2 for record in records):
+        missing.append("more than one GPU")
+    return clean("; ".join([*missing, *NOT_COVERED]))
+
+
+def over(name: str, backend: str) -> str:
+    """Return the name of a check's row, which ends with the backend of two ranks."""
+    return f"{name} over {backend}" if backend else name
+
+
+def by_title(names: list[str]) -> list[str]:
+    """Join the cases of each check: `title (case; case)`."""
+    cases: dict[str, list[str]] = {}
+    for name in names:
+        title, _, case = name.removesuffix("]").partition("[")
+        cases.setdefault(title, []).extend([case] if case else [])
+    return [f"{title} ({'; '.join(found)})" if found else title for title, found in cases.items()]
 
 
 def rows_of(record: dict) -> Iterator[list[str]]:
-    """The rows of a record; a command is named once."""
+    """Yield the rows of a record; each command is shown once."""
     for call in record["calls"]:
         cells = [
             f"`{call['command']}`{call.get('how', '')}",
-            record["commit"] or "not written down",
+            record["commit"] or "unknown",
         ]
         for result in [*call.get("results", []), *results_of(call.get("checks", {}))]:
             yield [*cells, result]
@@ -115,13 +137,14 @@ def rows_of(record: dict) -> Iterator[list[str]]:
 
 
 def results_of(checks: dict[str, dict]) -> Iterator[str]:
-    """What the checks of a call found: those with figures or a failure, then the others."""
+    """Yield the results of a call: figures and failures first."""
     others: dict[str, list[str]] = {"passed": [], "skipped": []}
     for name, row in checks.items():
         title = re.sub(r"\[(.*)\]", r" (\1)", name)
         figures = ", ".join(f"{key} {value}" for key, value in row["figures"].items())
-        if row["outcome"] == "failed":
-            yield clean(f"**failed**: {title}: {' '.join(filter(None, [figures, row['reason']]))}")
+        if row["outcome"] in ("failed", "not finished"):
+            found = " ".join(filter(None, [figures, row["reason"]]))
+            yield clean(f"**{row['outcome']}**: {title}: {found}")
         elif row["outcome"] == "passed" and figures:
             yield clean(f"{title}: {figures}")
         else:
@@ -133,34 +156,34 @@ def results_of(checks: dict[str, dict]) -> Iterator[str]:
 
 
 def clean(text: str) -> str:
-    """A text that fits into a cell."""
+    """Escape text for a cell."""
     return " ".join(text.replace("|", "/").replace("<", "&lt;").split())
 
 
 def about(record: dict) -> str:
-    """The machine of a record, in a paragraph."""
+    """Describe a record's machine in a paragraph."""
     versions = ", ".join(f"{name} {value}" for name, value in record["versions"].items() if value)
-    parts = [record["card"], record["machine"]]
-    text = f"{record['date']}: {', '.join(filter(None, parts))}; {versions}, driver {record['driver']}."
+    parts = f"{record['gpus']} x {record['card']}", record["machine"]
+    text = f"{record['date']}: {', '.join(parts)}; {versions}, driver {record['driver']}."
     return fill(
         " ".join([text, *record["remarks"]]), 120, break_long_words=False, break_on_hyphens=False
     )
 
 
 def as_page(records: list[dict], code: str) -> str:
-    """The generated part of the page: a paragraph and a table for each record, the newest first."""
+    """Write the generated part of the page: a paragraph and a table for each record, the newest first."""
     parts = []
     for number, record in enumerate(records):
         rows = list(rows_of(record))
         if number == 0:
-            rows.append(["not run at HEAD", "", not_run(records, code)])
+            rows.append(["not run with this code", "", not_run(records, code)])
         table = markdown(HEADER, rows)
         parts.append(f"{about(record)}\n\n<!-- not run: needs GPUs -->\n{table}")
     return "\n\n".join(parts)
 
 
 def written(page: str, content: str) -> str:
-    """The page with this content between its two marks."""
+    """Replace the text between the page's two marks."""
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}\n\n{content}\n\n{END}{rest.split(END)[1]}"
 
