@@ -1,6 +1,8 @@
-"""The machine and the versions of a table of checks: prints one JSON line. run.py runs it once."""
+"""Print the machine and the versions of a table of checks as one JSON line. run.py runs it once."""
 
+import ctypes
 import json
+import os
 import platform
 import sys
 from importlib.metadata import version
@@ -16,12 +18,27 @@ from utils.checks.processes import code_hash  # noqa: E402
 from utils.launch.devices import nvidia_smi  # noqa: E402
 
 PACKAGES = ["torch", "torchvision", "accelerate"]
+ON_CPU = os.environ.get("LOCKSTEP_GPU_TESTS_ON_CPU") == "1"
+
+
+def nccl_version() -> tuple[int, ...]:
+    """The version of the NCCL library that runs, which may be preloaded: not torch.cuda.nccl's
+    constant.
+    """
+    for library in (None, "libnccl.so.2"):  # None: what this process has loaded
+        code = ctypes.c_int()
+        try:
+            if ctypes.CDLL(library).ncclGetVersion(ctypes.byref(code)) == 0:
+                return code.value // 10_000, code.value // 100 % 100, code.value % 100
+        except (OSError, AttributeError):
+            continue
+    return torch.cuda.nccl.version() if torch.version.cuda else ()
 
 
 def as_json() -> str:
-    """The GPUs, the driver, the versions, and a short hash of train.py and utils/."""
+    """Return the GPUs, the driver, the versions, and a short hash of train.py and utils/."""
     drivers = nvidia_smi("--query-gpu=driver_version")
-    nccl = torch.cuda.nccl.version() if torch.version.cuda else ()
+    nccl = nccl_version() if torch.version.cuda else ()
     versions = {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
     # with the build, such as +cu130
     versions |= {
@@ -29,11 +46,16 @@ def as_json() -> str:
         "CUDA": torch.version.cuda,
         "NCCL": ".".join(map(str, nccl)) or None,
     }
-    line = f"{common.machine_line()}, CUDA {versions['CUDA']}, NCCL {versions['NCCL']}, driver"
+    known = common.machine()
+    parts = [common.machine_line(), f"CUDA {versions['CUDA']}", f"NCCL {versions['NCCL']}"]
+    parts += [f"driver {driver}" for driver in drivers[:1]]
+    # rows of other code, and those of dry runs, are in a table of their own
+    parts += [f"code {code_hash()}"] + ["dry run on CPUs"] * ON_CPU
     found = {
-        "machine": ", ".join([line, *drivers]),
-        "gpus": torch.cuda.device_count(),
-        "card": common.machine()["gpu"],
+        "machine": ", ".join(parts),
+        "gpus": known["gpus"],
+        "card": known["gpu"],
+        "processor": f"{known['cores']} x {known['cpu']} ({known['cpu_capability']})",
         "driver": drivers[0] if drivers else None,
         "versions": versions,
         "code": code_hash(),

@@ -8,6 +8,7 @@ on the CPU.
 import json
 import os
 from functools import cache
+from typing import Any
 
 import pytest
 from helpers.gpu_runs import (
@@ -21,10 +22,12 @@ from helpers.gpu_runs import (
     pick,
     seconds_left,
 )
+from run import row_name
 
 from utils.files import write_file
 
-LIMIT = 300  # seconds of a check that names no other
+LIMIT = 300  # default limit of a check, seconds
+UNFINISHED = "not finished"
 
 
 @pytest.fixture(scope="session")
@@ -45,23 +48,23 @@ def in_time_and_clean(gpus, request):
     begin_check(pick(limit, 1800))
     left = seconds_left()
     if left < 10 or left < pick(limit, 0) / 4:
-        pytest.skip("the part has no time left")
+        pytest.skip("not enough time left")
     yield
     end_started()
 
 
 @pytest.fixture(scope="session")
 def backend(gpus) -> tuple[str, str]:
-    """What two ranks use, and why. run.py has found out; without it, ranks that share a GPU use
+    """The backend of two ranks, and why. run.py chooses it; without run.py, ranks sharing a GPU use
     gloo.
     """
-    one = (
+    fallback = (
         "gloo",
         "there is one GPU, and run.py has not tried whether NCCL lets two ranks share it",
     )
     chosen = os.environ.get("LOCKSTEP_GPU_BACKEND")
     reason = os.environ.get("LOCKSTEP_GPU_BACKEND_REASON", "")
-    return (chosen, reason) if chosen else one if gpus == 1 else ("nccl", "")
+    return (chosen, reason) if chosen else fallback if gpus == 1 else ("nccl", "")
 
 
 @pytest.fixture
@@ -85,63 +88,114 @@ def over_nccl(backend, record_property) -> None:
 def own_gpus() -> None:
     """Skip a measurement of two ranks that share a GPU: they take turns."""
     if SHARED:
-        pytest.skip("two ranks share the GPU, so their speed means nothing")
+        pytest.skip("two ranks share the GPU, so speed is not meaningful")
 
 
 IS_WORKER = bool(os.environ.get("PYTEST_XDIST_WORKER"))
 
 
+@pytest.hookimpl(trylast=True)  # after the marks have chosen
 def pytest_collection_modifyitems(config, items):
-    """In the part `first`, what decides more comes first."""
+    """In the part `first`, start the most important checks first."""
     if "first" in (config.option.markexpr or "").split():
-        items.sort(key=place_in_first)
+        items.sort(key=order_in_first)
+        items[:] = for_workers(items, getattr(config, "workerinput", {}).get("workercount", 1))
 
 
-def place_in_first(item) -> float:
-    """The number of the mark `first`; a check without it comes last."""
+def order_in_first(item) -> float:
+    """Return the number of the mark `first`; a check without it comes last."""
     mark = item.get_closest_marker("first")
     return mark.args[0] if mark else float("inf")
 
 
-def pytest_sessionstart():
-    if not IS_WORKER:
+def for_workers(items: list, workers: int) -> list:
+    """Order checks for pytest-xdist, which gives each worker two neighbours, then the next ones.
+
+    Fewer than two for each worker are dealt in turn, which keeps their order.
+    """
+    some = 2 * workers
+    if len(items) < some:
+        return items
+    pairs = zip(items[:workers], items[workers:some], strict=True)
+    return [item for pair in pairs for item in pair] + items[some:]
+
+
+def pytest_sessionstart(session):
+    if not IS_WORKER and not session.config.option.collectonly:
         machine()  # takes seconds, which the part may not have at its end
+
+
+EARLIER: dict[str, dict | None] = {}  # rows that those of running checks replace
+
+
+def pytest_runtest_logstart(nodeid):
+    """Write a row that stays if the check is killed with pytest."""
+    if "tests/gpu/" in nodeid and not IS_WORKER:
+        name = row_name(nodeid)
+        row = {"outcome": UNFINISHED, "seconds": 0, "figures": {}, "reason": "it did not end"}
+        tables = read_tables()
+        EARLIER[name] = tables.get(machine(), {}).get(name)
+        tables.setdefault(machine(), {})[name] = row
+        write_tables(tables)
 
 
 def pytest_runtest_logreport(report):
     done = report.when == "call" or report.outcome != "passed"
     if done and "tests/gpu/" in report.nodeid and not IS_WORKER:
-        name = report.nodeid.split("::")[1].removeprefix("test_").replace("_", " ")
+        started = name = row_name(report.nodeid)
         figures = dict(report.user_properties)
         if backend := figures.pop("backend", None):
             name += f" over {backend}"
         row = {
-            "outcome": report.outcome,
+            "outcome": outcome_of(report),
             "seconds": report.duration,
             "figures": figures,
         }
         crash = getattr(report.longrepr, "reprcrash", None)
         reason = report.longrepr[2] if report.skipped else crash.message[-200:] if crash else ""
         row["reason"] = reason.removeprefix("Skipped: ")
-        add_row(name, row)
+        add_row(started, name, row)
 
 
-def add_row(name: str, row: dict) -> None:
-    """Add a check to the table, which may have rows of other parts; a check that ran again replaces
-    its row.
+def outcome_of(report) -> str:
+    """Return the outcome of a check; that of one that the end of its part cut off is its own."""
+    end = float(os.environ.get("LOCKSTEP_GPU_UNTIL", "inf"))
+    return UNFINISHED if report.failed and report.stop >= end else report.outcome
+
+
+def add_row(started: str, name: str, row: dict) -> None:
+    """Replace the row of a started check by its result, which stays if the check is skipped later.
+
+    The table may have rows of other parts.
     """
-    path = REPORT / "gpu.json"
-    tables = json.loads(path.read_text()) if path.exists() else {}  # by machine, then by check
+    tables = read_tables()
     rows = tables.setdefault(machine(), {})
+    rows.pop(started, None)
+    if (earlier := EARLIER.pop(started, None)) is not None:
+        rows[started] = earlier
     rows[name] = rows.get(name, row) if row["outcome"] == "skipped" else row
+    write_tables(tables)
+
+
+Tables = dict[str, dict[str, dict[str, Any]]]  # rows by machine, then by check
+
+
+def read_tables() -> Tables:
+    """Return the rows that were written before."""
+    path = REPORT / "gpu.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def write_tables(tables: Tables) -> None:
+    """Write the table for programs and for people."""
     REPORT.mkdir(parents=True, exist_ok=True)
-    write_file(path, json.dumps(tables, indent=1) + "\n")
+    write_file(REPORT / "gpu.json", json.dumps(tables, indent=1) + "\n")
     write_file(REPORT / "gpu.md", "\n\n".join(as_markdown(*each) for each in tables.items()) + "\n")
 
 
 @cache
 def machine() -> str:
-    """The processor, the GPUs, the driver and the libraries, in one line."""
+    """The processor, the GPUs, the driver, the libraries and the code, in one line."""
     known = os.environ.get("LOCKSTEP_GPU_MACHINE")
     return known or json.loads(ask("import about; print(about.as_json())"))["machine"]
 

@@ -1,13 +1,14 @@
 """Check everything that needs a GPU, in parts of less than ten minutes each. No network is needed.
 
-    python3 tests/gpu/run.py                    all parts; `make gpu` does the same
-    python3 tests/gpu/run.py first speed        a quarter of an hour on one GPU; start with these
-    python3 tests/gpu/run.py --list             the parts: what they need, how long they take
+    python3 tests/gpu/run.py                         all parts; `make gpu` does the same
+    python3 tests/gpu/run.py first --seconds 415     start with this call on one GPU,
+    python3 tests/gpu/run.py speed --seconds 285     and with this one: a quarter of an hour in total
+    python3 tests/gpu/run.py --list                  the parts: what they need, how long they take
 
 First it finds out whether two ranks can use NCCL, also on one GPU. A table is written to gpu.md and
-gpu.json in --report after each check, and the output to gpu.log. A check that is not complete at its
-own limit, or at the end of its part, fails or is skipped. A dry run on CPUs has an hour, so that it
-skips none for lack of time.
+gpu.json in --report after each check, and the output to gpu.log. A check that exceeds its own limit
+fails; one that the end of its part cuts off is "not finished", and one without time to start is
+skipped. Dry runs on CPUs get an hour per part.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Timer
@@ -28,8 +29,7 @@ from threading import Timer
 ROOT = Path(__file__).parents[2]
 ON_CPU = os.environ.get("LOCKSTEP_GPU_TESTS_ON_CPU") == "1"
 SECONDS = 3600 if ON_CPU else 570
-LANES = min(8, max(2, len(os.sched_getaffinity(0)) // 2))
-LOG_BYTES = 8_000_000
+WORKERS = min(8, max(2, len(os.sched_getaffinity(0)) // 2))
 SMOKE, RUNS, FAULTS, SHARDING, SPEED, STEPS = (
     f"tests/gpu/test_{name}_on_gpus.py"
     for name in ("smoke", "runs", "faults", "sharding", "speed", "steps")
@@ -37,109 +37,113 @@ SMOKE, RUNS, FAULTS, SHARDING, SPEED, STEPS = (
 
 
 @dataclass
-class Step:
-    """One call of pytest: files and marks choose the checks. `over` is the backend that it is about."""
+class PytestCall:
+    """One call of pytest: files and marks choose the checks. `over`: the backend under test."""
 
     title: str
     files: list[str]
     marks: str = "gpu"
-    seconds: int = SECONDS
-    lanes: int = 1  # checks at a time; speed is measured alone
+    share: float = 1.0  # of the part's seconds; a dry run has no such limit
+    workers: int = 1  # checks at a time; speed is measured alone
     over: str = ""
 
 
 @dataclass
 class Part:
-    """Minutes on one H100 with 16 cores, as estimated; what it needs and answers; its steps."""
+    """A group of calls: minutes on an H100 with 16 cores (estimated), needs, answers."""
 
     minutes: int
     needs: str
     answers: str
-    steps: list[Step]
-    pairs: bool = field(default=True)  # two ranks take part, so it matters what they can use
+    calls: list[PytestCall]
+    two_ranks: bool = True  # needs the backend of two ranks
 
 
 PARTS = {
     "first": Part(
         7,
         "one GPU, 16 cores; NCCL 2.30 to share the GPU (--nccl)",
-        "what decides most: two ranks over NCCL, FSDP2, equal bits, lost ranks; photographs; features",
+        "the most important checks: two ranks over NCCL, FSDP2, equal bits, lost ranks; image files",
         [
-            Step("two ranks", [RUNS, SHARDING, FAULTS], "gpu and first", 230, 5, "nccl"),
-            Step("what failed on the first GPU", [RUNS], "gpu and again", 95, 6, "gloo"),
-            Step("photographs and cached features", [SPEED], "gpu and first", 120),
+            PytestCall("two ranks", [RUNS, SHARDING, FAULTS], "gpu and first", 0.52, 5, "nccl"),
+            PytestCall("failed in the first GPU run", [RUNS], "gpu and rerun", 0.38, 6, "gloo"),
+            PytestCall("photographs and cached features", [SPEED], "gpu and first", 0.4),
         ],
     ),
     "speed": Part(
         5,
         "one GPU; CIFAR-10 (--cifar10)",
-        "CUDA graphs, search for kernels, timm, compiled models, CIFAR-10",
-        [Step("updates", [STEPS])],
-        pairs=False,
+        "CUDA graphs, cuDNN's kernel search, timm, compiled models, CIFAR-10",
+        [PytestCall("updates", [STEPS])],
+        two_ranks=False,
     ),
     "runs": Part(
         5,
         "one GPU",
         "right numbers: CPU, precisions, two ranks, same bits, resume, faults",
-        [Step("runs", [RUNS, FAULTS], lanes=LANES)],
+        [PytestCall("runs", [RUNS, FAULTS], workers=WORKERS)],
     ),
     "peers": Part(
         6,
         "one GPU; two for DataParallel",
         "speed and memory beside timm and a bare step",
-        [Step("peers", [SPEED], "gpu and peers")],
-        pairs=False,
+        [PytestCall("peers", [SPEED], "gpu and peers")],
+        two_ranks=False,
     ),
     "photographs": Part(
         7,
         "one GPU, many cores",
         "do photographs arrive in time; speed beside timm's loader",
-        [Step("photographs", [SPEED], "gpu and photographs")],
-        pairs=False,
+        [PytestCall("photographs", [SPEED], "gpu and photographs")],
+        two_ranks=False,
     ),
     "sharding": Part(
         4,
         "two GPUs, or one and NCCL 2.30",
         "FSDP2: losses of DDP, checkpoints, offload, memory and speed",
-        [Step("sharding", [SHARDING])],
+        [PytestCall("sharding", [SHARDING])],
     ),
     "waits": Part(
         5,
         "one GPU; two for the exchange",
         "does the host or the GPU wait for anything",
-        [Step("waits", [SPEED], "gpu and waits")],
+        [PytestCall("waits", [SPEED], "gpu and waits")],
     ),
 }
-
-
+START_WITH = """Start with these two calls, which take a quarter of an hour in total:
+python3 tests/gpu/run.py first --seconds 415 --wheels DIR --nccl FILE
+python3 tests/gpu/run.py speed --seconds 285"""
 GLOO = {"backend": "gloo", "reason": "no check needs two ranks", "settings": {}, "code": 0}
+# what the parts import; their versions are in constraints.txt
+PACKAGES = """accelerate datasets dill evaluate filelock fsspec huggingface_hub Jinja2 joblib matplotlib
+multiprocess numpy packaging pandas pillow psutil pyarrow PyYAML requests safetensors scikit-learn scipy
+threadpoolctl tqdm typing_extensions xxhash execnet pytest pytest-xdist timm""".split()  # noqa: SIM905
 
 
 class Log:
-    """Prints, and keeps what is printed in a file."""
+    """Print lines and keep them in a file."""
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = path.open("a")
+        self.file = path.open("w")
 
     def say(self, text: str) -> None:
         print(text, flush=True)
-        if self.file.tell() < LOG_BYTES:
-            self.file.write(f"{text}\n")
-            self.file.flush()
+        self.file.write(f"{text}\n")
+        self.file.flush()
 
 
 def say_missing(log: Log) -> None:
     """Print which packages are missing, and how to bring them to a machine without a network."""
     tested = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.M))
-    missing = [name for name in tested if name not in ("mpich", "coverage") and not _has(name)]
+    missing = [name for name in PACKAGES if not _has(name)]
     fetch = "pip download --no-deps --only-binary=:all: --python-version {}.{} -d wheels".format(
         *sys.version_info
     )
     if missing:
         pinned = " ".join(f"{name}=={tested[name]}" for name in missing)
         log.say(
-            f"missing: {', '.join(missing)}; with a network: {fetch} {pinned}; then here: --wheels wheels"
+            f"missing: {', '.join(missing)}; with a network: {fetch} {pinned}; then: run.py --wheels wheels"
         )
 
 
@@ -163,7 +167,7 @@ def install_wheels(folder: Path, site: Path) -> None:
 
 
 def unpack_nccl(file: Path, folder: Path) -> str:
-    """The path of NCCL's library, whose file may end in .xz."""
+    """Decompress NCCL's library if it is .xz; return its path."""
     if file.suffix != ".xz":
         return str(file.absolute())
     import lzma
@@ -176,25 +180,42 @@ def unpack_nccl(file: Path, folder: Path) -> str:
     return str(target)
 
 
-def say_what_this_is(args: argparse.Namespace, log: Log) -> int:
-    """Write about.json: the command, the commit, the machine and the versions. Returns the number of
-    GPUs.
-    """
-    asked = subprocess.run(
-        [sys.executable, "tests/gpu/about.py"], cwd=ROOT, capture_output=True, text=True
-    )
+def row_name(nodeid: str) -> str:
+    """What the table calls a check."""
+    return nodeid.split("::", 1)[1].removeprefix("test_").replace("_", " ")
+
+
+def write_about(args: argparse.Namespace, library: dict[str, str], log: Log) -> int:
+    """Write about.json: command, commit, machine, versions, all checks. Returns the number of GPUs."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    env = os.environ | library  # its version is that of the library that runs
+    collect = [sys.executable, "-m", "pytest", "--collect-only", "-m", "gpu", "tests/gpu"]
+    with (
+        subprocess.Popen([sys.executable, "tests/gpu/about.py"], env=env, **pipes) as asked,
+        subprocess.Popen([*collect, "-p", "no:cacheprovider"], **pipes) as listing,
+    ):
+        out, err = asked.communicate()
+        names, _ = listing.communicate()
     if asked.returncode:
-        raise SystemExit(f"run.py: error: about.py failed\n{asked.stderr[-3000:]}")
+        raise SystemExit(f"run.py: error: about.py failed\n{err[-3000:]}")
+    checks = [row_name(line) for line in names.splitlines() if "::" in line]
+    if listing.returncode:
+        log.say(f"pytest cannot list the checks: {names[-3000:]}")
+        checks = []
     git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     commit = None
     with suppress(OSError, subprocess.CalledProcessError):  # a copy without the repository
         commit = subprocess.check_output(git, text=True, stderr=subprocess.DEVNULL).strip()
+    found = json.loads(out.splitlines()[-1])
+    path = args.report / "about.json"
     about = {
-        "command": shlex.join(["python3", "tests/gpu/run.py", *sys.argv[1:]]),
+        "command": commands(path, found["machine"]),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": commit,
-    } | json.loads(asked.stdout.splitlines()[-1])
-    (args.report / "about.json").write_text(json.dumps(about, indent=1) + "\n")
+        "dry_run": ON_CPU,
+        "checks": checks,
+    } | found
+    path.write_text(json.dumps(about, indent=1) + "\n")
     os.environ["LOCKSTEP_GPU_COUNT"] = str(about["gpus"])
     os.environ["LOCKSTEP_GPU_MACHINE"] = about["machine"]
     os.environ["LOCKSTEP_GPU_SHARED"] = "1" if about["gpus"] == 1 else "0"
@@ -202,13 +223,22 @@ def say_what_this_is(args: argparse.Namespace, log: Log) -> int:
     return about["gpus"]
 
 
+def commands(path: Path, machine: str) -> str:
+    """This command, after those of the same machine and code whose rows the table keeps."""
+    earlier = json.loads(path.read_text()) if path.exists() else {}
+    said = earlier["command"].split("; ") if earlier.get("machine") == machine else []
+    command = shlex.join(["python3", "tests/gpu/run.py", *sys.argv[1:]])
+    return "; ".join([each for each in said if each != command] + [command])
+
+
 def decide(until: float, library: dict[str, str], log: Log, work: Path) -> dict:
-    """Find out once whether two ranks can use NCCL, and with which settings; say why."""
+    """Choose the backend of two ranks, and its settings; say why."""
     file = work / "decision.json"
     env = {"LOCKSTEP_GPU_DECISION": str(file)} | library
-    step = Step("do two ranks talk over NCCL", [SMOKE], seconds=SECONDS if ON_CPU else 130)
-    code = run_step(step, until, env, log)
-    decision = GLOO | {"reason": "the check of NCCL did not end"}
+    call = PytestCall("do two ranks communicate over NCCL", [SMOKE])
+    left = until - time.time()
+    code = run_call(call, until if ON_CPU else time.time() + 0.3 * left, env, log)
+    decision = GLOO | {"reason": "the check of NCCL did not finish"}
     if file.exists():
         decision = json.loads(file.read_text())
     log.say(f"two ranks use {decision['backend']}: {decision['reason']}")
@@ -216,35 +246,48 @@ def decide(until: float, library: dict[str, str], log: Log, work: Path) -> dict:
 
 
 def run_part(part: Part, until: float, decision: dict, library: dict[str, str], log: Log) -> int:
-    """Run the steps of a part until the time is over; 0 if nothing failed."""
-    code = 0
-    for step in part.steps:
-        over = step.over or decision["backend"]
-        env = {}
-        if over == "nccl" and decision["backend"] == "nccl":
-            env |= library | decision["settings"]
-        chosen = "gloo" if step.over == "gloo" else decision["backend"]
-        reason = "this step is about it" if chosen != decision["backend"] else decision["reason"]
-        env |= {"LOCKSTEP_GPU_BACKEND": chosen, "LOCKSTEP_GPU_BACKEND_REASON": reason}
-        if step.over == "gloo" and decision["backend"] == "gloo":
-            step.marks += " and not first"  # those have run over gloo
-        code |= run_step(step, until, env, log)
+    """Run the calls of a part within the time; returns 0 if nothing failed."""
+    code, left, calls = 0, until - time.time(), part.calls
+    if decision["backend"] == "gloo":
+        calls = without_nccl(calls)
+    for call in calls:
+        env = {"LOCKSTEP_GPU_BACKEND": "gloo", "LOCKSTEP_GPU_BACKEND_REASON": decision["reason"]}
+        if call.over == "gloo":
+            env["LOCKSTEP_GPU_BACKEND_REASON"] = "this step tests gloo"
+        elif decision["backend"] == "nccl":
+            env |= {"LOCKSTEP_GPU_BACKEND": "nccl"} | library | decision["settings"]
+        end = until if ON_CPU else min(until, time.time() + call.share * left)
+        code |= run_call(call, end, env, log)
     return code
 
 
-def run_step(step: Step, until: float, env: dict[str, str], log: Log) -> int:
-    """Run pytest on the checks of a step. Those that do not fit into the time are skipped."""
-    until = min(until, time.time() + (SECONDS if ON_CPU else step.seconds))
-    log.say(f"== {time.strftime('%H:%M:%S')} {step.title}, {max(0.0, until - time.time()):.0f} s")
-    words = [sys.executable, "-m", "pytest", "-m", step.marks, "-p", "no:cacheprovider"]
-    words += ["-vv", "-rfEs", "--tb=short", *step.files]
-    lanes = LANES if ON_CPU and step.files != [SMOKE] else step.lanes
-    if lanes > 1:  # the first checks of a part start first
-        words += ["-n", str(lanes), "--dist", "load", "--maxschedchunk", "1"]
+def without_nccl(calls: list[PytestCall]) -> list[PytestCall]:
+    """Put the calls about NCCL last, without the checks that another call has run over gloo."""
+    last = [
+        replace(call, marks=f"{call.marks} and not rerun", share=1.0)
+        for call in calls
+        if call.over == "nccl"
+    ]
+    return [call for call in calls if call.over != "nccl"] + last
+
+
+def run_call(call: PytestCall, until: float, env: dict[str, str], log: Log) -> int:
+    """Run pytest on the checks of a call; returns 0 if none failed. Checks without time are skipped."""
+    sys.path.append(str(ROOT / "benchmarks"))
+    from common import kill  # needs packages that --wheels may have brought
+
+    log.say(f"== {time.strftime('%H:%M:%S')} {call.title}, {max(0.0, until - time.time()):.0f} s")
+    words = [sys.executable, "-m", "pytest", "-m", call.marks, "-p", "no:cacheprovider"]
+    words += ["-vv", "-rfEs", "--tb=short", *call.files]
+    workers = min(call.workers, WORKERS)
+    if ON_CPU and call.files != [SMOKE]:
+        workers = WORKERS
+    if workers > 1:  # each worker takes two checks, then one at a time
+        words += ["-n", str(workers), "--dist", "load", "--maxschedchunk", "1"]
     env = os.environ | env | {"LOCKSTEP_GPU_UNTIL": str(until), "PYTHONUNBUFFERED": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(words, cwd=ROOT, env=env, errors="replace", **pipes) as process:
-        # checks end by themselves; this is for what hangs
+        # watchdog for checks that hang
         clock = Timer(max(30.0, until - time.time() + 15), kill, [process.pid])
         clock.start()
         try:
@@ -253,26 +296,16 @@ def run_step(step: Step, until: float, env: dict[str, str], log: Log) -> int:
             code = process.wait()
         finally:
             clock.cancel()
-    return int(code != 0)  # below 0 if it was killed, 5 if no check has the marks
-
-
-def kill(number: int) -> None:
-    """Kill a process and all that it has started."""
-    import psutil
-
-    with suppress(psutil.NoSuchProcess):
-        parent = psutil.Process(number)
-        for process in [*parent.children(recursive=True), parent]:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+    return int(code != 0)  # negative if killed, 5 if no check matches
 
 
 def listed() -> str:
-    """The parts, with what each needs, takes and answers."""
-    return "\n".join(
-        f"{name:12} {part.minutes} minutes; needs {part.needs}; {part.answers}"
+    """List the parts, with what each needs, takes and answers."""
+    lines = [
+        f"{name:12} {part.minutes} minutes (estimated); needs {part.needs}; {part.answers}"
         for name, part in PARTS.items()
-    )
+    ]
+    return "\n".join([*lines, "", START_WITH])
 
 
 def read_flags() -> argparse.Namespace:
@@ -285,15 +318,14 @@ def read_flags() -> argparse.Namespace:
     parser.add_argument(
         "--report",
         type=Path,
-        # a folder that is brought home from a machine that is lent
         default=Path(os.environ.get("OUT") or ROOT / "build"),
         help="folder of the table (default: $OUT, or build)",
     )
     parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="of each part (default: %(default)s)"
+        "--seconds", type=float, default=SECONDS, help="limit of each part (default: %(default)s)"
     )
     parser.add_argument("--wheels", type=Path, help="folder of packages to install for this call")
-    parser.add_argument("--nccl", type=Path, help="NCCL's library, also as .xz, for two ranks")
+    parser.add_argument("--nccl", type=Path, help="libnccl.so.2, or its .xz, for two ranks")
     parser.add_argument("--cifar10", type=Path, help="folder of CIFAR-10's parquet files")
     parser.add_argument("--list", action="store_true", help="print the parts")
     args = parser.parse_args()
@@ -322,16 +354,16 @@ def main() -> None:
         os.environ["LOCKSTEP_GPU_REPORT"] = str(args.report)
         if args.cifar10:
             os.environ["LOCKSTEP_GPU_CIFAR10"] = str(args.cifar10.absolute())
-        gpus = say_what_this_is(args, log)
+        gpus = write_about(args, library, log)
         names, decision = args.parts or list(PARTS), GLOO
-        if (gpus or ON_CPU) and any(PARTS[name].pairs for name in names):
+        if (gpus or ON_CPU) and any(PARTS[name].two_ranks for name in names):
             decision = decide(begun + args.seconds, library, log, work)
         code = decision["code"]
         for number, name in enumerate(names):
             until = (begun if number == 0 else time.time()) + args.seconds
             code |= run_part(PARTS[name], until, decision, library, log)
     table = args.report / "gpu.md"
-    print(table.read_text() if table.exists() else f"no check ended, so there is no {table}")
+    print(table.read_text() if table.exists() else f"no check finished, so there is no {table}")
     raise SystemExit(code)
 
 

@@ -1,5 +1,5 @@
-"""One of two ranks that talk over NCCL, on a GPU each or on the same one: all_reduce of several
-sizes, and the exchange of --microbatches. Rank 0 prints one JSON line, the milliseconds.
+"""Run one of two NCCL ranks, on separate GPUs or a shared one: all_reduce of several sizes, and the
+exchange of --microbatches. Rank 0 prints the times in ms as one JSON line.
 
 It is run by test_smoke_on_gpus.py. Without a GPU the ranks use gloo.
 """
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def exchange(device: torch.device, rank: int) -> None:
-    """What --microbatches uses with more than two parts, if the backend has it."""
+    """Run the collectives of --microbatches for more than two partial sums (GPUs only)."""
     if device.type == "cuda":
         got = torch.empty(6, device=device)
         dist.all_to_all_single(got, torch.arange(6.0, device=device))

@@ -1,5 +1,5 @@
-"""Do two ranks talk over NCCL, also on one GPU? run.py asks this once, and the other checks use what
-it finds.
+"""Do two ranks communicate over NCCL, also on one GPU? run.py asks this once, and the other checks
+use what it finds.
 """
 
 import json
@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from helpers.gpu_runs import ON_CPU, begin, end_started, finish, seconds_left
+from about import nccl_version
+from helpers.gpu_runs import ON_CPU, REPORT, begin, end_started, finish, seconds_left
 from helpers.ranks import free_port
 from helpers.training_runs import ROOT
 
@@ -23,17 +23,17 @@ SETTINGS: list[dict[str, str]] = [
 ]
 
 
-def decide(backend: str, reason: str, settings: dict[str, str]) -> None:
-    """Tell run.py what two ranks use."""
+def write_decision(backend: str, reason: str, settings: dict[str, str]) -> None:
+    """Tell run.py the backend of two ranks, and why."""
     decision = {"backend": backend, "reason": reason, "settings": settings}
     if file := os.environ.get("LOCKSTEP_GPU_DECISION"):
         Path(file).write_text(json.dumps(decision))
 
 
 def talk(settings: dict[str, str], seconds: float) -> tuple[dict | None, str]:
-    """The milliseconds of two ranks with these variables, or None and what they said."""
+    """Run two ranks with these variables; return times in ms, or None, and output."""
     env = settings | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    env |= {"WORLD_SIZE": "2", "NCCL_DEBUG": "WARN", "TORCH_DIST_USE_NCCL2": "0"}
+    env |= {"WORLD_SIZE": "2", "TORCH_DIST_USE_NCCL2": "0"}
     words = [sys.executable, f"{ROOT}/tests/gpu/smoke.py"]
     outs = ["rank0.txt", "rank1.txt"]
     ranks = [
@@ -52,23 +52,26 @@ def talk(settings: dict[str, str], seconds: float) -> tuple[dict | None, str]:
 
 
 @pytest.mark.limit(130)
-def test_two_ranks_talk_over_nccl(gpus, record_property):
+def test_two_ranks_communicate_over_nccl(gpus, record_property):
     if ON_CPU:
-        decide("gloo", "this is a dry run on CPUs", {})
-    elif gpus == 1 and torch.cuda.nccl.version() < (2, 30):
-        version = ".".join(map(str, torch.cuda.nccl.version()))
+        write_decision("gloo", "this is a dry run on CPUs", {})
+    elif gpus == 1 and nccl_version() < (2, 30):
+        version = ".".join(map(str, nccl_version()))
         reason = f"NCCL {version} does not let two ranks share a GPU; 2.30 does (--nccl FILE)"
-        decide("gloo", reason, {})
+        write_decision("gloo", reason, {})
         pytest.skip(reason)
-    said = ""
-    for settings in SETTINGS if gpus < 2 else [{}, *SETTINGS]:
-        figures, said = talk(settings, min(40.0, seconds_left()))
+    REPORT.mkdir(parents=True, exist_ok=True)
+    for number, settings in enumerate(SETTINGS if gpus < 2 else [{}, *SETTINGS]):
+        # the first try says all, because it shows what NCCL found on the machine
+        detail = {"NCCL_DEBUG": "WARN" if number else "INFO"}
+        figures, said = talk(detail | settings, min(40.0, seconds_left()))
+        (REPORT / f"nccl-{number + 1}.txt").write_text(said)
         if figures is not None:
             for name, milliseconds in figures.items():
                 record_property(f"all_reduce of {name}, ms", milliseconds)
             record_property("settings", " ".join(f"{k}={v}" for k, v in settings.items()))
             if not ON_CPU:
-                decide("nccl", "two ranks have talked over it", settings)
+                write_decision("nccl", "two ranks have communicated over it", settings)
             return
-    decide("gloo", "NCCL did not work with any setting", {})
+    write_decision("gloo", "NCCL did not work with any setting", {})
     raise AssertionError(said[-3000:])
