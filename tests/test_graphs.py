@@ -1,4 +1,4 @@
-"""The trial of a CUDA graph (helpers/graphs.py) has the bits of the usual updates, on a CPU, where a
+"""The experimental CUDA graph (helpers/graphs.py) matches eager updates bitwise, on a CPU, where a
 recorder takes the place of CUDA's graphs. No GPU has run it yet.
 """
 
@@ -18,7 +18,7 @@ FLAGS += " --global_batch_size 64 --max_steps"
 FASTNET = "--model fastnet --model_args '{widths: [8, 8, 8]}' --flip alternate"
 RESNET = "--model resnet18 --mixup 0.2 --cutmix 1 --global_batch_size 8 --max_train_samples 20"
 VIT = "--model timm/test_vit --model_args '{img_size: 32, drop_path_rate: 0.2}' --optimizer adamw"
-NETWORKS = {  # in epochs of two full batches and a smaller one
+NETWORKS = {  # flags, from --max_steps on; epochs have two full batches and a smaller one
     "mnist_cnn": "9 --model mnist_cnn --crop_padding 2",
     "AdamW, EMA, clipping": "9 --model mnist_cnn --optimizer adamw --ema_decay 0.9 --clip_norm 1",
     "fastnet": f"9 --image_size 32 {FASTNET} --mixed_precision bf16",
@@ -27,21 +27,21 @@ NETWORKS = {  # in epochs of two full batches and a smaller one
 }
 
 
-def trained(name, flags, graphed, plant=None):
+def train_in(name, flags, graphed, inject=None):
     """Train in runs/NAME. Returns the counts of the recorder."""
     counts = graph_recorder.install()
     if graphed:
         graphs.train_with_a_graph()
-    if plant:
-        plant()
+    if inject:
+        inject()
     train.main(shlex.split(f"--run_name {name} {FLAGS} {flags}"))
     return counts
 
 
-def both(flags, plant=None):
+def both(flags, inject=None):
     """Train as usual and with a graph. Returns the counts of the recorder."""
-    returned(1, trained, "usual", flags, False)
-    return returned(1, trained, "graph", flags, True, plant)[0]
+    returned(1, train_in, "usual", flags, False)
+    return returned(1, train_in, "graph", flags, True, inject)[0]
 
 
 def losses(name):
@@ -52,10 +52,10 @@ CASES = [pytest.param(name, marks=[pytest.mark.full] * (name != "mnist_cnn")) fo
 
 
 @pytest.mark.parametrize("network", CASES)
-def test_a_graph_has_the_bits_of_the_usual_updates(network):
+def test_a_graph_is_bitwise_equal_to_eager(network):
     counts = both(NETWORKS[network])
     updates = int(NETWORKS[network].split()[0])
-    # the first batch and the smaller ones are computed as usual
+    # the first batch and the smaller ones run eagerly
     assert counts["captures"] == 1 and counts["replays"] == updates * 2 // 3 - 1
     assert counts["operations"] > 50
     assert losses("graph") == losses("usual") and len(losses("graph")) > updates // 3
@@ -63,11 +63,11 @@ def test_a_graph_has_the_bits_of_the_usual_updates(network):
         assert same_tensors(weights("graph", file=file), weights("usual", file=file))
 
 
-def plant_results_without_copies():
+def inject_results_without_copies():
     graphs.copied = lambda result: result
 
 
-def plant_a_gradient_that_is_not_handed_over():
+def inject_a_gradient_that_is_not_handed_over():
     usual = graphs.GraphedPass.__call__
 
     def call(self, *batch):
@@ -81,12 +81,12 @@ def plant_a_gradient_that_is_not_handed_over():
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "plant", [plant_results_without_copies, plant_a_gradient_that_is_not_handed_over]
+    "inject", [inject_results_without_copies, inject_a_gradient_that_is_not_handed_over]
 )
-def test_a_planted_fault_is_found(plant):
-    both(NETWORKS["mnist_cnn"], plant)
+def test_an_injected_fault_is_found(inject):
+    both(NETWORKS["mnist_cnn"], inject)
     assert losses("graph") != losses("usual")
-    if plant is plant_a_gradient_that_is_not_handed_over:
+    if inject is inject_a_gradient_that_is_not_handed_over:
         assert not same_tensors(weights("graph"), weights("usual"))
 
 
@@ -94,14 +94,14 @@ def read_a_value(run, images, labels, scale):
     return images.sum().item(), None
 
 
-def wait_in_a_capture():
+def sync_in_a_capture():
     graph_recorder.install()
     graphed = graphs.GraphedPass(read_a_value, [])
     batch = None, torch.ones(2), torch.ones(2), 1.0
     graphed(*batch)
-    with pytest.raises(AssertionError, match="a graph cannot wait"):
+    with pytest.raises(AssertionError, match="sync in a capture"):
         graphed(*batch)
 
 
 def test_a_wait_of_the_host_is_an_error_as_in_a_capture_on_a_gpu():
-    returned(1, wait_in_a_capture)
+    returned(1, sync_in_a_capture)

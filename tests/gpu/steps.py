@@ -1,9 +1,9 @@
-"""Updates of networks on one batch that stays on the device: of Lockstep or timm, eager, compiled, or
-as a CUDA graph of forward and backward pass.
+"""Updates of networks on batches that stay on the device: of Lockstep or timm, eager, compiled, or as
+a CUDA graph of forward and backward pass.
 
-It is run by test_steps_on_gpus.py: it reads a case as a line of JSON, and answers with one. One
-process serves many cases, because its start takes seconds. On a CPU, a recorder takes the place of
-CUDA's graphs, and another compiler that of inductor.
+test_steps_on_gpus.py runs it: it reads and answers JSON lines. One process serves many cases, because
+its start takes seconds. On a CPU, graph_recorder replaces CUDA graphs, and aot_eager replaces
+Inductor.
 """
 
 import hashlib
@@ -12,15 +12,16 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
 import torch  # noqa: E402
 from helpers import graph_recorder  # noqa: E402
 from helpers.graphs import GraphedPass  # noqa: E402
-from torch import nn  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 
 from utils.config.settings import TrainConfig  # noqa: E402
@@ -59,17 +60,29 @@ def make_model(case: dict) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, build_optimizer(config, model)
 
 
-def make_update(case: dict) -> tuple[nn.Module, Callable[[], None]]:
-    """The network and a function that does one update."""
-    model, optimizer = make_model(case)
+class Updates(NamedTuple):
+    """The network, its forward and backward pass, and a function that does one update."""
+
+    model: nn.Module
+    passes: Any  # a GraphedPass, or a function
+    update: Callable[[Tensor, Tensor], None]
+
+
+def make_batch(case: dict) -> tuple[Tensor, Tensor]:
+    """Random images and labels."""
     batch, side = case["batch"], case["side"]
     images = torch.randn(batch, case["channels"], side, side, device=DEVICE)
-    images = images.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(CLASSES, (batch,), device=DEVICE)
-    if case["way"] == "compiled":
+    return images.contiguous(memory_format=torch.channels_last), labels
+
+
+def make_updates(case: dict) -> Updates:
+    """Build the network and the function."""
+    model, optimizer = make_model(case)
+    if case["mode"] == "compiled":
         model.compile(dynamic=False, backend="inductor" if CUDA else "aot_eager")
 
-    def compute(run, images, labels, scale) -> tuple[torch.Tensor, Any]:
+    def compute(run, images, labels, scale) -> tuple[Tensor, Any]:
         half = torch.autocast(DEVICE.type, torch.bfloat16)
         with half if case["precision"] == "bf16" else nullcontext():
             outputs = model(images)
@@ -77,24 +90,24 @@ def make_update(case: dict) -> tuple[nn.Module, Callable[[], None]]:
         (loss * scale).backward()
         return loss, outputs
 
-    passes = GraphedPass(compute, model.parameters()) if case["way"] == "graph" else compute
+    passes = GraphedPass(compute, model.parameters()) if case["mode"] == "graph" else compute
 
-    def update() -> None:
-        passes(None, images, labels, 1 / batch)
+    def update(images: Tensor, labels: Tensor) -> None:
+        passes(None, images, labels, 1 / len(images))
         optimizer.step()
         optimizer.zero_grad()
 
-    return model, update
+    return Updates(model, passes, update)
 
 
 def measure(case: dict) -> dict:
-    """The seconds of the first updates, then images/s, and the most memory."""
+    """Time the first updates, then images/s on one batch; also returns the most memory."""
     torch.backends.cudnn.benchmark = case["search"]
     torch._dynamo.reset()
     if CUDA:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    _, update = make_update(case)
+    update = partial(make_updates(case).update, *make_batch(case))
     synchronise()
     some = 10 if CUDA else 3
     first = timed(update, some)
@@ -113,7 +126,7 @@ def measure(case: dict) -> dict:
 
 
 def timed(update: Callable[[], None], count: int) -> float:
-    """The seconds of so many updates."""
+    """Do so many updates; returns the seconds that they took."""
     begun = time.perf_counter()
     for _ in range(count):
         update()
@@ -122,19 +135,20 @@ def timed(update: Callable[[], None], count: int) -> float:
 
 
 def digest(case: dict) -> dict:
-    """A hash of the weights after deterministic updates."""
+    """Hash the weights after deterministic updates, each of which has another batch."""
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
-        model, update = make_update(case)
-        for number in range(20 if CUDA else 5):
-            torch.manual_seed(number)  # dropout, as train.py seeds each microbatch
-            update()
+        updates = make_updates(case)
+        for number in range(case["updates"]):
+            torch.manual_seed(number)  # also dropout, as train.py seeds each microbatch
+            updates.update(*make_batch(case))
     finally:
         torch.use_deterministic_algorithms(False)
-    states = (each.detach().float().cpu().numpy() for each in model.state_dict().values())
-    return {"bits": hashlib.sha256(b"".join(each.tobytes() for each in states)).hexdigest()[:16]}
+    states = (each.detach().float().cpu() for each in updates.model.state_dict().values())
+    bits = hashlib.sha256(b"".join(each.numpy().tobytes() for each in states)).hexdigest()[:16]
+    return {"bits": bits, "replays": getattr(updates.passes, "replays", 0)}
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
+SYNCS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
 
 
 class RecordedGraph:
@@ -52,7 +52,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = function._schema.name.removeprefix("aten::")
-        assert name not in WAITS, f"{name}: a graph cannot wait"
+        assert name not in SYNCS, f"{name}: sync in a capture"
         for place, argument in enumerate(function._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self.keep(args[place] if place < len(args) else kwargs.get(argument.name))

@@ -1,9 +1,8 @@
-"""A trial: the forward and backward pass of small networks as one CUDA graph.
+"""Experimental: the forward and backward pass of small networks as one CUDA graph.
 
-The host needs 5 to 40 us for each operation that it starts, and a small network has a hundred of
-them, each of which a GPU computes in a few us. A graph starts all of them at once. Its results have
-the same bits, because it has the same kernels. Clipping, the optimizer, the average and the sums of
-the meter stay outside.
+The host takes 5 to 40 us to launch an operation; a small network has 47 to 76, each a few us on the
+GPU. A graph launches all of them at once. Its results are bitwise identical, because it has the same
+kernels. Clipping, the optimizer, EMA and the meter's sums stay outside.
 
 No GPU has run it yet, so it is not in utils/. tests/gpu/ measures it, and test_graphs.py compares it
 with the usual updates on a CPU, where graph_recorder.py takes the place of CUDA's graphs.
@@ -23,12 +22,12 @@ Pass = Callable[[Any, Tensor, Tensor, float], tuple[Tensor, Any]]
 
 
 class GraphedPass:
-    """`compute` for the batches of one size. Others, such as the last of an epoch, are computed as
-    usual.
+    """Runs `compute` as a CUDA graph for batches of one shape. Others, such as an epoch's last, run
+    eagerly.
 
-    The first batch of a size is too, because its kernels are chosen then. A graph reads and writes
-    the same memory each time: batches are copied into it, gradients are given to the optimizer
-    again, and results are copied out of it.
+    So does the first batch, which chooses kernels. A graph reads and writes the same memory each
+    time: batches are copied into it, `.grad` is set after each replay, and results are copied out
+    of it.
     """
 
     def __init__(self, compute: Pass, parameters: Iterable[nn.Parameter]):
@@ -36,6 +35,7 @@ class GraphedPass:
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.key: Any = None
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.replays = 0  # for checks
 
     def __call__(
         self, run: Any, images: Tensor, labels: Tensor, scale: float
@@ -50,6 +50,7 @@ class GraphedPass:
         self.images.copy_(images)
         self.labels.copy_(labels)
         self.graph.replay()
+        self.replays += 1
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient
         return recursively_apply(copied, self.results)
@@ -58,7 +59,7 @@ class GraphedPass:
         """Record the pass of a batch. This computes nothing."""
         self.images, self.labels = images.clone(), labels.clone()
         self.graph = torch.cuda.CUDAGraph()
-        # other threads may use the GPU, such as one that page-locks batches
+        # other threads may use the GPU, such as one that pins batches
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.results = self.compute(run, self.images, self.labels, scale)
         self.gradients = [parameter.grad for parameter in self.parameters]
