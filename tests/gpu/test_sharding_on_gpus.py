@@ -2,8 +2,19 @@
 speed beside DDP.
 """
 
+import re
+
 import pytest
-from helpers.gpu_runs import command, largest_difference, losses, pick, run, train, trained
+from helpers.gpu_runs import (
+    command,
+    in_start_table,
+    largest_difference,
+    losses,
+    pick,
+    run,
+    train,
+    trained,
+)
 from helpers.training_runs import records
 
 pytestmark = [pytest.mark.gpu, pytest.mark.limit(150)]
@@ -22,24 +33,18 @@ def nccl(over_nccl) -> None:
     """FSDP on GPUs needs NCCL."""
 
 
-def row_of_sharding(text: str) -> str:
-    (row,) = {line for line in text.splitlines() if line.startswith("sharding")}
-    return row
-
-
 PRECISIONS = [
-    pytest.param("no", 1e-5, marks=pytest.mark.first(2)),
-    pytest.param("bf16", 1e-2, marks=pytest.mark.first(11)),
+    pytest.param("--mixed_precision no --deterministic", 1e-5, marks=pytest.mark.first(2), id="no"),
+    pytest.param("--mixed_precision bf16", 1e-2, marks=pytest.mark.first(11), id="bf16"),
 ]
 
 
 @pytest.mark.parametrize(("precision", "rounding"), PRECISIONS)
 def test_a_sharded_run_has_the_losses_of_ddp(precision, rounding, record_property):
-    flags = f"{VIT} --mixed_precision {precision} --max_steps 10"
-    flags += " --deterministic" * (precision == "no")
+    flags = f"{VIT} {precision} --max_steps 10"
     found = [losses(train(2, name, flags, **env)) for name, env in (("ddp", {}), ("fsdp", FSDP))]
     record_property("largest difference of a loss", f"{largest_difference(*found):.1e}")
-    assert largest_difference(*found) < rounding
+    assert in_start_table("sharding") and largest_difference(*found) < rounding
 
 
 @pytest.mark.first(7)
@@ -48,6 +53,7 @@ def test_a_run_moves_from_fsdp_to_one_gpu_and_back(record_property):
     whole = losses(train(1, "whole", f"{flags} --max_steps 15"))
     for processes, steps in ((2, 5), (1, 10), (2, 15)):
         log = train(processes, "run", f"{flags} --resume auto --max_steps {steps}", **FSDP)
+        assert processes == 1 or in_start_table("sharding")
     record_property("largest difference of a loss", f"{largest_difference(whole, losses(log)):.1e}")
     assert largest_difference(whole, losses(log)) < 1e-4
 
@@ -58,6 +64,7 @@ def test_offloaded_parameters_train_clip_save_and_resume():
     offload = FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}
     for steps in (2, 4):
         log = train(2, "offload", f"{flags} --max_steps {steps}", **offload)
+        assert in_start_table("sharding")
     expected = losses(train(2, "ddp", f"{flags} --max_steps 4"))
     assert largest_difference(losses(log), expected) < 1e-4
 
@@ -74,12 +81,13 @@ WAYS = {
 def test_memory_and_speed_of_a_vision_transformer(way, own_gpus, record_property):
     env, more = WAYS[way]
     flags = pick(f"{LARGE} {more}", f"{VIT} --max_steps 4")
-    ended = run(command(2, "train.py", f"--run_name run {flags}"), **env)
+    run(command(2, "train.py", f"--run_name run {flags}"), **env)
     last = trained(records("run"))[-1]
     record_property("images/s", f"{last['images_per_second']:.0f}")
     record_property("GPU memory", f"{last.get('gpu_memory', 0) / 1e9:.2f} GB")
     if env:
-        record_property("sharding", row_of_sharding(ended.out).removeprefix("sharding").strip())
-        whole, on_each = row_of_sharding(ended.out).split("; on each rank at most ")
-        whole_bytes = float(whole.split("optimizer state ")[1].split()[0])
-        assert float(on_each.split(", ")[2].split()[0]) == pytest.approx(whole_bytes / 2, rel=0.1)
+        row = in_start_table("sharding")
+        record_property("sharding", row)
+        numbers = re.search(r"parameters (\S+) MB, on each rank at most (\S+) MB", row)
+        whole, on_each = map(float, numbers.groups())
+        assert on_each == pytest.approx(whole / 2, rel=0.1)

@@ -9,7 +9,18 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from helpers.gpu_runs import NCCL_CLASSES, ON_CPU, ROOT, begin, finish, losses, pick, train, trained
+from helpers.gpu_runs import (
+    NCCL_CLASSES,
+    ON_CPU,
+    ROOT,
+    begin,
+    finish,
+    in_start_table,
+    losses,
+    pick,
+    train,
+    trained,
+)
 from helpers.training_runs import same_tensors, weights
 
 pytestmark = pytest.mark.gpu
@@ -27,6 +38,16 @@ WAITS = {
     "alternating flips, erasing": "--mixed_precision no --flip alternate --random_erasing 0.5 --cutout 8",
     "augmented by loader processes": "--mixed_precision no --auto_augment trivialaugment",
 }
+
+
+def on_device():
+    """Whether the last command had its images or features on the device, both those for training
+    and those for evaluation.
+    """
+    where = f" on {pick('cuda:0', 'cpu')}"
+    found = {part.endswith(where) for part in in_start_table("images").split("; evaluation: ")}
+    (same,) = found
+    return same
 
 
 def rate_of(records):
@@ -48,7 +69,10 @@ def test_a_run_has_the_same_weights_with_images_on_the_gpu_and_on_the_host():
     flags = f"{MNIST} --flip alternate --random_erasing 0.5 --cutout 8 --model mlp --deterministic"
     flags += f" --mixed_precision no --log_every 1 --max_steps {pick(200, 20)}"
     places = {"yes": "--data_on_device yes", "no": "--data_on_device no", "cpu": "--cpu"}
-    found = {name: losses(train(1, name, f"{flags} {more}")) for name, more in places.items()}
+    found = {}
+    for name, more in places.items():
+        found[name] = losses(train(1, name, f"{flags} {more}"))
+        assert on_device() == (name == "yes")
     assert same_tensors(weights("yes"), weights("no"))
     assert found["yes"][:5] == pytest.approx(found["cpu"][:5], rel=1e-3)  # also the augmentation
 
@@ -66,6 +90,7 @@ def test_small_images_are_hardly_waited_for(data, model, precision, most, record
     flags += f" --mixed_precision {pick(precision, 'no')}"
     for place in ("yes", "no"):
         records = trained(train(1, place, f"{flags} --data_on_device {place}"))[1:]
+        assert on_device() == (place == "yes")
         wait = median(record["data_wait"] for record in records)
         name = "on the device" if place == "yes" else "on the host"
         record_property(f"images/s {name}", rate_of(records))
@@ -84,23 +109,32 @@ def photos(tmp_path_factory):
     return folder
 
 
+# The most that may be waited for them. Sixteen processors decode 2,600 to 5,200 images/s, and an
+# H100 takes up to 3,700 in bf16, more if it is compiled; a loader process alone decodes a tenth.
+ARRIVE = [
+    ("no", 0.05),
+    pytest.param("bf16", 0.5, marks=pytest.mark.first(20)),
+    ("compiled", 0.6),
+]
+
+
 @pytest.mark.photographs
 @pytest.mark.limit(180)
-@pytest.mark.parametrize(
-    "precision", ["no", pytest.param("bf16", marks=pytest.mark.first(20)), "compiled"]
-)
-def test_photographs_arrive_in_time(precision, photos, record_property):
+@pytest.mark.parametrize(("precision", "most"), ARRIVE, ids=["no", "bf16", "compiled"])
+def test_photographs_arrive_in_time(precision, most, photos, record_property):
     flags = f"{SYNTHETIC} --data {photos} --model {pick('resnet50', 'mlp')} --drop_last"
     flags += f" --global_batch_size {pick(256, 8)} --max_steps {pick(60, 8)}"
     flags += f" --log_every {pick(15, 2)} --num_workers {pick(16, 1)}"
     flags += f" --image_size {pick(224, 112)}"
     flags += f" --mixed_precision {pick('no' if precision == 'no' else 'bf16', 'no')}"
-    compiled = f"--dynamo_backend {pick('inductor', 'aot_eager')}" * (precision == "compiled")
+    backend = f"--dynamo_backend {pick('inductor', 'aot_eager')}"
+    compiled = backend if precision == "compiled" else ""
     records = trained(train(1, "run", flags, launcher=compiled))[1:]
     wait = median(record["data_wait"] for record in records)
     record_property("images/s", rate_of(records))
     record_property("data_wait", f"{wait:.1%}")
-    assert wait < pick(0.05, 1) or precision != "no"
+    assert records[-1]["step"] == pick(60, 8) and wait < pick(most, 1)
+    assert in_start_table("images").startswith("decoded for each batch")
 
 
 HEAD = f"{SYNTHETIC} --model resnet18 --freeze backbone --epochs {pick(20, 2)} --report false"
@@ -116,6 +150,8 @@ def test_cached_features_have_the_same_losses_on_the_device_and_on_the_host(reco
         log = train(1, place, f"{HEAD} --data_on_device {place}")
         name = "on the device" if place == "yes" else "on the host"
         found[place] = losses(log)
+        assert "features of each view" in in_start_table("images")
+        assert on_device() == (place == "yes")
         record_property(f"images/s {name}", rate_of(trained(log)[1:]))
         record_property(f"data_wait {name}", f"{trained(log)[-1]['data_wait']:.1%}")
     assert found["yes"] == pytest.approx(found["no"], rel=1e-3)

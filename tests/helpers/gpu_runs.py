@@ -2,6 +2,8 @@
 their own.
 """
 
+import gzip
+import json
 import math
 import os
 import shlex
@@ -9,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -25,22 +28,24 @@ from helpers.waiting import PATIENCE, has_logged, records_so_far, until
 # Run the tests of tests/gpu/ on the CPU, in a small size and without their figures, to find
 # mistakes in them.
 ON_CPU = os.environ.get("LOCKSTEP_GPU_TESTS_ON_CPU") == "1"
-# Two ranks share a GPU, so they take turns. tests/gpu/run.py finds that out.
+# Whether two ranks share a GPU, so that they take turns; tests/gpu/run.py sets it.
 SHARED = os.environ.get("LOCKSTEP_GPU_SHARED") == "1" and not ON_CPU
 # A folder for the table
 REPORT = Path(os.environ.get("LOCKSTEP_GPU_REPORT", ROOT / "build")).absolute()
 LIMIT = 540.0  # seconds of a command; none may take ten minutes
-# the time at which tests/gpu/run.py ends its step, and that at which the check ends
+# deadlines of the step of tests/gpu/run.py and of the check
 _UNTIL = {"step": float(os.environ.get("LOCKSTEP_GPU_UNTIL", "inf")), "check": math.inf}
-# The classes that PyTorch has for NCCL: the second one since 2.15, and not in the dry run.
-NCCL_CLASSES = ["NCCL"] + ["NCCL2"] * (hasattr(dist, "ProcessGroupNCCL2") and not ON_CPU)
+# PyTorch's process groups for NCCL
+NCCL_CLASSES = ["NCCL"]
+if hasattr(dist, "ProcessGroupNCCL2") and not ON_CPU:  # since 2.15
+    NCCL_CLASSES.append("NCCL2")
 _STARTED: list[subprocess.Popen] = []
 _SAME: Any = object()
 
 
 def pick(on_gpu, on_cpu, on_shared_gpu=_SAME):
-    """A value for GPUs, a smaller one for the dry run on CPUs, and one for a GPU that two ranks
-    share.
+    """Return `on_cpu` in a dry run, `on_shared_gpu`, if given, when ranks share a GPU, and otherwise
+    `on_gpu`.
     """
     if ON_CPU:
         return on_cpu
@@ -86,7 +91,7 @@ def gpu_count() -> int:
 
 
 def begin_check(seconds: float) -> None:
-    """The commands of this check are ended after so many seconds."""
+    """Set the deadline of this check, which ends its commands."""
     _UNTIL["check"] = time.time() + seconds
 
 
@@ -142,6 +147,13 @@ def train(
     return records_so_far(Path("runs") / name / "log.jsonl")
 
 
+def in_start_table(row: str, out: str = "out.txt") -> str:
+    """What the table at the start of a command says in a row."""
+    lines = Path(out).read_text().splitlines()
+    (found,) = {line.removeprefix(row).strip() for line in lines if line.startswith(f"{row} ")}
+    return found
+
+
 def trained(log: list[dict]) -> list[dict]:
     """The train records of a log."""
     return [record for record in log if record["kind"] == "train"]
@@ -150,6 +162,12 @@ def trained(log: list[dict]) -> list[dict]:
 def losses(log: list[dict]) -> list[float]:
     """The training losses of a log."""
     return [record["loss"] for record in trained(log)]
+
+
+def traced(name: str) -> Counter[str]:
+    """How often the trace of a run with --profile has each operation."""
+    with gzip.open(f"runs/{name}/trace-rank0.json.gz") as file:
+        return Counter(event.get("name") for event in json.load(file)["traceEvents"])
 
 
 def largest_difference(one: list[float], other: list[float]) -> float:
