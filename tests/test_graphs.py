@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import graph_recorder, graphs
 from helpers.ranks import returned
-from helpers.training_runs import records, same_tensors, weights
+from helpers.training_runs import full, records, same_tensors, weights
 
 import train
 from utils.runs.manifest import OPTIMIZER
@@ -48,7 +48,7 @@ def losses(name):
     return [record["loss"] for record in records(name) if "loss" in record]
 
 
-CASES = [pytest.param(name, marks=[pytest.mark.full] * (name != "mnist_cnn")) for name in NETWORKS]
+CASES = [name if name == "mnist_cnn" else full(name) for name in NETWORKS]
 
 
 @pytest.mark.parametrize("network", CASES)
