@@ -325,10 +325,8 @@ def test_a_preloaded_nccl_has_its_own_version():
         pytest.skip("needs a C compiler")
     Path("stub.c").write_text("int ncclGetVersion(int *code) { *code = 29907; return 0; }\n")
     subprocess.run([compiler, "-shared", "-fPIC", "-o", "stub.so", "stub.c"], check=True)
-    script = "import about; print(about.nccl_version())"
-    ended = start(
-        "python", "-c", script, PYTHONPATH=ROOT / "tests/gpu", LD_PRELOAD=Path("stub.so").absolute()
-    )
+    script = "from utils.launch.devices import nccl_version; print(nccl_version())"
+    ended = start("python", "-c", script, PYTHONPATH=ROOT, LD_PRELOAD=Path("stub.so").absolute())
     assert ended[1] == "(2, 99, 7)\n", ended
 
 

@@ -1,6 +1,5 @@
 """Print the machine and the versions of a table of checks as one JSON line. run.py runs it once."""
 
-import ctypes
 import json
 import os
 import platform
@@ -15,24 +14,10 @@ import common  # noqa: E402
 import torch  # noqa: E402
 
 from utils.checks.processes import code_hash  # noqa: E402
-from utils.launch.devices import nvidia_smi  # noqa: E402
+from utils.launch.devices import nccl_version, nvidia_smi  # noqa: E402
 
 PACKAGES = ["torch", "torchvision", "accelerate"]
 ON_CPU = os.environ.get("LOCKSTEP_GPU_TESTS_ON_CPU") == "1"
-
-
-def nccl_version() -> tuple[int, ...]:
-    """The version of the NCCL library that runs, which may be preloaded: not torch.cuda.nccl's
-    constant.
-    """
-    for library in (None, "libnccl.so.2"):  # None: what this process has loaded
-        code = ctypes.c_int()
-        try:
-            if ctypes.CDLL(library).ncclGetVersion(ctypes.byref(code)) == 0:
-                return code.value // 10_000, code.value // 100 % 100, code.value % 100
-        except (OSError, AttributeError):
-            continue
-    return torch.cuda.nccl.version() if torch.version.cuda else ()
 
 
 def as_json() -> str:

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from about import nccl_version
 from helpers.gpu_runs import ON_CPU, REPORT, begin, end_started, finish, seconds_left
 from helpers.ranks import free_port
 from helpers.training_runs import ROOT
+
+from utils.launch.devices import nccl_version
 
 pytestmark = pytest.mark.gpu
 

@@ -104,18 +104,19 @@ def check_shared_gpus(gpus: Sequence[tuple[str, str]], backend: str) -> None:
     if backend == "nccl":
         version = nccl_version()
         if not is_set("NCCL_MULTI_RANK_GPU_ENABLE") or version < (2, 30):
-            problem += f", which NCCL {version[0]}.{version[1]} does not allow"
-            raise UserError(problem, ONE_EACH)
+            name = ".".join(map(str, version))
+            raise UserError(f"{problem}, which NCCL {name} does not allow", ONE_EACH)
     say(f"{problem}: training is slower than with one process")
 
 
-def nccl_version() -> tuple[int, int]:
-    """The version of NCCL's library, which may be another one than PyTorch was built with."""
-    number = ctypes.c_int()
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
-        return number.value // 10000, number.value // 100 % 100
-    return torch.cuda.nccl.version()[:2]  # it is a part of PyTorch's own library
+def nccl_version() -> tuple[int, ...]:
+    """The version of the NCCL library that runs, which may be preloaded; PyTorch's is a constant."""
+    code = ctypes.c_int()
+    for library in (None, "libnccl.so.2"):  # None: what this process has loaded
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(library).ncclGetVersion(ctypes.byref(code))
+            return code.value // 10_000, code.value // 100 % 100, code.value % 100
+    return torch.cuda.nccl.version()  # it is a part of PyTorch's own library
 
 
 def nvidia_smi(query: str) -> list[str]:
