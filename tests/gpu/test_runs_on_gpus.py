@@ -140,7 +140,7 @@ def test_every_precision_learns_the_same(record_property):
 
 # a model with hidden matrices
 MUON = "--optimizer muon --model mnist_cnn --image_size 12"
-EMA = f"--mixed_precision {pick('fp16', 'no')} --ema_decay 0.9"
+EMA = f"--mixed_precision {pick('fp16', 'no')} --ema_decay 0.999"
 STOPPED = {"one rank": "--mixed_precision no", "two ranks, fp16, Muon, EMA": f"{EMA} {MUON}"}
 if not ON_CPU:
     STOPPED["two ranks"] = "--mixed_precision no"
@@ -159,12 +159,13 @@ def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(
     kind, request, record_property
 ):
     processes, pair = (2, request.getfixturevalue("pair")) if "two" in kind else (1, "")
-    flags = f"{DIGITS} {STOPPED[kind]} --deterministic --max_steps {pick(2000, 600, 400)}"
+    steps = pick(2000, 600, 400)
+    flags = f"{DIGITS} {STOPPED[kind]} --deterministic --max_steps {steps}"
     flags += f" {pair} --save_every 1000 --eval_every 1000"
     log = train(processes, "whole", flags)
     assert losses(log)[-1] < pick(0.5, 0.5, 0.9) * losses(log)[0]
     started = begin(command(processes, "train.py", f"--run_name run {flags}"))
-    await_update(started, 10)
+    await_update(started, steps // 3)  # the average forgets what was long before its end
     stop(started)
     ended = finish(started)
     assert "Stopped after update" in ended.out and ended.code, ended.out
