@@ -270,7 +270,7 @@ def test_each_part_of_a_compiled_run_is_compiled(monkeypatch):
 def test_what_cannot_be_verified_is_one_line():
     train_run(1, "run", *PLAIN, "--max_steps", "2")
     assert all("digest" not in record for record in records("run"))
-    line = "no digests of updates 1 are saved; only --microbatches writes them"
+    line = "only --microbatches writes them; start a new run with --microbatches"
     assert line in refused(replay.main, *VERIFY, "all")
     for empty in ("--verify", "--against"):
         line = refused(replay.main, "--run", "runs/run", empty, "")

@@ -49,11 +49,10 @@ def choose_updates(text: str, known: Collection[int], every: range) -> list[int]
         chosen = random.sample([*known], min(int(number[1]), len(known)))
     absent = join_names(update for update in chosen if update not in known)
     problem = f"no digests of updates {absent} are saved; only --microbatches writes them"
-    require(
-        chosen and not absent,
-        f"--verify {text}: {problem}",
-        "use all, random:20 or numbers such as 40,41",
-    )
+    fix = "use all, random:20 or numbers such as 40,41"
+    if not known:
+        fix = "start a new run with --microbatches"
+    require(chosen and not absent, f"--verify {text}: {problem}", fix)
     return sorted({*chosen})
 
 
