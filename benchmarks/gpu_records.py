@@ -45,7 +45,9 @@ def make_record(raw: Path) -> dict:
     first = calls[0]["about"]
     for call in calls:
         if call["about"]["dry_run"] or not call["about"]["gpus"]:
-            raise SystemExit("gpu_records.py: error: a dry run, or one without a GPU, is no record")
+            raise SystemExit(
+                "gpu_records.py: error: a dry run, or a run without a GPU, is not a record"
+            )
         for what in ("code", "machine"):
             if call["about"][what] != first[what]:
                 raise SystemExit(

@@ -116,8 +116,8 @@ def test_a_folder_that_is_no_record_is_refused(script):
         (Path("raw/today"), {}, "is not DATE-COMMIT"),
         (RAW, {"code": "other"}, "differ in their code"),
         (Path(f"{RAW}-a"), {"machine": "16 x Xeon, driver 1"}, "differ in their machine"),
-        (Path(f"{RAW}-b"), {"dry_run": True}, "no record"),
-        (Path(f"{RAW}-c"), {"gpus": 0}, "no record"),
+        (Path(f"{RAW}-b"), {"dry_run": True}, "is not a record"),
+        (Path(f"{RAW}-c"), {"gpus": 0}, "is not a record"),
     ):
         write_call(folder / "a")
         write_call(folder / "b", ABOUT | changes)

@@ -65,7 +65,7 @@ def test_lists_of_labels_are_named_whatever_separates_them(seed):
     # labels recur, so there are more classes than labels
     recur = join != " ".join and len(parts | {*alone}) < len(names)
     expected = [join(own) for own in lists if recur or {*own} <= {*alone}]
-    if 2 * len(expected) <= len(lists):  # most names with several parts are no lists
+    if 2 * len(expected) <= len(lists):  # then most names with several parts are not lists
         expected = []
     found = str(next(text for line, text in doubts(names).items() if LISTS in line))
     assert bool(found) == bool(expected)

@@ -31,11 +31,12 @@ def as_json() -> str:
         "CUDA": torch.version.cuda,
         "NCCL": ".".join(map(str, nccl)) or None,
     }
+    code = code_hash()
     known = common.machine()
     parts = [common.machine_line(), f"CUDA {versions['CUDA']}", f"NCCL {versions['NCCL']}"]
     parts += [f"driver {driver}" for driver in drivers[:1]]
     # rows of other code, and those of dry runs, are in a table of their own
-    parts += [f"code {code_hash()}"] + ["dry run on CPUs"] * ON_CPU
+    parts += [f"code {code}"] + ["dry run on CPUs"] * ON_CPU
     found = {
         "machine": ", ".join(parts),
         "gpus": known["gpus"],
@@ -43,7 +44,7 @@ def as_json() -> str:
         "processor": f"{known['cores']} x {known['cpu']} ({known['cpu_capability']})",
         "driver": drivers[0] if drivers else None,
         "versions": versions,
-        "code": code_hash(),
+        "code": code,
     }
     return json.dumps(found)
 

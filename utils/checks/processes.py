@@ -26,7 +26,7 @@ from utils.checks.machine import GB
 from utils.config.scripts import DoctorConfig
 from utils.config.settings import TrainConfig
 from utils.files import check_output_folder, expand
-from utils.launch.devices import nvidia_smi
+from utils.launch.devices import nccl_version, nvidia_smi
 from utils.launch.network import address_of
 from utils.memory import free_memory
 from utils.models.sharded import whole
@@ -52,7 +52,7 @@ def facts_of_all(ranks: Ranks) -> list[dict]:
         driver = next(iter(nvidia_smi("--query-gpu=driver_version")), "?")
         versions |= {"CUDA": str(torch.version.cuda), "driver": driver}
         with suppress(AttributeError, ImportError):  # a build without NCCL
-            versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+            versions["NCCL"] = ".".join(map(str, nccl_version()))
     facts = {
         "host": socket.gethostname(),
         "device": str(device),
