@@ -18,9 +18,9 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 
-from utils.checks import processes
-from utils.checks.findings import Finding, any_red, as_json, merge, show
-from utils.checks.machine import check_machine
+from extras.doctor import processes
+from extras.doctor.findings import Finding, any_red, as_json, merge, show
+from extras.doctor.machine import check_machine
 from utils.config.cli import parse_args
 from utils.config.scripts import DoctorConfig
 from utils.errors import AgreedError, is_lost_rank, one_line

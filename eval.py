@@ -15,6 +15,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
+from extras.page.tables import encode, rows_of_split
+from extras.page.writing import run_folder_of, warned, write_report
 from utils.config.cli import parse_args
 from utils.config.scripts import EvalConfig
 from utils.console import printable, progress, say
@@ -28,8 +30,6 @@ from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import Stopping
 from utils.replacing import RESULT, TABLE, check_output
-from utils.report.tables import encode, rows_of_split
-from utils.report.writing import run_folder_of, warned, write_report
 from utils.runs.inference import (
     Inference,
     given_settings,

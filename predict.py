@@ -16,6 +16,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from extras.page.html import gallery
+from extras.page.tables import Row, encode, find_images, make_rows, result_rows
 from utils.config.cli import parse_args
 from utils.config.scripts import PredictConfig
 from utils.config.settings import TrainConfig
@@ -31,8 +33,6 @@ from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import Stopping
 from utils.replacing import HTML, TABLE, check_output
-from utils.report.html import gallery
-from utils.report.tables import Row, encode, find_images, make_rows, result_rows
 from utils.runs.inference import (
     Inference,
     find_saved,

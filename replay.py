@@ -27,6 +27,8 @@ import torch
 from torch import Tensor, nn
 
 import train
+from extras.first_batch import label_lines, picture
+from extras.verify import compare, verify
 from utils.config.bounds import require
 from utils.config.cli import parse_args, read_config
 from utils.config.scripts import ReplayConfig
@@ -41,12 +43,10 @@ from utils.runs.digest import differing
 from utils.runs.inference import given_settings
 from utils.runs.log import check_log, read_log
 from utils.runs.manifest import beginnings, damage_of
-from utils.training.first_batch import label_lines, picture
 from utils.training.loop import synchronise, training_record
 from utils.training.meter import SyncInterval, rounded
 from utils.training.run import Run
 from utils.training.schedule import due_after
-from utils.training.verify import compare, verify
 
 _ROWS = 12  # of the largest gradients
 _LOGITS = 5  # printed for each sample

@@ -19,6 +19,10 @@ from accelerate import Accelerator
 from torch.profiler import profile
 from torch.utils.data import DataLoader
 
+from extras.dry_run import dry_run, trial
+from extras.first_batch import write_first_batch
+from extras.page.writing import report_training
+from extras.seeds import in_turn
 from utils.config.cli import parse_given
 from utils.config.settings import TrainConfig
 from utils.data.datasets import AnyDataset, Batch, keep_on_device
@@ -31,8 +35,6 @@ from utils.ranks.accelerator import make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import EXIT_RESUME, Stopping
-from utils.report.seeds import in_turn
-from utils.report.writing import report_training
 from utils.runs.checkpoint import CheckpointManager
 from utils.runs.loading import make_average
 from utils.runs.trackers import numbers_to_send
@@ -46,9 +48,7 @@ from utils.training.building import (
     make_datasets,
     resolve,
 )
-from utils.training.dry_run import dry_run, trial
 from utils.training.features import features_of
-from utils.training.first_batch import write_first_batch
 from utils.training.gradients import clip_gradients
 from utils.training.loop import (
     evaluation_record,

@@ -20,7 +20,7 @@ from textwrap import fill
 from common import ROOT, markdown, parse_flags
 
 sys.path.insert(0, str(ROOT))
-from utils.checks.processes import code_hash
+from extras.doctor.processes import code_hash
 
 RECORDS = ROOT / "benchmarks/records"
 PAGE = ROOT / "docs/launching.md"

@@ -12,8 +12,8 @@ import numpy as np
 from common import ROOT, parse_flags
 
 sys.path.insert(0, str(ROOT))
-from utils.report.page import PREDICTIONS
-from utils.report.pairs import find_runs
+from extras.compare.pairs import find_runs
+from extras.page.page import PREDICTIONS
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""python -m utils.report A B: the interval, the power and the words of the difference of two runs."""
+"""python -m extras.compare A B: the interval, the power and the words of the difference of two runs."""
 
 import json
 import re
@@ -16,8 +16,8 @@ from statsmodels.stats.anova import anova_lm
 from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.power import TTestPower
 
-from utils.report.__main__ import main
-from utils.report.compare import compare
+from extras.compare.__main__ import main
+from extras.compare.compare import compare
 
 
 def of_right_answers(random, seeds: int, images: int) -> np.ndarray:

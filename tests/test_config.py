@@ -14,9 +14,9 @@ from helpers.training_runs import ROOT, refused, words
 
 import train
 from utils.config.cli import parse_args, read_config
-from utils.config.defaults import resolve_batch
 from utils.config.settings import TrainConfig, to_yaml
 from utils.config.yaml_text import dump_yaml, load_yaml
+from utils.training.defaults import resolve_batch
 
 
 def parse(*flags):

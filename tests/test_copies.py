@@ -11,8 +11,8 @@ from helpers.training_runs import records, words
 from PIL import Image
 
 import train
+from extras.copies import find_copies
 from utils.config.settings import TrainConfig
-from utils.data.copies import find_copies
 from utils.data.selection import load_data
 
 FLAGS = words(

@@ -20,9 +20,9 @@ from helpers.training_runs import codes, launch
 from helpers.waiting import PATIENCE, SOON, has_ended, until
 
 import doctor
-from utils.checks import machine as host_checks
-from utils.checks import processes as health
-from utils.checks.findings import Finding, merge
+from extras.doctor import machine as host_checks
+from extras.doctor import processes as health
+from extras.doctor.findings import Finding, merge
 from utils.config.scripts import DoctorConfig
 from utils.ranks.session import distributed_session
 

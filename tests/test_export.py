@@ -28,11 +28,11 @@ from safetensors.torch import load_file
 from scipy.special import expit, softmax
 
 import export
+from extras.export.card import card, preprocessing
+from extras.export.formats import FORMATS, Code, Loaded
 from utils.config.settings import TrainConfig
 from utils.data.decode import center
 from utils.data.spec import InputSpec
-from utils.export.card import card, preprocessing
-from utils.export.formats import FORMATS, Code, Loaded
 from utils.models.zoo import build_model
 from utils.runs.inference import Inference
 from utils.runs.manifest import find_checkpoint

@@ -39,8 +39,8 @@ import export
 import predict
 import replay
 import train
+from extras.compare.__main__ import main as report
 from utils.config.plugin import check_plugin, load_plugin
-from utils.report.__main__ import main as report
 
 PAGE = (ROOT / "docs/architecture.md").read_text().split("\n## Edits of the loop")[0]
 LAB = "\n\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S))

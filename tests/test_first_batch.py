@@ -13,7 +13,7 @@ from helpers.training_runs import train_run, words
 from PIL import Image
 
 import train
-from utils.training.first_batch import draw, label_lines
+from extras.first_batch import draw, label_lines
 
 FLAGS = words(
     "--data pictures --eval_fraction 0.2 --model mlp --threads 1 --max_steps 1 "

@@ -1,4 +1,4 @@
-"""--fold and --group_by: which samples are evaluated on; python -m utils.folds: what becomes of their
+"""--fold and --group_by: which samples are evaluated on; python -m extras.folds: what becomes of their
 predictions.
 """
 
@@ -17,13 +17,13 @@ from scipy.stats import binomtest
 
 import eval as evaluation
 import train
+from extras.compare.__main__ import main
+from extras.folds import join
 from utils.config.settings import TrainConfig
 from utils.data.folds import group_keys, hold_out
 from utils.data.selection import load_data
 from utils.data.splits import whole_split
-from utils.folds import join
 from utils.replacing import TABLE
-from utils.report.__main__ import main
 
 
 def split_of(labels: np.ndarray):

@@ -30,8 +30,8 @@ from helpers.waiting import newest, until
 from safetensors.torch import load_file, save_file
 
 import replay
+from extras.verify import read_run
 from utils.config.settings import OF_THIS_MACHINE, TrainConfig
-from utils.training.verify import read_run
 
 FLAGS = words("--data digits --model mlp --max_train_samples 96 --max_eval_samples 16 --threads 1")
 FLAGS += words("--global_batch_size 16 --warmup_steps 0 --report false --microbatches 2")

@@ -16,7 +16,7 @@ import eval as evaluation
 import export
 import predict
 import train
-from utils.report import __main__ as report
+from extras.compare import __main__ as report
 
 PAGE = (ROOT / "docs/photos.md").read_text()
 MAINS = {
@@ -44,7 +44,7 @@ def test_the_commands_of_the_page_lead_to_a_model_in_use():
     Path("recipes").symlink_to(ROOT / "recipes")
     for command in COMMANDS:
         words = shlex.split(command)
-        if words[:3] == ["python", "-m", "utils.report"]:
+        if words[:3] == ["python", "-m", "extras.compare"]:
             returned(1, report.main, words[3:])
             continue
         place = next(place for place, word in enumerate(words) if word in MAINS)

@@ -22,12 +22,12 @@ import eval as evaluation
 import export
 import predict
 import replay
+from extras.compare.__main__ import main as report
+from extras.folds import join
 from utils.config.scripts import DoctorConfig, EvalConfig, PredictConfig, ReplayConfig
 from utils.errors import UserError
 from utils.files import write_file
-from utils.folds import join
 from utils.replacing import HTML, RESULT, TABLE, check_output
-from utils.report.__main__ import main as report
 
 FLAGS = words("--model mlp --threads 1 --num_workers 0 --max_steps 2 --global_batch_size 8")
 FLAGS += words("--eval_every 2 --log_every 1")
@@ -49,7 +49,7 @@ RESULTS = [
     {"healthy": True, "findings": []},
     {"updates": [], "checkpoints": {}, "data": "", "settings": "", "versions": {}, "rounding": 1},
 ]
-# A list of labels of utils.folds, as it is, after a spreadsheet with semicolons, and with a column.
+# A list of labels of extras.folds, as it is, after a spreadsheet with semicolons, and with a column.
 REVIEWS = ["path,label,suggestion,was\na,b,,c\n", "\ufeffpath;label;suggestion;was\na;b;;c\n"]
 REVIEWS.append("path,label,suggestion,was,checked by\na,b,,c,me\n")
 ENDINGS = {"table": [".csv", ".json", ".parquet"], "page": [".html"], "result": [".json"]}

@@ -33,13 +33,13 @@ from sklearn.metrics import (
 
 import eval
 import train
+from extras.compare.__main__ import main
+from extras.page.analysis import BINS, MATRIX, analyse, calibration, intervals
+from extras.page.page import line_chart, lines_of, read_run, write_page
+from extras.page.writing import write_report
 from utils.config.settings import TrainConfig, to_yaml
 from utils.data.selection import load_data
 from utils.data.splits import Files, Split
-from utils.report.__main__ import main
-from utils.report.analysis import BINS, MATRIX, analyse, calibration, intervals
-from utils.report.page import line_chart, lines_of, read_run, write_page
-from utils.report.writing import write_report
 from utils.tasks.classification import Classification
 from utils.tasks.multilabel import Binary, MultiLabel
 from utils.tasks.task import Predictions
@@ -471,7 +471,7 @@ def test_the_commands_of_the_page_run():
         made_up(Path("runs") / name)
     for line in block.splitlines():
         command = shlex.split(line, comments=True)
-        assert command[:3] == ["python", "-m", "utils.report"]
+        assert command[:3] == ["python", "-m", "extras.compare"]
         main(command[3:])
     for name in ("runs/NAME/report.html", "compare.html", "share.html"):
         assert Path(name).exists()
@@ -508,7 +508,7 @@ def test_mistakes_in_the_command_are_one_line(command, error, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(words(command))
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"python -m utils.report: error: {error}")
+    assert line.startswith(f"python -m extras.compare: error: {error}")
 
 
 @pytest.mark.browser

@@ -18,7 +18,6 @@ from torchvision.transforms import v2
 import eval
 import train
 from utils.config.cli import parse_args
-from utils.config.defaults import advice, hint_for_few, hint_for_waits
 from utils.config.settings import TrainConfig, to_yaml
 from utils.data.decode import center
 from utils.data.selection import load_data
@@ -26,6 +25,7 @@ from utils.data.spec import InputSpec
 from utils.models.zoo import build_model, input_spec
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import read_checkpoint
+from utils.training.defaults import advice, hint_for_few, hint_for_waits
 
 FLAGS = words(
     "--data pictures --eval_fraction 0.5 --model resnet18 --stem standard --threads 1 "

@@ -18,7 +18,7 @@ TABLE = (
 HTML = ".html", "Lockstep"
 # of eval.py, doctor.py and replay.py
 RESULT = ".json", "kind .*data split classes .*|healthy findings|updates checkpoints .*"
-_REVIEW = "path.label.suggestion.was.*"  # of utils.folds; people correct it, with any separator
+_REVIEW = "path.label.suggestion.was.*"  # of extras.folds; people correct it, with any separator
 
 
 def check_output(flags: Any, name: str, kind: tuple[str, str], **more: Any) -> None:

@@ -13,7 +13,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import common  # noqa: E402
 import torch  # noqa: E402
 
-from utils.checks.processes import code_hash  # noqa: E402
+from extras.doctor.processes import code_hash  # noqa: E402
 from utils.launch.devices import nccl_version, nvidia_smi  # noqa: E402
 
 PACKAGES = ["torch", "torchvision", "accelerate"]

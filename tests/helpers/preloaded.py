@@ -20,10 +20,10 @@ import eval  # noqa: F401
 import predict  # noqa: F401
 import train
 import utils.tasks.metrics  # noqa: F401
+from extras.page.html import template
 from utils.config import cli
 from utils.config.scripts import DoctorConfig, EvalConfig, PredictConfig
 from utils.config.settings import TrainConfig
-from utils.report.html import template
 
 torch.set_num_threads(1)
 Image.init()

@@ -17,10 +17,10 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 import train
+from extras.page.html import template
 from helpers.ranks import Outcome, returned, run_ranks
 from helpers.waiting import PATIENCE, records_so_far, until
 from utils.models.weight_average import WeightAverage
-from utils.report.html import template
 from utils.runs.loading import extend_save_state
 from utils.runs.manifest import NEEDED, OPTIMIZER, checkpoint_of, write_manifest
 from utils.runs.writing import complete_files, new_partial, partial_of, publish

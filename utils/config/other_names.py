@@ -73,7 +73,7 @@ ADVICE = {
     "layers, position embeddings and class tokens have no weight decay",
     "remode recount": "each erased image gets one box of the mean colour; --random_erasing is its probability",
     "mixup_switch_prob": "with --mixup and --cutmix, each pair gets one of the two with equal chances",
-    "kfold k_fold folds cv": "train once for each fold: --fold 1/5 to --fold 5/5; python -m utils.folds joins them",
+    "kfold k_fold folds cv": "train once for each fold: --fold 1/5 to --fold 5/5; python -m extras.folds joins them",
     "exist_ok overwrite_output_dir": "use another --run_name, or --resume auto to continue the run",
     "bce_loss": "use --loss binary_cross_entropy",
     "torchcompile compile torch_compile": "set dynamo_config in the accelerate config, see docs/launching.md",

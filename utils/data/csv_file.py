@@ -40,7 +40,7 @@ def open_csv(path: str, config: TrainConfig) -> Source:
             raise _error(file, row, f"the {name} is {cell!r}", fix)
     _find_files(file, rows)
     notes = []
-    # review.csv of utils.folds has the column was, the labels before they were reviewed.
+    # review.csv of extras.folds has the column was, the labels before they were reviewed.
     changed = rows["path"][rows["label"] != rows.get("was", rows["label"])]
     if changed.size:
         notes.append(f"{file}: {changed.size} labels were changed: {join_names(changed)}")

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from utils.config.bounds import require
-from utils.config.defaults import resolve_batch
 from utils.config.settings import CHOSEN, FIXED, OF_THIS_MACHINE, TrainConfig
 from utils.data.decoders import DECODERS
 from utils.data.order import Plan
@@ -23,6 +22,7 @@ from utils.launch.command import elastic_nodes, precision_is_chosen
 from utils.launch.environment import compiler, local_rank_and_size
 from utils.runs.metadata import Checkpoint
 from utils.runs.state import TrainState
+from utils.training.defaults import resolve_batch
 
 _VARIABLES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_WORKER_IDENTICAL=1"
 

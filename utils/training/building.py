@@ -11,7 +11,6 @@ from accelerate import Accelerator
 from torch import nn
 
 from utils.config.bounds import require
-from utils.config.defaults import choose_images, choose_sizes, resolve_batch
 from utils.config.recipe import BACKBONE
 from utils.config.settings import OF_INPUT, TrainConfig
 from utils.console import join_names, progress
@@ -52,6 +51,7 @@ from utils.runs.trackers import TRACKERS
 from utils.tasks.classification import LOSSES
 from utils.tasks.table import TASKS, make_task
 from utils.tasks.task import Task
+from utils.training.defaults import choose_images, choose_sizes, resolve_batch
 from utils.training.optim import OPTIMIZERS
 from utils.training.schedule import SCHEDULES, total_updates
 

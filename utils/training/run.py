@@ -12,13 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from utils.config.defaults import advice, hint_for_few, hint_for_waits, list_changes
+from extras.copies import describe_copies, find_copies
 from utils.config.recipe import AugmentationSettings, LossSettings, OptimizerSettings
 from utils.config.settings import TrainConfig
 from utils.console import printable, say, table
 from utils.data.batches import DeviceLoader
 from utils.data.cache import suggest_shrink
-from utils.data.copies import describe_copies, find_copies
 from utils.data.datasets import Features, describe_place
 from utils.data.sources import has_columns
 from utils.files import size_of, write_file
@@ -36,6 +35,7 @@ from utils.runs.log import RunLog
 from utils.runs.metadata import config_to_save, versions
 from utils.runs.trackers import RunTrackers
 from utils.training.building import Setup
+from utils.training.defaults import advice, hint_for_few, hint_for_waits, list_changes
 from utils.training.evaluation import Evaluator
 from utils.training.gradients import make_gradients
 from utils.training.meter import Meter

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from extras.export.formats import Code, Loaded, Probabilities
 from utils.console import join_names, printable
 from utils.data.spec import InputSpec
-from utils.export.formats import Code, Loaded, Probabilities
 from utils.tasks.task import score_rows
 from utils.version import VERSION
 

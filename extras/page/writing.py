@@ -11,14 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.console import say
-from utils.data.folds import group_keys
-from utils.data.splits import Split, fingerprint_of
-from utils.errors import one_line
-from utils.files import whole_file, write_file
-from utils.report.analysis import analyse
-from utils.report.html import thumbnail
-from utils.report.page import (
+from extras.page.analysis import analyse
+from extras.page.html import thumbnail
+from extras.page.page import (
     ANALYSIS,
     PAGE,
     PREDICTIONS,
@@ -27,7 +22,12 @@ from utils.report.page import (
     without_places,
     write_page,
 )
-from utils.report.tables import encode, rows_of_split
+from extras.page.tables import encode, rows_of_split
+from utils.console import say
+from utils.data.folds import group_keys
+from utils.data.splits import Split, fingerprint_of
+from utils.errors import one_line
+from utils.files import whole_file, write_file
 from utils.runs.log import finite
 from utils.tasks.task import Predictions, Task
 from utils.training.run import Run

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from utils.checks.findings import Finding
-from utils.checks.machine import GB
+from extras.doctor.findings import Finding
+from extras.doctor.machine import GB
 from utils.config.scripts import DoctorConfig
 from utils.config.settings import TrainConfig
 from utils.files import check_output_folder, expand

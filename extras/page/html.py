@@ -14,10 +14,10 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from PIL import Image
 
+from extras.page.tables import Row
 from utils.data.decode import decode
 from utils.data.spec import SMALL
 from utils.data.splits import Split
-from utils.report.tables import Row
 
 _SIDE = 192  # pixels of a thumbnail's longer side
 _SHEET = 1100  # pixels of the longer side of first_batch.png in the page

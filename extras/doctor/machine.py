@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from utils.checks.findings import Finding
+from extras.doctor.findings import Finding
 from utils.config.scripts import DoctorConfig
 from utils.config.settings import TrainConfig
 from utils.files import check_output_folder, expand

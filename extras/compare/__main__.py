@@ -1,4 +1,4 @@
-"""Write the page of one or several runs: python -m utils.report RUN [RUN ...] [--out FILE]
+"""Write the page of one or several runs: python -m extras.compare RUN [RUN ...] [--out FILE]
 [--no_images] [--plugin FILE]
 """
 
@@ -8,14 +8,14 @@ from utils.output import guard_output  # the first import: see its docstring
 import argparse
 from collections.abc import Sequence
 
+from extras.compare.pairs import find_runs, write_groups
+from extras.page.page import PAGE
 from utils.config.bounds import require
 from utils.config.plugin import load_plugin
 from utils.errors import USER_ERRORS, UserError
 from utils.files import expand
 from utils.launch.exits import exit_with_error
 from utils.replacing import HTML, check_output
-from utils.report.page import PAGE
-from utils.report.pairs import find_runs, write_groups
 from utils.runs.log import check_log
 
 

@@ -8,12 +8,12 @@ import numpy as np
 import pandas
 from scipy.stats import binomtest
 
+from extras.compare.compare import compare
+from extras.page.analysis import resample
+from extras.page.html import number
+from extras.page.page import PREDICTIONS, write_page
 from utils.config.cli import read_config
 from utils.console import progress
-from utils.report.analysis import resample
-from utils.report.compare import compare
-from utils.report.html import number
-from utils.report.page import PREDICTIONS, write_page
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
 

@@ -1,22 +1,22 @@
-"""Join the runs of all folds of a split: python -m utils.folds RUN [RUN ...] --out FILE.csv
+"""Join the runs of all folds of a split: python -m extras.folds RUN [RUN ...] --out FILE.csv
 [--no_images] [--plugin FILE]
 
 For each image, FILE.csv has the prediction of the run that did not train on it.
 """
 
-from utils.report.__main__ import main  # the first import, because it guards the output
+from extras.compare.__main__ import main  # the first import, because it guards the output
 
 # isort: split
 from pathlib import Path
 from typing import Any
 
+from extras.page.analysis import ERRORS, interval_of_share
+from extras.page.html import gallery
+from extras.page.tables import Row, encode, find_images
+from extras.page.writing import FOLD
 from utils.config.bounds import require
 from utils.files import read_json, write_file
 from utils.replacing import TABLE
-from utils.report.analysis import ERRORS, interval_of_share
-from utils.report.html import gallery
-from utils.report.tables import Row, encode, find_images
-from utils.report.writing import FOLD
 from utils.runs.log import read_log
 
 
