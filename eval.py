@@ -15,8 +15,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
-from extras.page.tables import encode, rows_of_split
-from extras.page.writing import run_folder_of, warned, write_report
+from utils.config.bounds import require
 from utils.config.cli import parse_args
 from utils.config.scripts import EvalConfig
 from utils.console import printable, progress, say
@@ -44,6 +43,11 @@ from utils.tasks.table import make_task
 from utils.tasks.task import Predictions, Task
 from utils.training.evaluation import Evaluator, check_outputs, make_eval_loader, model_rate
 
+try:
+    import extras  # what looks at a run
+except ModuleNotFoundError:  # somebody has deleted it
+    extras = None  # type: ignore[assignment]
+
 
 def main(argv: Sequence[str] | None = None) -> dict:
     """Evaluate with these arguments and return the metrics."""
@@ -51,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> dict:
     flags = parse_args(EvalConfig, "eval.py", argv)
     with distributed_session("eval.py", flags) as ranks, Stopping(ranks) as stopping:
         # Errors that one process can detect alone are reported before the processes connect.
+        if extras is None:
+            say("the folder extras/ is missing: no page")
+            require(not flags.predictions, "--predictions needs the folder extras/", "restore it")
         if flags.ckpt:
             find_checkpoint(expand(flags.ckpt))
         ranks.join()
@@ -154,19 +161,16 @@ def write_files(
     split: Split,
 ) -> None:
     """Write the page, and the files of --json and --predictions, and print the paths of these."""
-    if found.config.report and predictions:
-        if folder := run_folder_of(found.path):
-            with warned():
-                write_report(folder, task, split, predictions, record)
-        elif flags.report:
+    if extras and found.config.report and predictions:
+        written = extras.report_evaluation(found.path, task, split, predictions, record)
+        if flags.report and not written:
             say(f"--report has no effect: {found.path} is not in a run folder")
     if flags.json:
         write_file(expand(flags.json), json.dumps(record, indent=1) + "\n")
         print(f"written: {flags.json}")
     if flags.predictions:
         assert predictions is not None
-        path = expand(flags.predictions)
-        write_file(path, encode(rows_of_split(task, split, predictions), path))
+        extras.write_predictions(expand(flags.predictions), task, split, predictions)
         print(f"written: {flags.predictions}")
 
 

@@ -12,23 +12,21 @@ from utils.output import exit_with, guard_output  # the first import: see its do
 # isort: split
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 
 from accelerate import Accelerator
 from torch.profiler import profile
 from torch.utils.data import DataLoader
 
-from extras.dry_run import dry_run, trial
-from extras.first_batch import write_first_batch
-from extras.page.writing import report_training
-from extras.seeds import in_turn
+from utils.config.bounds import require
 from utils.config.cli import parse_given
 from utils.config.settings import TrainConfig
+from utils.console import say
 from utils.data.datasets import AnyDataset, Batch, keep_on_device
 from utils.data.order import UpdateSampler, evaluation_blocks
 from utils.data.workers import make_loaders
-from utils.launch.command import resume_command, typed_command
+from utils.launch.command import typed_command
 from utils.memory import gc_frozen
 from utils.models.zoo import build_model
 from utils.ranks.accelerator import make_accelerator
@@ -63,6 +61,11 @@ from utils.training.run import Run, log_end, log_start
 from utils.training.schedule import due_after, learning_rate
 from utils.training.sharding import get_ready_to_shard
 
+try:
+    import extras  # what looks at a run
+except ModuleNotFoundError:  # somebody has deleted it
+    extras = None  # type: ignore[assignment]
+
 
 def main(argv: Sequence[str] | None = None) -> dict | None:
     """Train and return the last evaluation. Exits with code 75 if a run was stopped early."""
@@ -72,25 +75,29 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     if config.seeds:
         given.add("seed")
     with distributed_session("train.py", config) as ranks, Stopping(ranks) as stopping:
+        if extras is None:
+            say("the folder extras/ is missing: no page, no first_batch.png, no search for copies")
+            works = not (config.seeds or config.dry_run)
+            require(works, "--seeds and --dry_run need the folder extras/", "restore it")
         for each in config.runs:
             check_settings(each, ranks)  # these errors are reported before the processes connect
         ranks.join()
-        for each in in_turn(config, ranks, stopping):  # with --seeds there are several
-            run = build(trial(each), ranks, stopping, given)
-            continuing = resume_command(
-                command, config.output_dir, config.run_name or run.folder.name
-            )
+        runs: Iterable[TrainConfig] = [config]
+        if config.seeds or config.dry_run:
+            runs = extras.in_turn(config, ranks, stopping)
+        for each in runs:
+            run = build(each, ranks, stopping, given)
             if not (config.seeds and run.is_complete):  # a finished one is left alone
-                log_start(run, continuing)
+                log_start(run, command, *(extras.find_copies(run) if extras else ([], [])))
             if config.dry_run:
-                dry_run(run, train_update)
+                extras.dry_run(run, train_update)
                 return None
             stopping.defer_signals()
             with gc_frozen(), make_profiler(run) as profiler:
                 result = train(run, profiler)
-            if result is None:  # the run was complete; a page may be missing
-                report_training(run)
-            stopped = log_end(run, result, continuing)
+            if extras and result is None:  # the run was complete; a page may be missing
+                extras.report(run)
+            stopped = log_end(run, result, command)
             if stopped:
                 break
             del run, profiler  # nothing of it is in memory beside the next one
@@ -194,8 +201,8 @@ def batches_of_update(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
         batch = next(batches)
         run.meter.totals["wait"] += time.perf_counter() - start
         assert batch.update == state.step, f"a batch of update {batch.update}, not {state.step}"
-        if state.step == step == 0:
-            write_first_batch(run, batch)
+        if extras and state.step == step == 0:
+            extras.write_first_batch(run, batch)
         ranks.enter_collective(f"update {state.step + 1}, computing and adding up gradients")
         if batch.number >= 0:  # otherwise another rank has one microbatch more
             yield batch
@@ -244,7 +251,8 @@ def evaluate(run: Run) -> dict | None:
         result = {"weights": weights, **metrics} if average else metrics
         log(run, "eval", evaluation_record(run, result))
     state.add_evaluation(result, run.task.metric, run.task.higher_is_better)
-    report_training(run, result)
+    if extras:
+        extras.report(run, result)
     return result
 
 

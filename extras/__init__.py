@@ -1,0 +1,77 @@
+"""What looks at a run, a machine or a file. A run has the same bits without it.
+
+The functions below are what train.py and eval.py use. Each loads its module when it is called. If
+this folder is deleted, both scripts work without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # loading them would take seconds, and other modules of extras do not need them
+    from utils.config.settings import TrainConfig
+    from utils.data.datasets import Batch
+    from utils.data.splits import Split
+    from utils.ranks.ranks import Ranks
+    from utils.ranks.stopping import Stopping
+    from utils.tasks.task import Predictions, Task
+    from utils.training.run import Run
+
+
+def in_turn(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Iterator[TrainConfig]:
+    """The settings of each run of a launch with --seeds, or of a dry run; collective."""
+    from extras.seeds import in_turn
+
+    return in_turn(config, ranks, stopping)
+
+
+def find_copies(run: Run) -> tuple[Sequence, Sequence[str]]:
+    """The images that are in the data of a run twice, and a line about them; collective."""
+    from extras.copies import copies_of
+
+    return copies_of(run)
+
+
+def write_first_batch(run: Run, batch: Batch) -> None:
+    """Write first_batch.png, a picture of the images as the model receives them."""
+    from extras.first_batch import write_first_batch
+
+    write_first_batch(run, batch)
+
+
+def dry_run(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> None:
+    """Compute one update and one evaluation batch, and leave nothing behind; collective."""
+    from extras.dry_run import dry_run
+
+    dry_run(run, update)
+
+
+def report(run: Run, result: Mapping | None = None) -> None:
+    """Write report.html if the run is complete; collective."""
+    if run.config.report:
+        from extras.page.writing import report_training
+
+        report_training(run, result)
+
+
+def report_evaluation(
+    checkpoint: Path, task: Task, split: Split, found: Predictions, record: Mapping
+) -> bool:
+    """Write report.html of an evaluation. Returns False if the checkpoint is not in a run folder."""
+    from extras.page.writing import run_folder_of, warned, write_report
+
+    folder = run_folder_of(checkpoint)
+    if folder:
+        with warned():
+            write_report(folder, task, split, found, record)
+    return folder is not None
+
+
+def write_predictions(path: Path, task: Task, split: Split, found: Predictions) -> None:
+    """Write a table with the prediction of each sample; CSV or JSON, as the name of the file says."""
+    from extras.page.tables import encode, rows_of_split
+    from utils.files import write_file
+
+    write_file(path, encode(rows_of_split(task, split, found), path))

@@ -7,6 +7,7 @@ import numpy as np
 
 from utils.console import join_names, progress
 from utils.data.splits import Data, Split, fingerprint_of
+from utils.training.run import Run
 
 # The least correlation of two thumbnails of the same picture. The lowest of 160 re-encoded and
 # resized photographs has 0.9975, and the highest of 153 x 244 pairs of different ones 0.79. All 12
@@ -23,6 +24,16 @@ class Copy(NamedTuple):
     path: str
     sign: str
     other: str
+
+
+def copies_of(run: Run) -> tuple[list[Copy], list[str]]:
+    """The copies among the images of a run, and a line about them, on the main process; collective."""
+    copies: list[Copy] = []
+    with run.ranks.agree("looking for copies", no_timeout=True):
+        if run.ranks.is_main:
+            batches = run.train_batches, run.evaluator.batches
+            copies = find_copies(run.data, *(each.dataset.thumbnails for each in batches))
+    return copies, describe_copies(copies)
 
 
 def find_copies(data: Data, train_thumbnails: Any, eval_thumbnails: Any) -> list[Copy]:

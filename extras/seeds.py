@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from extras.dry_run import trial
 from extras.page.page import read_run
 from utils.config.settings import TrainConfig
 from utils.console import say, table
@@ -14,14 +15,14 @@ from utils.ranks.stopping import Stopping
 
 
 def in_turn(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Iterator[TrainConfig]:
-    """The settings of each run of a launch. If there are several, frees the memory of each, and
-    prints their results at the end; collective.
+    """The settings of each run of a launch, or of its dry run. If there are several, frees the memory
+    of each, and prints their results at the end; collective.
     """
     for number, each in enumerate(config.runs):
         if number:
             stopping.begin_run()
             leave_run()
-        yield each
+        yield trial(each)
     if config.seeds:
         ranks.from_main(lambda: say(results(config)))
 

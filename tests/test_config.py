@@ -16,7 +16,7 @@ import train
 from utils.config.cli import parse_args, read_config
 from utils.config.settings import TrainConfig, to_yaml
 from utils.config.yaml_text import dump_yaml, load_yaml
-from utils.training.defaults import resolve_batch
+from utils.runs.batch_sizes import resolve_batch
 
 
 def parse(*flags):

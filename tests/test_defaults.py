@@ -21,7 +21,8 @@ from utils.config.settings import CHOSEN, TrainConfig
 from utils.data.order import Plan
 from utils.data.spec import InputSpec
 from utils.models.zoo import OWN_MODELS
-from utils.training.defaults import choose_images, choose_sizes, resolve_batch
+from utils.runs.batch_sizes import resolve_batch
+from utils.training.defaults import choose_images, choose_sizes
 from utils.training.schedule import total_updates
 from utils.training.summary import differences
 

@@ -20,9 +20,9 @@ from utils.data.splits import Data
 from utils.errors import UserError, shorten
 from utils.launch.command import elastic_nodes, precision_is_chosen
 from utils.launch.environment import compiler, local_rank_and_size
+from utils.runs.batch_sizes import resolve_batch
 from utils.runs.metadata import Checkpoint
 from utils.runs.state import TrainState
-from utils.training.defaults import resolve_batch
 
 _VARIABLES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_WORKER_IDENTICAL=1"
 

@@ -33,6 +33,7 @@ from utils.models.zoo import OWN_MODELS, check_model, input_spec
 from utils.ranks.accelerator import check_precision, check_sharding, compile_model
 from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.ranks import Ranks
+from utils.runs.batch_sizes import resolve_batch
 from utils.runs.checkpoint import check_run_folder
 from utils.runs.loading import load_weights
 from utils.runs.manifest import MODEL
@@ -51,7 +52,7 @@ from utils.runs.trackers import TRACKERS
 from utils.tasks.classification import LOSSES
 from utils.tasks.table import TASKS, make_task
 from utils.tasks.task import Task
-from utils.training.defaults import choose_images, choose_sizes, resolve_batch
+from utils.training.defaults import choose_images, choose_sizes
 from utils.training.optim import OPTIMIZERS
 from utils.training.schedule import SCHEDULES, total_updates
 

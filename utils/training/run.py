@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from extras.copies import describe_copies, find_copies
 from utils.config.recipe import AugmentationSettings, LossSettings, OptimizerSettings
 from utils.config.settings import TrainConfig
 from utils.console import printable, say, table
@@ -21,7 +20,7 @@ from utils.data.cache import suggest_shrink
 from utils.data.datasets import Features, describe_place
 from utils.data.sources import has_columns
 from utils.files import size_of, write_file
-from utils.launch.command import script_command
+from utils.launch.command import resume_command, script_command
 from utils.launch.environment import compiler
 from utils.launch.exits import inform_launcher
 from utils.launch.status import begin_status, end_status, update_status
@@ -92,6 +91,11 @@ class Run:
         self.gradients.searches = search_pays(self.updates - state.step)
         self.meter = Meter(task, device, state.since_log, ranks.is_main, self.optimizer)
 
+    def resume_command(self, command: Sequence[str]) -> str:
+        """The command that continues the run, from the one that the user has typed."""
+        name = self.config.run_name or self.folder.name
+        return resume_command(command, self.config.output_dir, name)
+
     @property
     def is_complete(self) -> bool:
         """Whether neither updates nor an evaluation remain to be done."""
@@ -114,19 +118,16 @@ class Run:
         return "early_stopping" if state.evaluations_since_best >= patience else ""
 
 
-def log_start(run: Run, continuing: str) -> None:
+def log_start(run: Run, command: Sequence[str], copies: Sequence, lines: Sequence[str]) -> None:
     """Print what runs where, start the trackers, and write the settings; collective.
 
-    `continuing` is the command that continues the run.
+    `command` is what the user has typed. `copies` are images that are in the data
+    twice, for the log, and `lines` are printed about them.
     """
     config = run.config
     ranks = run.ranks
     data = run.data
     source = run.setup.source
-    images = run.train_batches.dataset
-    small = images.thumbnails, run.evaluator.batches.dataset.thumbnails
-    with ranks.agree("looking for copies", no_timeout=True):
-        copies = find_copies(data, *small) if ranks.is_main else []
     numbers = run.plan.sizes(run.accelerator.num_processes) | {
         "threads": ranks.threads,
         "precision": run.accelerator.mixed_precision,
@@ -141,11 +142,11 @@ def log_start(run: Run, continuing: str) -> None:
     numbers = {name: value for name, value in numbers.items() if value is not None}
     ranks.from_main(lambda: run.trackers.start(numbers))
     if ranks.is_main:
-        begin_status(run.folder, continuing)
+        begin_status(run.folder, run.resume_command(command))
     # not to the trackers, because of the paths
     run.log.write("start", step=run.state.step, **numbers, copies=copies[:24], time=time.time())
     rows = start_rows(run)
-    lines = start_lines(run, copies)
+    lines = [*warn_about_data(data), *lines, *advice_lines(run)]
     title = "Lockstep  dry run" if config.dry_run else f"Lockstep  {run.folder}"
     say("\n".join([*run.setup.changed, table(title, rows), *lines]))
     with ranks.agree():
@@ -157,13 +158,12 @@ def log_start(run: Run, continuing: str) -> None:
                 write_file(run.folder / "init_from.txt", f"{source.name}\n{source.match.text()}")
 
 
-def start_lines(run: Run, copies: list) -> list[str]:
-    """Warnings and advice below the table at the start."""
+def advice_lines(run: Run) -> list[str]:
+    """Advice below the table at the start."""
     config = run.config
     data = run.data
     images = run.train_batches.dataset
-    lines = warn_about_data(data) + describe_copies(copies)
-    lines += advice(
+    lines = advice(
         config,
         small=(run.spec.small, run.spec.for_evaluation().small),
         by_loader=images.in_loader,
@@ -228,11 +228,11 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
     return [(name, text) for name, text in rows if text]
 
 
-def log_end(run: Run, result: dict | None, continuing: str) -> bool:
+def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
     """Print the result and the next command; returns whether updates or an evaluation remain to be
     done.
 
-    `continuing` is the command that continues the run.
+    `command` is what the user has typed.
     """
     state = run.state
     config = run.config
@@ -255,7 +255,7 @@ def log_end(run: Run, result: dict | None, continuing: str) -> bool:
     else:
         reason = run.stopping.request or "another rank was asked to stop"
         title = f"Stopped after update {state.step} of {run.updates} ({reason})"
-        following = f"resume with: {continuing}"
+        following = f"resume with: {run.resume_command(command)}"
         if run.ranks.topology.local_rank == 0:  # each machine has its own launcher
             inform_launcher(f"{title}\n{following}")
     say(f"{table(title, result_rows(run, result, done))}\n{following}")

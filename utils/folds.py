@@ -1,0 +1,3 @@
+"""Moved: python -m extras.folds."""
+
+raise SystemExit("python -m utils.folds is now: python -m extras.folds")

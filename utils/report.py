@@ -1,0 +1,3 @@
+"""Moved: python -m extras.compare."""
+
+raise SystemExit("python -m utils.report is now: python -m extras.compare")
