@@ -48,7 +48,7 @@ def test_functions_are_where_the_page_says():
 
 def used_of_accelerate() -> set[str]:
     """The methods and properties of an accelerator that the code uses, and its class."""
-    files = [*ROOT.glob("*.py"), *(ROOT / "utils").rglob("*.py")]
+    files = [*ROOT.glob("*.py"), *ROOT.glob("utils/**/*.py"), *ROOT.glob("extras/**/*.py")]
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
     owned = [node for node in nodes if isinstance(node, ast.Attribute)]
     used = {node.attr for node in owned if ast.unparse(node.value).endswith("accelerator")}

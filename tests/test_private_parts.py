@@ -138,5 +138,5 @@ def private_names(file: Path) -> set[str]:
 
 
 def test_every_use_of_a_private_part_has_a_case():
-    files = [*ROOT.glob("*.py"), *ROOT.glob("utils/**/*.py")]
+    files = [*ROOT.glob("*.py"), *ROOT.glob("utils/**/*.py"), *ROOT.glob("extras/**/*.py")]
     assert set().union(*map(private_names, files)) == set(" ".join(CASES.values()).split())

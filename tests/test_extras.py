@@ -1,0 +1,73 @@
+"""What is in extras/ only looks at a run: a run without it has the same bits, and says what is missing."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.training_runs import MLP, ROOT, same_tensors, weights
+
+FLAGS = [*MLP, "--report", "true", "--max_steps", "3", "--run_name"]
+MISSING = "the folder extras/ is missing"
+
+
+@pytest.fixture
+def bare():
+    """The scripts and utils/ alone."""
+    shutil.copytree(ROOT / "utils", "bare/utils", ignore=shutil.ignore_patterns("__pycache__"))
+    for script in ("train.py", "eval.py"):
+        shutil.copy(ROOT / script, "bare")
+    return Path("bare").absolute()
+
+
+def run(script: Path, *words: str) -> tuple[int, str]:
+    command = [sys.executable, str(script), *words]
+    env = os.environ | {"PYTHONPATH": str(script.parent)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_without_the_folder_a_run_has_the_same_bits_and_one_line_says_what_is_missing(bare):
+    for script, name in ((ROOT / "train.py", "whole"), (bare / "train.py", "bare")):
+        code, said = run(script, *FLAGS, name)
+        assert code == 0 and said.count(MISSING) == (name == "bare"), said
+    assert same_tensors(weights("whole"), weights("bare"))
+    whole, without = (Path(f"runs/{name}") for name in ("whole", "bare"))
+    only = {path.name for path in whole.iterdir()} - {path.name for path in without.iterdir()}
+    assert only >= {"report.html", "first_batch.png"}
+    code, said = run(bare / "eval.py", "--ckpt", "runs/bare", "--json", "found.json")
+    assert code == 0 and said.count(MISSING) == 1 and Path("found.json").exists(), said
+
+
+def test_what_needs_the_folder_is_refused_before_anything_is_computed(bare):
+    for flags in (["--dry_run"], ["--seeds", "2"]):
+        code, said = run(bare / "train.py", *FLAGS, "one", *flags)
+        assert code == 2 and "need the folder extras/; restore it" in said, said
+    assert not Path("runs").exists()
+
+
+def test_the_old_commands_name_the_new_ones():
+    for old, new in (("utils.report", "extras.compare"), ("utils.folds", "extras.folds")):
+        command = [sys.executable, "-m", old, "runs/x"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 1 and not done.stdout
+        assert done.stderr == f"python -m {old} is now: python -m {new}\n"
+
+
+LOADED = """
+import sys, train
+train.main(sys.argv[1:])
+print("loaded:", *(name for name in sys.modules if name.startswith("extras.")))
+"""
+
+
+def test_a_run_without_a_page_does_not_load_what_writes_pages():
+    Path("script.py").write_text(LOADED)
+    words = [*FLAGS, "plain", "--report", "false"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "script.py", *words]
+    said = subprocess.run(command, env=env, capture_output=True, text=True).stdout
+    loaded = said.split("loaded:")[1].split()
+    assert sorted(loaded) == ["extras.copies", "extras.first_batch"]
