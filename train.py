@@ -12,7 +12,7 @@ from utils.output import exit_with, guard_output  # the first import: see its do
 # isort: split
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 
 from accelerate import Accelerator
@@ -46,7 +46,6 @@ from utils.training.building import (
     make_datasets,
     resolve,
 )
-from utils.training.features import features_of
 from utils.training.gradients import clip_gradients
 from utils.training.loop import (
     evaluation_record,
@@ -59,7 +58,6 @@ from utils.training.meter import SyncInterval
 from utils.training.optim import build_optimizer, init_optimizer, set_learning_rate
 from utils.training.run import Run, log_end, log_start
 from utils.training.schedule import due_after, learning_rate
-from utils.training.sharding import get_ready_to_shard
 
 try:
     import extras  # what looks at a run
@@ -75,17 +73,14 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     if config.seeds:
         given.add("seed")
     with distributed_session("train.py", config) as ranks, Stopping(ranks) as stopping:
+        is_plain = not (config.seeds or config.dry_run)
         if extras is None:
             say("the folder extras/ is missing: no page, no first_batch.png, no search for copies")
-            works = not (config.seeds or config.dry_run)
-            require(works, "--seeds and --dry_run need the folder extras/", "restore it")
+            require(is_plain, "--seeds and --dry_run need the folder extras/", "restore it")
         for each in config.runs:
             check_settings(each, ranks)  # these errors are reported before the processes connect
         ranks.join()
-        runs: Iterable[TrainConfig] = [config]
-        if config.seeds or config.dry_run:
-            runs = extras.in_turn(config, ranks, stopping)
-        for each in runs:
+        for each in [config] if is_plain else extras.in_turn(config, ranks, stopping):
             run = build(each, ranks, stopping, given)
             if not (config.seeds and run.is_complete):  # a finished one is left alone
                 log_start(run, command, *(extras.find_copies(run) if extras else ([], [])))
@@ -128,9 +123,15 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     model, last_part = adapt_model(model, setup, saved)  # with its final weights
     optimizer = build_optimizer(config, model)
     # if only the last part is trained, the outputs of the other layers are computed once
-    sets = images if last_part is None else features_of(*images, model, last_part, setup)
+    sets: Sequence[AnyDataset] = images
+    if last_part is not None:
+        from utils.training.features import features_of
+
+        sets = features_of(*images, model, last_part, setup)
     train_loader, eval_loader = build_loaders(sets, setup)
     if accelerator.is_fsdp2:
+        from utils.training.sharding import get_ready_to_shard
+
         get_ready_to_shard(model, setup)
     module = model  # without the wrapper, for evaluations and checkpoints
 

@@ -16,7 +16,7 @@ from utils.config.settings import TrainConfig
 from utils.data.datasets import CachedDataset
 from utils.data.spec import InputSpec
 from utils.errors import UserError
-from utils.models.small import FastNet, some_images
+from utils.models.fastnet import FastNet, some_images
 from utils.models.zoo import build_model
 
 SMALL = ["--model", "fastnet", "--model_args", "{widths: [12, 16], scaling: 0.5}"]
@@ -58,7 +58,7 @@ def test_the_first_layer_whitens_the_patches_of_the_images(channels):
     spec = InputSpec(20, 20, channels, [0.4, 0.5, 0.3][:channels], [0.02, 0.03, 0.01][:channels])
     pixels, patch = correlated(250, 20, channels), 4 * channels
     net = FastNet(spec, 10, widths=[16])
-    net.initialise(pixels)
+    net.whiten_patches(pixels)
     with torch.no_grad():
         outputs = net.whiten(normalised(pixels, spec)).permute(1, 0, 2, 3).flatten(1).double()
     assert outputs.shape == (2 * patch, 250 * 19 * 19)
@@ -73,14 +73,14 @@ def test_directions_in_which_the_patches_do_not_vary_are_not_amplified():
         InputSpec(12, 12, 3, [0.5] * 3, [0.25] * 3),
     )
     net = FastNet(spec, 10, widths=[16])
-    net.initialise(grey)
+    net.whiten_patches(grey)
     with torch.no_grad():
         deviations = net.whiten(normalised(grey, spec)).permute(1, 0, 2, 3).flatten(1)[:12].std(1)
     assert deviations[:8].max() < 1e-3 and deviations[8:].min() > 0.9
     assert net.whiten.weight.flatten(1).norm(dim=1).max() == pytest.approx(
         1 / math.sqrt(5e-4), rel=1e-4
     )
-    net.initialise(np.zeros((1, 12, 12, 3), np.uint8))
+    net.whiten_patches(np.zeros((1, 12, 12, 3), np.uint8))
     assert all(torch.isfinite(parameter).all() for parameter in net.whiten.parameters())
 
 

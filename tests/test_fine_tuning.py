@@ -34,12 +34,11 @@ from utils.config.settings import TrainConfig
 from utils.data.spec import InputSpec
 from utils.errors import UserError
 from utils.models.checking import has_batch_norm
-from utils.models.layers import checkpoint_blocks, freeze
-from utils.models.matching import copy_matching, find_heads
+from utils.models.layers import checkpoint_blocks, find_heads, freeze
+from utils.models.matching import copy_matching
 from utils.models.zoo import build_model
 from utils.runs.manifest import read_pointer
-from utils.runs.source import load_initial_weights
-from utils.training.building import load_source
+from utils.runs.source import copy_source, load_initial_weights
 
 RESNET, VIT = "timm/test_resnet", "timm/vit_tiny_patch16_224"
 SMALL_VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2}
@@ -256,7 +255,7 @@ def test_a_repository_of_the_hub_is_read_with_its_classes_and_its_commit(monkeyp
     assert (config.mean, config.image_size) == ([0.1, 0.2, 0.3], [48, 40])
     assert (config.eval_crop, config.interpolation, config.squash) == (0.75, "bicubic", True)
     model = build(RESNET, 2)
-    load_source(model, source, ["a", "z"], TrainConfig(model=RESNET))
+    copy_source(model, source, ["a", "z"], TrainConfig(model=RESNET))
     assert torch.equal(model.fc.weight, published.fc.weight[[1, 0]])
     with pytest.raises(UserError, match=r"safetensors of owner/other cannot be downloaded"):
         initial(init_from="hf://owner/other")

@@ -6,9 +6,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from datetime import timedelta
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from utils.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -80,3 +84,14 @@ def call_with_timeout(action: Callable[[], Result], seconds: float) -> Result:
         return future.result(seconds)
     except TimeoutError:
         raise RuntimeError(f"no answer within {seconds:.0f} s") from None
+
+
+def wait_for_keys(store: "Store", keys: list[str], seconds: float) -> bool:
+    """Wait until the store has the keys; False if it does not within `seconds`, or cannot be
+    reached.
+    """
+    try:
+        call_with_timeout(lambda: store.wait(keys, timedelta(seconds=seconds)), seconds + 1)
+        return True
+    except RuntimeError:
+        return False

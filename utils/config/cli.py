@@ -75,7 +75,7 @@ def _read_words(cls: type, prog: str, argv: list[str], tables: Sequence[Table]) 
     # the words after it are paths, also if they begin with -
     end = argv.index("--") if "--" in argv else len(argv)
     given = [word for word in argv[:end] if word not in ("-h", "--help")]
-    found, words = _parser(cls, prog, tables).parse_known_args(given)
+    found, words = _parser(cls, prog).parse_known_args(given)
     vars(found).pop("local_rank", None)
     values: dict = {}
     for path in vars(found).pop("config", []):
@@ -108,8 +108,8 @@ def _read_words(cls: type, prog: str, argv: list[str], tables: Sequence[Table]) 
     return values
 
 
-def _parser(cls: type, prog: str, tables: Sequence[Table]) -> argparse.ArgumentParser:
-    """The parser of the flags, which also writes --help."""
+def _parser(cls: type, prog: str, tables: Sequence[Table] = ()) -> argparse.ArgumentParser:
+    """The parser of the flags. It also writes --help, with the names in the tables."""
     settings = {setting.name: setting for setting in fields(cls)}
     has_paths = settings.pop(PATHS, None) is not None
     parser = argparse.ArgumentParser(

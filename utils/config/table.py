@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from importlib import import_module
 from typing import Any
 
 from utils.config.bounds import require
@@ -17,7 +18,8 @@ class Table(dict):
 
     The setting `what`_args, if there is one, passes arguments to the selected function, by the
     names of its parameters that have a default. `trial(config)` raises an error if these arguments
-    have invalid values. `others` describes values of the setting that are not in the table.
+    have invalid values. `others` describes values of the setting that are not in the table. A
+    function may be a text MODULE:NAME, which is imported at the first use.
     """
 
     def __init__(
@@ -31,6 +33,13 @@ class Table(dict):
         self.what = what
         self.others = others
         self.trial = trial
+
+    def __getitem__(self, name: str) -> Any:
+        function = super().__getitem__(name)
+        if isinstance(function, str):
+            module, _, own = function.partition(":")
+            self[name] = function = getattr(import_module(module), own)
+        return function
 
     def choose(self, name: str) -> Any:
         """The function of this name.
@@ -90,10 +99,9 @@ class Table(dict):
         """What --help adds to the texts of the setting and of its arguments, by the names of the
         settings.
         """
-        names = [f"{name} ({_first_line(function)})" for name, function in self.items()]
+        names = [f"{name} ({_first_line(self[name])})" for name in self]
         takes = {
-            name: ", ".join(_defaults(inspect.signature(function).parameters))
-            for name, function in self.items()
+            name: ", ".join(_defaults(inspect.signature(self[name]).parameters)) for name in self
         }
         arguments = "; ".join(f"{name}: {valid}" for name, valid in takes.items() if valid)
         values = ", ".join([*names, self.others] if self.others else names)

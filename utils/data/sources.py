@@ -16,12 +16,10 @@ import torchvision
 from utils.config.bounds import require
 from utils.config.settings import TrainConfig
 from utils.config.table import Table, suggestion
-from utils.data.csv_file import open_csv
 from utils.data.folders import image_folder
 from utils.data.order import fold_in
 from utils.data.splits import Source, Split, fingerprint_of, whole_split
 from utils.data.table_files import has_tables, read_table_files
-from utils.data.tables import load_hub, table_source
 from utils.errors import UserError, one_line
 from utils.files import expand
 
@@ -100,8 +98,8 @@ SOURCES = Table(
         "digits": open_digits,
         "synthetic/": open_synthetic,
         "torchvision/": open_torchvision,
-        ".csv": open_csv,
-        ".tsv": open_csv,
+        ".csv": "utils.data.csv_file:open_csv",
+        ".tsv": "utils.data.csv_file:open_csv",
     },
     others="a Hub id such as ylecun/mnist, an image folder, a folder of parquet or arrow files, a save_to_disk folder",
 )
@@ -170,8 +168,8 @@ def open_source(config: TrainConfig) -> Source:
                 f"--data {config.data} is a bundled data set; for the folder of this name, use --data ./{config.data}",
             )
         return source
-    if not path.exists():
-        return load_hub(config)
-    if path.is_file() or has_tables(path):
-        return table_source(read_table_files(path), config)
-    return image_folder(path, config)
+    if path.is_dir() and not has_tables(path):
+        return image_folder(path, config)
+    from utils.data.tables import load_hub, table_source
+
+    return table_source(read_table_files(path), config) if path.exists() else load_hub(config)

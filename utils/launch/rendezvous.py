@@ -211,14 +211,3 @@ def launcher_serves(address: str, port: int | str) -> bool:
     """Whether the launcher serves a store at this address and port."""
     own = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and own == (address, str(port))
-
-
-def wait_for_keys(store: Store, keys: list[str], seconds: float) -> bool:
-    """Wait until the store has the keys; False if it does not within `seconds`, or cannot be
-    reached.
-    """
-    try:
-        call_with_timeout(lambda: store.wait(keys, timedelta(seconds=seconds)), seconds + 1)
-        return True
-    except RuntimeError:
-        return False

@@ -16,7 +16,6 @@ from utils.data.order import Plan
 from utils.data.spec import InputSpec
 from utils.errors import UserError, one_line
 from utils.models.layers import main_output, restored_buffers
-from utils.models.published import timm_weights
 from utils.models.sharded import local
 
 # smaller images are enlarged to it; 32 for other models
@@ -31,7 +30,11 @@ def check_output(model: nn.Module, config: TrainConfig, spec: InputSpec, classes
     """
     name = config.model
     other = spec.for_evaluation()
-    usual = cfg.input_size[1] if (cfg := timm_weights(name)) else MINIMUM_SIZE.get(name, 224)
+    usual = MINIMUM_SIZE.get(name, 224)
+    if name.startswith("timm/"):
+        from utils.models.published import timm_weights
+
+        usual = cfg.input_size[1] if (cfg := timm_weights(name)) else usual
     tries = [(spec, count, f"try --image_size {usual}") for count in (1, 2)]
     tries += [(other, 1, "leave out --eval_size")] * (other.size != spec.size)
     # ranks share batch statistics, so all of them must be in training mode

@@ -1,4 +1,6 @@
-"""What flags change in a model: --freeze, --grad_checkpointing and --tta."""
+"""The layers of a model: those that compute the logits, and what --freeze, --grad_checkpointing and
+--tta change.
+"""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,7 +17,34 @@ from torch.utils.checkpoint import checkpoint
 from utils.config.bounds import require
 from utils.config.recipe import BACKBONE
 from utils.config.table import suggestion
-from utils.models.matching import head_prefixes
+
+# torchvision itself would change ImageNet's normalisation to theirs (`transform_input`)
+OF_TENSORFLOW = {"googlenet", "inception_v3"}
+
+
+def shape_of(tensor: Tensor) -> str:
+    """The shape of a tensor as text, with a note if its values are integers."""
+    return f"{list(tensor.shape)}{' of integers' * (not tensor.is_floating_point())}"
+
+
+def find_heads(model: nn.Module) -> tuple[str, ...]:
+    """The names of the layers that compute the logits: those that timm names, else the last linear
+    layer and those of torchvision's auxiliary heads.
+    """
+    layers = {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear | nn.Conv2d)
+    }
+    own = ("aux1.fc2", "aux2.fc2", "AuxLogits.fc", *[*layers][-1:])
+    named = getattr(model, "pretrained_cfg", {}).get("classifier") or own
+    named = (named,) if isinstance(named, str) else named
+    return tuple(name for name in named if name in layers) or tuple(layers)[-1:]
+
+
+def head_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """The prefixes of tensor names, such as `fc.`, of the layers that compute the logits."""
+    return tuple(f"{name}." for name in find_heads(model))
 
 
 def freeze(model: nn.Module, patterns: Sequence[str], new: Mapping[str, str] = {}) -> None:

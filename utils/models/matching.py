@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from utils.config.bounds import require
 from utils.console import join_names, nfc
+from utils.models.layers import find_heads, head_prefixes, shape_of
 
 
 @dataclass
@@ -41,31 +42,6 @@ class Match:
         lines += [f"new {name}: {reason}" for name, reason in self.new.items()]
         lines += [f"not used: {name}" for name in self.unused]
         return "\n".join(lines) + "\n"
-
-
-def shape_of(tensor: Tensor) -> str:
-    """The shape of a tensor as text, with a note if its values are integers."""
-    return f"{list(tensor.shape)}{' of integers' * (not tensor.is_floating_point())}"
-
-
-def find_heads(model: nn.Module) -> tuple[str, ...]:
-    """The names of the layers that compute the logits: those that timm names, else the last linear
-    layer and those of torchvision's auxiliary heads.
-    """
-    layers = {
-        name: layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear | nn.Conv2d)
-    }
-    own = ("aux1.fc2", "aux2.fc2", "AuxLogits.fc", *[*layers][-1:])
-    named = getattr(model, "pretrained_cfg", {}).get("classifier") or own
-    named = (named,) if isinstance(named, str) else named
-    return tuple(name for name in named if name in layers) or tuple(layers)[-1:]
-
-
-def head_prefixes(model: nn.Module) -> tuple[str, ...]:
-    """The prefixes of tensor names, such as `fc.`, of the layers that compute the logits."""
-    return tuple(f"{name}." for name in find_heads(model))
 
 
 def fit_names(

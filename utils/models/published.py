@@ -6,7 +6,6 @@ import importlib.util
 import pickle
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,9 @@ from torch import nn
 
 from utils.config.bounds import require
 from utils.config.settings import TrainConfig
-from utils.data.spec import EVAL_CROP, InputSpec
 from utils.errors import UserError, one_line
-from utils.models.matching import copy_matching, head_prefixes, zero_heads
-
-# torchvision itself would change ImageNet's normalisation to theirs (`transform_input`)
-OF_TENSORFLOW = {"googlenet", "inception_v3"}
+from utils.models.layers import OF_TENSORFLOW, head_prefixes
+from utils.models.matching import copy_matching, zero_heads
 
 
 def timm_weights(name: str) -> Any:
@@ -69,17 +65,6 @@ def input_of(cfg: Mapping) -> dict:
         values |= {"eval_crop": float(cfg["crop_pct"]), "squash": cfg.get("crop_mode") == "squash"}
         values["interpolation"] = "bicubic" if cfg.get("interpolation") == "bicubic" else "bilinear"
     return values
-
-
-def resize_input(spec: InputSpec, config: TrainConfig, size: tuple[int, int]) -> InputSpec:
-    """The input with this height and width, and with the resizing of photographs that it needs."""
-    weights = published_input(config.model) if config.pretrained else {}
-    spec = InputSpec(*size, spec.channels, spec.mean, spec.std)
-    if not spec.small:  # small images are resized once, for the cache, with bilinear interpolation
-        squash = weights.get("squash", False) if config.squash is None else config.squash
-        interpolation = config.interpolation or weights.get("interpolation", spec.interpolation)
-        spec = replace(spec, squash=squash, interpolation=interpolation)
-    return spec.cropped(config.eval_crop or weights.get("eval_crop") or EVAL_CROP)
 
 
 def _fix_of_weights(config: TrainConfig) -> str:

@@ -4,6 +4,7 @@ import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torchvision
@@ -15,11 +16,11 @@ from utils.config.settings import TrainConfig
 from utils.config.table import Table, suggestion
 from utils.data.datasets import ImageDataset
 from utils.data.order import fold_in
-from utils.data.spec import SMALL, InputSpec, sides
+from utils.data.spec import EVAL_CROP, SMALL, InputSpec, sides
 from utils.errors import UserError, one_line
 from utils.models.checking import MINIMUM_SIZE, check_output, hook_for_size
-from utils.models.published import OF_TENSORFLOW, copy_published, published_input, resize_input
-from utils.models.small import MLP, FastNet, MnistCNN, some_images
+from utils.models.layers import OF_TENSORFLOW
+from utils.models.small import MLP, MnistCNN
 
 # timm would unpickle the file of the last one
 _NOT_ARGUMENTS = {"weights", "pretrained", "checkpoint_path"}
@@ -28,7 +29,7 @@ _FOR_DROP_PATH = (
 )
 OWN_MODELS = Table(
     "model",
-    {"mnist_cnn": MnistCNN, "mlp": MLP, "fastnet": FastNet},
+    {"mnist_cnn": MnistCNN, "mlp": MLP, "fastnet": "utils.models.fastnet:FastNet"},
     others="any torchvision classification model or timm/NAME",
 )
 
@@ -82,7 +83,7 @@ def input_spec(
 
     `seen_size` is None if the images differ in size.
     """
-    weights = published_input(config.model) if config.pretrained else {}
+    weights = _published_input(config)
     channels = config.channels or weights.get("channels") or seen_channels
     if config.image_size or weights.get("image_size"):
         height, width = sides(config.image_size or weights["image_size"])
@@ -98,6 +99,26 @@ def input_spec(
     spec = resize_input(InputSpec(height, width, channels, mean, std), config, (height, width))
     other = resize_input(spec, config, sides(config.eval_size)) if config.eval_size else spec
     return spec if other == spec else replace(spec, evaluation=other)
+
+
+def _published_input(config: TrainConfig) -> dict:
+    """The settings of the input of published weights; empty without --pretrained."""
+    if not config.pretrained:
+        return {}
+    from utils.models.published import published_input
+
+    return published_input(config.model)
+
+
+def resize_input(spec: InputSpec, config: TrainConfig, size: tuple[int, int]) -> InputSpec:
+    """The input with this height and width, and with the resizing of photographs that it needs."""
+    weights = _published_input(config)
+    spec = InputSpec(*size, spec.channels, spec.mean, spec.std)
+    if not spec.small:  # small images are resized once, for the cache, with bilinear interpolation
+        squash = weights.get("squash", False) if config.squash is None else config.squash
+        interpolation = config.interpolation or weights.get("interpolation", spec.interpolation)
+        spec = replace(spec, squash=squash, interpolation=interpolation)
+    return spec.cropped(config.eval_crop or weights.get("eval_crop") or EVAL_CROP)
 
 
 def _per_channel(
@@ -123,8 +144,8 @@ def build_model(
     (`main_output`).
 
     Its weights are random, drawn with --seed. With --pretrained they are the published ones. If
-    these have all of the classes `names`, their head is kept. The first layer of fastnet is
-    computed from the training `images`. `weight_bytes` is None for a new model. Otherwise weights
+    these have all of the classes `names`, their head is kept. A model with a
+    method `initialise` gets the training `images`. `weight_bytes` is None for a new model. Otherwise weights
     of this size will be loaded into it: it starts random, and a far larger model is refused before
     it fills the memory. Raises ValueError if --model_args are invalid or the model does not accept
     the images of training or evaluation.
@@ -141,9 +162,12 @@ def build_model(
     try:
         with register_module_parameter_registration_hook(hook_for_size(weight_bytes or math.inf)):
             model = _create(config, spec, classes, arguments)
-        if images is not None and isinstance(model, FastNet):
-            model.initialise(some_images(images))
+        initialise: Any = getattr(model, "initialise", None)
+        if images is not None and initialise:
+            initialise(images)
         if config.pretrained and weight_bytes is None:
+            from utils.models.published import copy_published
+
             copy_published(model, config, arguments, names)
         check_output(model, config, spec, classes)
     except UserError:

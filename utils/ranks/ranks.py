@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,13 @@ from utils.launch.devices import (
 )
 from utils.launch.environment import Topology, is_set, shards_model, threads_per_process
 from utils.launch.network import address_of, set_interface
-from utils.launch.rendezvous import Member, launcher_store, rendezvous, wait_for_keys
 from utils.launch.status import end_status
 from utils.memory import keep_freed_memory
 from utils.ranks.watch import Watch
-from utils.waiting import call_with_timeout
+from utils.waiting import call_with_timeout, wait_for_keys
+
+if TYPE_CHECKING:
+    from utils.launch.rendezvous import Member
 
 Result = TypeVar("Result")
 
@@ -115,9 +117,14 @@ class Ranks:
         if self.device.type == "cpu" and not cpu_is_requested(launch.cpu):
             several = f", {topology.world_size} processes over gloo" if self.expects_peers else ""
             say(f"No GPU is visible: running on the CPU{several}")
-        self._launchers_store = launcher_store(launch.timeout)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            from utils.launch.rendezvous import launcher_store
+
+            self._launchers_store = launcher_store(launch.timeout)
         if not self.expects_peers:
             return
+        from utils.launch.rendezvous import rendezvous
+
         gpu = gpu_id(self.device)
         store, self.members = rendezvous(
             topology, launch.init_method, launch.timeout, gpu, self.backend

@@ -44,9 +44,9 @@ from utils.launch.exits import (
     with_known_fix,
     with_rank,
 )
-from utils.launch.rendezvous import wait_for_keys
 from utils.output import exit_with, hard_exit
 from utils.ranks.ranks import Ranks
+from utils.waiting import wait_for_keys
 
 
 @contextmanager

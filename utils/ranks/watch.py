@@ -10,14 +10,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch.distributed import Store
 
 from utils.launch.environment import attempts_left
 from utils.launch.exits import exit_now, how_to_resume, print_last_line, print_line
-from utils.launch.rendezvous import Member
 from utils.ranks.stopping import EXIT_RESUME, Stopping
 from utils.waiting import DataWait, call_with_timeout
+
+if TYPE_CHECKING:
+    from utils.launch.rendezvous import Member
 
 PATIENCE = 10.0  # seconds in which data must arrive after a request to stop
 _TICK = 0.5  # seconds between checks
@@ -81,7 +84,7 @@ class Watch:
         """Start watching."""
         self._thread.start()
 
-    def connect(self, store: Store, members: list[Member]) -> None:
+    def connect(self, store: Store, members: list["Member"]) -> None:
         """From now on, exchange heartbeats with the other ranks."""
         self._members, self._store, self._answered = members, store.clone(), self._now
         self._store.set_timeout(timedelta(seconds=_ANSWER))

@@ -17,9 +17,8 @@ from utils.data.samples import SampleList
 from utils.data.spec import InputSpec, sides
 from utils.files import expand
 from utils.models.layers import TestTimeAugmentation
-from utils.models.published import resize_input
 from utils.models.weight_files import read_weights
-from utils.models.zoo import build_model
+from utils.models.zoo import build_model, resize_input
 from utils.ranks.accelerator import compile_model
 from utils.ranks.ranks import Ranks
 from utils.runs.loading import load_weights

@@ -19,7 +19,7 @@ from utils.config.bounds import require
 from utils.console import join_names, say
 from utils.errors import UserError, one_line
 from utils.models.checking import bad_tensors
-from utils.models.matching import shape_of
+from utils.models.layers import shape_of
 from utils.models.sharded import copy_into, distinct_state, is_sharded, local, tied_names, whole
 from utils.models.weight_average import WeightAverage
 from utils.models.weight_files import load_pickled, read_weights

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from utils.config.bounds import require
 from utils.config.scripts import EvalConfig
@@ -19,8 +19,8 @@ from utils.console import join_names, say
 from utils.errors import UserError, one_line
 from utils.files import expand, read_json
 from utils.hub import use_hub
-from utils.models.checking import hash_tensors
-from utils.models.matching import Match, count_outputs, fit_names
+from utils.models.checking import bad_tensors, hash_tensors
+from utils.models.matching import Match, copy_matching, count_outputs, fit_names, zero_heads
 from utils.models.published import (
     input_of,
     names_of_outputs,
@@ -88,7 +88,7 @@ def load_initial_weights(
         filled = fill_input(config, source.settings)
     ranks.check_same(source.weights, f"different weights in --init_from {config.init_from}")
     source.taken = [name for name in _SETTINGS if getattr(filled, name) != getattr(config, name)]
-    return filled, source
+    return replace(filled, init_from=absolute_source(config.init_from)), source
 
 
 def read_source(flag: str, where: str, model: str | None, ranks: Ranks) -> InitialWeights:
@@ -215,6 +215,34 @@ def _read_config(path: Path) -> tuple[list[str], dict]:
 def absolute_source(where: str | None) -> str | None:
     """--init_from with an absolute path, unless it is on the Hub."""
     return where if where is None or where.startswith(_HUB) else str(expand(where).absolute())
+
+
+def copy_source(
+    module: nn.Module, source: InitialWeights, class_names: list[str], config: TrainConfig
+) -> Match:
+    """Copy the weights that fit into the model; returns which they are, and notes it in `source`.
+
+    Raises UserError if no parameter fits, or if a copied tensor is NaN or infinite.
+    """
+    tensors, source.tensors = source.tensors, {}  # they are not needed again
+    where = f"--init_from {source.name}"
+    by_order = config.init_match == "order"
+    tensors, left_out = fit_names(tensors, module, where, config.model, by_order)
+    zero_heads(module)
+    if not source.class_names and count_outputs(tensors, module) == len(class_names):
+        source.class_names = names_of_outputs(len(class_names), False, class_names)
+        source.taken.append(f"outputs for classes, in order: {join_names(source.class_names, 6)}")
+    source.match = match = copy_matching(module, tensors, source.class_names, class_names)
+    match.unused += left_out
+    if bad := bad_tensors(module.state_dict()):
+        raise UserError(f"{where}: {join_names(bad, 3)} is NaN or infinite", "use other weights")
+    if not {key for key, _ in module.named_parameters()} & set(match.kept):
+        theirs = join_names(tensors, 3)
+        own = join_names(module.state_dict(), 3)
+        problem = f"{where}: none of its tensors ({theirs}) fits {config.model}, which has {own}"
+        fix = "set --model to the model of these weights, use other weights, or try --init_match order"
+        raise UserError(problem, fix)
+    return match
 
 
 def find_inference(flags: EvalConfig, ranks: Ranks) -> Inference:

@@ -8,7 +8,6 @@ from utils.config.bounds import require
 from utils.config.settings import TrainConfig
 from utils.config.table import Table
 from utils.tasks.classification import Classification
-from utils.tasks.multilabel import Binary, MultiLabel
 from utils.tasks.task import Task
 
 
@@ -18,7 +17,12 @@ def _auto() -> None:
 
 TASKS = Table(
     "task",
-    {"auto": _auto, "classification": Classification, "multilabel": MultiLabel, "binary": Binary},
+    {
+        "auto": _auto,
+        "classification": Classification,
+        "multilabel": "utils.tasks.multilabel:MultiLabel",
+        "binary": "utils.tasks.multilabel:Binary",
+    },
 )
 
 

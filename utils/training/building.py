@@ -5,6 +5,7 @@ model.
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from accelerate import Accelerator
@@ -13,7 +14,7 @@ from torch import nn
 from utils.config.bounds import require
 from utils.config.recipe import BACKBONE
 from utils.config.settings import OF_INPUT, TrainConfig
-from utils.console import join_names, progress
+from utils.console import progress
 from utils.data.cache import make_dataset
 from utils.data.datasets import ImageDataset
 from utils.data.order import Plan, make_plan
@@ -22,16 +23,11 @@ from utils.data.sources import SOURCES, absolute_data, check_source
 from utils.data.spec import SMALL, InputSpec, sides
 from utils.data.splits import Data, Split
 from utils.data.transforms import AUTO_AUGMENTS
-from utils.errors import UserError
-from utils.models.checking import bad_tensors, check_batch_norm, has_batch_norm, hash_tensors
-from utils.models.features import find_last_part
+from utils.models.checking import check_batch_norm, has_batch_norm, hash_tensors
 from utils.models.layers import checkpoint_blocks, freeze, keep_batch_stats
-from utils.models.matching import Match, copy_matching, count_outputs, fit_names, zero_heads
-from utils.models.published import names_of_outputs
 from utils.models.weight_files import read_weights
 from utils.models.zoo import OWN_MODELS, check_model, input_spec
 from utils.ranks.accelerator import check_precision, check_sharding, compile_model
-from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.ranks import Ranks
 from utils.runs.batch_sizes import resolve_batch
 from utils.runs.checkpoint import check_run_folder
@@ -46,7 +42,6 @@ from utils.runs.resume import (
     restore_state,
     resume_lines,
 )
-from utils.runs.source import InitialWeights, absolute_source, load_initial_weights
 from utils.runs.state import TrainState
 from utils.runs.trackers import TRACKERS
 from utils.tasks.classification import LOSSES
@@ -55,6 +50,9 @@ from utils.tasks.task import Task
 from utils.training.defaults import choose_images, choose_sizes
 from utils.training.optim import OPTIMIZERS
 from utils.training.schedule import SCHEDULES, total_updates
+
+if TYPE_CHECKING:
+    from utils.runs.source import InitialWeights
 
 TABLES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULES, TRACKERS
 """The names that settings can have. --help lists them."""
@@ -79,7 +77,7 @@ def fill_settings(
     saved: Checkpoint | None,
     begun: TrainConfig | None,
     ranks: Ranks,
-) -> tuple[TrainConfig, InitialWeights | None]:
+) -> tuple[TrainConfig, "InitialWeights | None"]:
     """The settings of this start, and for a new run the weights of --init_from, if given;
     collective.
 
@@ -97,6 +95,10 @@ def fill_settings(
         for names in TABLES:
             names.check(config)
         choose_batch(config, saved, ranks.topology.world_size)
+    if not (config.init_from or (saved and saved.config.init_from)):
+        return config, None
+    from utils.runs.source import load_initial_weights
+
     return load_initial_weights(config, saved, ranks)
 
 
@@ -121,7 +123,7 @@ class Setup:
     notes: list[str]  # lines for the start table, about settings that follow from the data or model
     changed: list[str]  # lines about a checkpoint, and what has changed since it was saved
     resumed_from: Path | None  # the checkpoint
-    source: InitialWeights | None
+    source: "InitialWeights | None"
     data: Data
     plan: Plan
     updates: int  # of the whole run
@@ -135,7 +137,7 @@ def resolve(
     saved: Checkpoint | None,
     folder: Path | None,
     data: Data,
-    source: InitialWeights | None,
+    source: "InitialWeights | None",
     accelerator: Accelerator,
     ranks: Ranks,
 ) -> Setup:
@@ -163,7 +165,7 @@ def resolve(
         grad_accum=grad_accum if saved and not config.microbatches else config.grad_accum,
         data=absolute_data(config.data),
         mixed_precision=accelerator.mixed_precision,
-        init_from=absolute_source(config.init_from),
+        init_from=config.init_from,
     )
     return Setup(
         ranks=ranks,
@@ -252,7 +254,9 @@ def adapt_model(
         if saved is not None:
             load_weights(saved.path, read_weights(saved.path / MODEL), model)
         elif setup.source is not None:
-            new = load_source(model, setup.source, setup.data.class_names, config).new
+            from utils.runs.source import copy_source
+
+            new = copy_source(model, setup.source, setup.data.class_names, config).new
         if config.freeze:
             freeze(model, config.freeze, new)
         if config.keep_batch_stats:
@@ -265,6 +269,8 @@ def adapt_model(
             check_batch_norm(setup.plan, setup.updates, sharing)
         if config.sync_batchnorm:
             # Only mixing with accumulation can leave a microbatch without samples on all ranks.
+            from utils.ranks.batchnorm import convert_batch_norm
+
             may_be_empty = config.mixes and setup.plan.microbatches > ranks.topology.world_size
             model = convert_batch_norm(model, ranks.device.type == "cuda" and not may_be_empty)
         compile_model(accelerator, model)
@@ -290,6 +296,8 @@ def choose_last_part(model: nn.Module, setup: Setup) -> nn.Module | None:
     part = None
     reason = "the model is sharded"
     if not setup.accelerator.is_fsdp2:
+        from utils.models.features import find_last_part
+
         part, reason = find_last_part(model, setup.spec)
     if part is None:
         problem = f"--feature_views {views}: features cannot be cached, because {reason}"
@@ -307,31 +315,3 @@ def choose_last_part(model: nn.Module, setup: Setup) -> nn.Module | None:
         setup.notes.append(faster)
         return None
     return part
-
-
-def load_source(
-    module: nn.Module, source: InitialWeights, class_names: list[str], config: TrainConfig
-) -> Match:
-    """Copy the weights that fit into the model; returns which they are, and notes it in `source`.
-
-    Raises UserError if no parameter fits, or if a copied tensor is NaN or infinite.
-    """
-    tensors, source.tensors = source.tensors, {}  # they are not needed again
-    where = f"--init_from {source.name}"
-    by_order = config.init_match == "order"
-    tensors, left_out = fit_names(tensors, module, where, config.model, by_order)
-    zero_heads(module)
-    if not source.class_names and count_outputs(tensors, module) == len(class_names):
-        source.class_names = names_of_outputs(len(class_names), False, class_names)
-        source.taken.append(f"outputs for classes, in order: {join_names(source.class_names, 6)}")
-    source.match = match = copy_matching(module, tensors, source.class_names, class_names)
-    match.unused += left_out
-    if bad := bad_tensors(module.state_dict()):
-        raise UserError(f"{where}: {join_names(bad, 3)} is NaN or infinite", "use other weights")
-    if not {key for key, _ in module.named_parameters()} & set(match.kept):
-        theirs = join_names(tensors, 3)
-        own = join_names(module.state_dict(), 3)
-        problem = f"{where}: none of its tensors ({theirs}) fits {config.model}, which has {own}"
-        fix = "set --model to the model of these weights, use other weights, or try --init_match order"
-        raise UserError(problem, fix)
-    return match

@@ -39,7 +39,6 @@ from utils.training.evaluation import Evaluator
 from utils.training.gradients import make_gradients
 from utils.training.meter import Meter
 from utils.training.schedule import not_reached
-from utils.training.sharding import describe_shards
 from utils.training.summary import (
     always_answering,
     classes_row,
@@ -215,7 +214,7 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
         ("model", ", ".join(filter(None, model))),
         ("input", run.spec.describe_pixels()),
         ("init_from", setup.source.describe() if setup.source else ""),
-        ("sharding", describe_shards(run.module, ranks)),
+        ("sharding", _describe_shards(run)),
         ("batch", batch.format(**plan.sizes(len(places)))),
         ("optimizer", ", ".join(optimizer)),
         ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
@@ -226,6 +225,15 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
         ("depends on topology", differences(config, run.module, per_rank, most)),
     ]  # fmt: skip
     return [(name, text) for name, text in rows if text]
+
+
+def _describe_shards(run: Run) -> str:
+    """For the start table; empty if the model is not sharded; collective."""
+    if not run.accelerator.is_fsdp2:
+        return ""
+    from utils.training.sharding import describe_shards
+
+    return describe_shards(run.module, run.ranks)
 
 
 def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
