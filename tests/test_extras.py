@@ -59,8 +59,19 @@ def test_the_old_commands_name_the_new_ones():
 LOADED = """
 import sys, train
 train.main(sys.argv[1:])
-print("loaded:", *(name for name in sys.modules if name.startswith("extras.")))
+print("loaded:", *(name for name in sys.modules if name.split(".")[0] in ("extras", "utils")))
 """
+
+# what a run on `digits` with one process does not use
+LATER = """
+utils.data.csv_file utils.data.tables utils.runs.source utils.runs.inference utils.models.matching
+utils.models.published utils.training.features utils.training.sharding utils.launch.rendezvous
+utils.tasks.multilabel utils.ranks.batchnorm utils.models.fastnet utils.training.muon
+""".split()
+
+
+def test_the_parts_that_are_loaded_later_exist():
+    assert all((ROOT / f"{name.replace('.', '/')}.py").is_file() for name in LATER)
 
 
 def test_a_run_without_a_page_does_not_load_what_writes_pages():
@@ -69,5 +80,7 @@ def test_a_run_without_a_page_does_not_load_what_writes_pages():
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "script.py", *words]
     said = subprocess.run(command, env=env, capture_output=True, text=True).stdout
-    loaded = said.split("loaded:")[1].split()
-    assert sorted(loaded) == ["extras.copies", "extras.first_batch"]
+    loaded = set(said.split("loaded:")[1].split())
+    of_extras = {name for name in loaded if name.startswith("extras.")}
+    assert of_extras == {"extras.copies", "extras.first_batch"}
+    assert "utils.training.run" in loaded and not loaded & set(LATER)

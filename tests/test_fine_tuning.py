@@ -190,8 +190,9 @@ def test_batch_statistics_that_were_not_given_cannot_be_kept(folder):
 
 
 def test_given_settings_take_precedence_over_those_of_the_source(folder):
-    given = {"init_from": "runs/source", "mean": [0.1], "image_size": 64, "channels": 1}
-    filled, source = initial(**given)
+    given = {"mean": [0.1], "image_size": 64, "channels": 1}
+    filled, source = initial(init_from="runs/source", **given)
+    assert filled.init_from == str(Path("runs/source").absolute())
     assert {name: getattr(filled, name) for name in given} == given and filled.model == RESNET
     assert filled.std == [pytest.approx(0.3)] and source.taken == ["model", "std", "interpolation"]
     other, _ = initial(init_from="runs/source", model="resnet18")

@@ -56,7 +56,7 @@ def test_help_lists_every_name_with_the_first_line_of_its_function():
     (outcome,) = run_ranks(1, train.main, ["--help"])
     text = "".join(outcome.out.split())
     for table in (OPTIMIZERS, SCHEDULES, LOSSES, SOURCES):
-        helps = {name: inspect.getdoc(made).partition("\n\n")[0] for name, made in table.items()}
+        helps = {name: inspect.getdoc(table[name]).partition("\n\n")[0] for name in table}
         entries = [f"{name} ({own[:-1]})" for name, own in helps.items()]
         assert "".join(f"{', '.join(entries)}".split()) in text
     assert "(sgd:nesterov;muon:adamw_lr" in text and "adam:betas,eps,amsgrad" in text

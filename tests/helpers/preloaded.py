@@ -17,9 +17,22 @@ from tqdm import tqdm
 
 import doctor  # noqa: F401
 import eval  # noqa: F401
+import extras.copies
+import extras.dry_run
+import extras.first_batch
+import extras.page.writing
+import extras.seeds  # noqa: F401
 import predict  # noqa: F401
-import train
-import utils.tasks.metrics  # noqa: F401
+import utils.data.csv_file
+import utils.data.tables
+import utils.launch.rendezvous
+import utils.models.fastnet
+import utils.ranks.batchnorm
+import utils.tasks.metrics
+import utils.tasks.multilabel
+import utils.training.features
+import utils.training.muon
+import utils.training.sharding  # noqa: F401
 from extras.page.html import template
 from utils.config import cli
 from utils.config.scripts import DoctorConfig, EvalConfig, PredictConfig
@@ -43,18 +56,17 @@ def _keep_parsers() -> None:
     """
     make, made = cli._parser, {}
 
-    def parser(cls, prog, tables):
+    def parser(cls, prog, tables=()):
         key = cls, prog, repr([table.helps() for table in tables])  # a test may have added a name
         if key not in made:
             made[key] = make(cls, prog, tables)
         return made[key]
 
     cli._parser = parser
-    parser(TrainConfig, "train.py", train.TABLES)
-    parser(TrainConfig, "train.py", ())
-    parser(EvalConfig, "eval.py", ())
-    parser(PredictConfig, "predict.py", ())
-    parser(DoctorConfig, "doctor.py", ())
+    parser(TrainConfig, "train.py")
+    parser(EvalConfig, "eval.py")
+    parser(PredictConfig, "predict.py")
+    parser(DoctorConfig, "doctor.py")
 
 
 _keep_parsers()
