@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.training_runs import MLP, ROOT, same_tensors, weights
+from helpers.training_runs import MLP, ROOT, same_tensors, weights, words
 
 FLAGS = [*MLP, "--report", "true", "--max_steps", "3", "--run_name"]
 MISSING = "the folder extras/ is missing"
@@ -63,11 +63,11 @@ print("loaded:", *(name for name in sys.modules if name.split(".")[0] in ("extra
 """
 
 # what a run on `digits` with one process does not use
-LATER = """
+LATER = words("""
 utils.data.csv_file utils.data.tables utils.runs.source utils.runs.inference utils.models.matching
 utils.models.published utils.training.features utils.training.sharding utils.launch.rendezvous
 utils.tasks.multilabel utils.ranks.batchnorm utils.models.fastnet utils.training.muon
-""".split()
+""")
 
 
 def test_the_parts_that_are_loaded_later_exist():
