@@ -26,7 +26,7 @@ from utils.console import say
 from utils.data.datasets import AnyDataset, Batch, keep_on_device
 from utils.data.order import UpdateSampler, evaluation_blocks
 from utils.data.workers import make_loaders
-from utils.launch.command import typed_command
+from utils.launch.command import resume_command, typed_command
 from utils.memory import gc_frozen
 from utils.models.zoo import build_model
 from utils.ranks.accelerator import make_accelerator
@@ -82,17 +82,19 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         ranks.join()
         for each in [config] if is_plain else extras.in_turn(config, ranks, stopping):
             run = build(each, ranks, stopping, given)
+            name = config.run_name or run.folder.name
+            continuing = resume_command(command, config.output_dir, name)
             if not (config.seeds and run.is_complete):  # a finished one is left alone
-                log_start(run, command, *(extras.find_copies(run) if extras else ([], [])))
+                log_start(run, continuing, *(extras.find_copies(run) if extras else ([], [])))
             if config.dry_run:
-                extras.dry_run(run, train_update)
+                extras.compute_one_update(run, train_update)
                 return None
             stopping.defer_signals()
             with gc_frozen(), make_profiler(run) as profiler:
                 result = train(run, profiler)
             if extras and result is None:  # the run was complete; a page may be missing
                 extras.report(run)
-            stopped = log_end(run, result, command)
+            stopped = log_end(run, result, continuing)
             if stopped:
                 break
             del run, profiler  # nothing of it is in memory beside the next one

@@ -41,8 +41,11 @@ def write_first_batch(run: Run, batch: Batch) -> None:
     write_first_batch(run, batch)
 
 
-def dry_run(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> None:
-    """Compute one update and one evaluation batch, and leave nothing behind; collective."""
+# no function has the name of a module here, which would replace it when it is imported
+def compute_one_update(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> None:
+    """Do what --dry_run says: compute one update and one evaluation batch, and leave nothing behind;
+    collective.
+    """
     from extras.dry_run import dry_run
 
     dry_run(run, update)

@@ -466,7 +466,7 @@ def test_the_page_of_few_images_says_which_differences_may_be_chance(tmp_path):
 
 def test_the_commands_of_the_page_run():
     page = (ROOT / "docs/evaluating.md").read_text()
-    block = re.search(r"```bash\n(python -m utils\.report.*?)```", page, re.S)[1]
+    block = re.search(r"```bash\n(python -m extras\.compare.*?)```", page, re.S)[1]
     for name in ("NAME", "OTHER"):
         made_up(Path("runs") / name)
     for line in block.splitlines():

@@ -19,13 +19,13 @@ from utils.replacing import HTML, check_output
 from utils.runs.log import check_log
 
 
-def main(argv: Sequence[str] | None = None, write=write_groups, name="report", kind=HTML) -> None:
+def main(argv: Sequence[str] | None = None, write=write_groups, name="compare", kind=HTML) -> None:
     """Write the page, or call another `write(groups, out, images)` that writes a file of another
     kind and maybe a page beside it; print where the result is.
     """
     guard_output()
     parser = argparse.ArgumentParser(
-        f"python -m utils.{name}", description="Write a file about one or several runs."
+        f"python -m extras.{name}", description="Write a file about one or several runs."
     )
     parser.add_argument(
         "runs",

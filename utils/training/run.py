@@ -20,7 +20,7 @@ from utils.data.cache import suggest_shrink
 from utils.data.datasets import Features, describe_place
 from utils.data.sources import has_columns
 from utils.files import size_of, write_file
-from utils.launch.command import resume_command, script_command
+from utils.launch.command import script_command
 from utils.launch.environment import compiler
 from utils.launch.exits import inform_launcher
 from utils.launch.status import begin_status, end_status, update_status
@@ -90,11 +90,6 @@ class Run:
         self.gradients.searches = search_pays(self.updates - state.step)
         self.meter = Meter(task, device, state.since_log, ranks.is_main, self.optimizer)
 
-    def resume_command(self, command: Sequence[str]) -> str:
-        """The command that continues the run, from the one that the user has typed."""
-        name = self.config.run_name or self.folder.name
-        return resume_command(command, self.config.output_dir, name)
-
     @property
     def is_complete(self) -> bool:
         """Whether neither updates nor an evaluation remain to be done."""
@@ -117,10 +112,10 @@ class Run:
         return "early_stopping" if state.evaluations_since_best >= patience else ""
 
 
-def log_start(run: Run, command: Sequence[str], copies: Sequence, lines: Sequence[str]) -> None:
+def log_start(run: Run, continuing: str, copies: Sequence, lines: Sequence[str]) -> None:
     """Print what runs where, start the trackers, and write the settings; collective.
 
-    `command` is what the user has typed. `copies` are images that are in the data
+    `continuing` is the command that continues the run. `copies` are images that are in the data
     twice, for the log, and `lines` are printed about them.
     """
     config = run.config
@@ -141,7 +136,7 @@ def log_start(run: Run, command: Sequence[str], copies: Sequence, lines: Sequenc
     numbers = {name: value for name, value in numbers.items() if value is not None}
     ranks.from_main(lambda: run.trackers.start(numbers))
     if ranks.is_main:
-        begin_status(run.folder, run.resume_command(command))
+        begin_status(run.folder, continuing)
     # not to the trackers, because of the paths
     run.log.write("start", step=run.state.step, **numbers, copies=copies[:24], time=time.time())
     rows = start_rows(run)
@@ -236,11 +231,11 @@ def _describe_shards(run: Run) -> str:
     return describe_shards(run.module, run.ranks)
 
 
-def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
+def log_end(run: Run, result: dict | None, continuing: str) -> bool:
     """Print the result and the next command; returns whether updates or an evaluation remain to be
     done.
 
-    `command` is what the user has typed.
+    `continuing` is the command that continues the run.
     """
     state = run.state
     config = run.config
@@ -263,7 +258,7 @@ def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
     else:
         reason = run.stopping.request or "another rank was asked to stop"
         title = f"Stopped after update {state.step} of {run.updates} ({reason})"
-        following = f"resume with: {run.resume_command(command)}"
+        following = f"resume with: {continuing}"
         if run.ranks.topology.local_rank == 0:  # each machine has its own launcher
             inform_launcher(f"{title}\n{following}")
     say(f"{table(title, result_rows(run, result, done))}\n{following}")
