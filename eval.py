@@ -14,6 +14,7 @@ from utils.output import guard_output  # the first import: see its docstring
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from utils.config.bounds import require
 from utils.config.cli import parse_args
@@ -43,10 +44,9 @@ from utils.tasks.table import make_task
 from utils.tasks.task import Predictions, Task
 from utils.training.evaluation import Evaluator, check_outputs, make_eval_loader, model_rate
 
-try:
-    import extras  # what looks at a run
-except ModuleNotFoundError:  # somebody has deleted it
-    extras = None  # type: ignore[assignment]
+HAS_EXTRAS = Path(__file__).with_name("extras").joinpath("__init__.py").is_file()
+if HAS_EXTRAS:  # what looks at a run; otherwise, somebody has deleted the folder
+    import extras
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
     flags = parse_args(EvalConfig, "eval.py", argv)
     with distributed_session("eval.py", flags) as ranks, Stopping(ranks) as stopping:
         # Errors that one process can detect alone are reported before the processes connect.
-        if extras is None:
+        if not HAS_EXTRAS:
             say("the folder extras/ is missing: no page")
             require(not flags.predictions, "--predictions needs the folder extras/", "restore it")
         if flags.ckpt:
@@ -161,7 +161,7 @@ def write_files(
     split: Split,
 ) -> None:
     """Write the page, and the files of --json and --predictions, and print the paths of these."""
-    if extras and found.config.report and predictions:
+    if HAS_EXTRAS and found.config.report and predictions:
         written = extras.report_evaluation(found.path, task, split, predictions, record)
         if flags.report and not written:
             say(f"--report has no effect: {found.path} is not in a run folder")

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
+from pathlib import Path
 
 from accelerate import Accelerator
 from torch.profiler import profile
@@ -59,10 +60,9 @@ from utils.training.optim import build_optimizer, init_optimizer, set_learning_r
 from utils.training.run import Run, log_end, log_start
 from utils.training.schedule import due_after, learning_rate
 
-try:
-    import extras  # what looks at a run
-except ModuleNotFoundError:  # somebody has deleted it
-    extras = None  # type: ignore[assignment]
+HAS_EXTRAS = Path(__file__).with_name("extras").joinpath("__init__.py").is_file()
+if HAS_EXTRAS:  # what looks at a run; otherwise, somebody has deleted the folder
+    import extras
 
 
 def main(argv: Sequence[str] | None = None) -> dict | None:
@@ -74,25 +74,26 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         given.add("seed")
     with distributed_session("train.py", config) as ranks, Stopping(ranks) as stopping:
         is_plain = not (config.seeds or config.dry_run)
-        if extras is None:
+        if not HAS_EXTRAS:
             say("the folder extras/ is missing: no page, no first_batch.png, no search for copies")
             require(is_plain, "--seeds and --dry_run need the folder extras/", "restore it")
         for each in config.runs:
             check_settings(each, ranks)  # these errors are reported before the processes connect
         ranks.join()
+        ranks.check_same(str(HAS_EXTRAS), "another folder extras/")
         for each in [config] if is_plain else extras.in_turn(config, ranks, stopping):
             run = build(each, ranks, stopping, given)
             name = config.run_name or run.folder.name
             continuing = resume_command(command, config.output_dir, name)
             if not (config.seeds and run.is_complete):  # a finished one is left alone
-                log_start(run, continuing, *(extras.find_copies(run) if extras else ([], [])))
+                log_start(run, continuing, *(extras.find_copies(run) if HAS_EXTRAS else ([], [])))
             if config.dry_run:
                 extras.compute_one_update(run, train_update)
                 return None
             stopping.defer_signals()
             with gc_frozen(), make_profiler(run) as profiler:
                 result = train(run, profiler)
-            if extras and result is None:  # the run was complete; a page may be missing
+            if HAS_EXTRAS and result is None:  # the run was complete; a page may be missing
                 extras.report(run)
             stopped = log_end(run, result, continuing)
             if stopped:
@@ -204,7 +205,7 @@ def batches_of_update(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
         batch = next(batches)
         run.meter.totals["wait"] += time.perf_counter() - start
         assert batch.update == state.step, f"a batch of update {batch.update}, not {state.step}"
-        if extras and state.step == step == 0:
+        if HAS_EXTRAS and state.step == step == 0:
             extras.write_first_batch(run, batch)
         ranks.enter_collective(f"update {state.step + 1}, computing and adding up gradients")
         if batch.number >= 0:  # otherwise another rank has one microbatch more
@@ -254,7 +255,7 @@ def evaluate(run: Run) -> dict | None:
         result = {"weights": weights, **metrics} if average else metrics
         log(run, "eval", evaluation_record(run, result))
     state.add_evaluation(result, run.task.metric, run.task.higher_is_better)
-    if extras:
+    if HAS_EXTRAS:
         extras.report(run, result)
     return result
 

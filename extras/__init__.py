@@ -1,7 +1,7 @@
 """What looks at a run, a machine or a file. A run has the same bits without it.
 
 The functions below are what train.py and eval.py use. Each loads its module when it is called. If
-this folder is deleted, both scripts work without them.
+this folder is deleted, both scripts work without it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import utils  # noqa: F401  sets variables before PyTorch is loaded
 
 if TYPE_CHECKING:  # loading them would take seconds, and other modules of extras do not need them
     from utils.config.settings import TrainConfig
@@ -28,7 +30,9 @@ def in_turn(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Iterator[T
 
 
 def find_copies(run: Run) -> tuple[Sequence, Sequence[str]]:
-    """The images that are in the data of a run twice, and a line about them; collective."""
+    """The images that occur twice in the data of a run, and lines about them; collective."""
+    if run.config.report:  # now, because the code may be another one when the run ends
+        import extras.page.writing  # noqa: F401
     from extras.copies import copies_of
 
     return copies_of(run)
@@ -41,7 +45,7 @@ def write_first_batch(run: Run, batch: Batch) -> None:
     write_first_batch(run, batch)
 
 
-# no function has the name of a module here, which would replace it when it is imported
+# importing a module here would replace a function of the same name
 def compute_one_update(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> None:
     """Do what --dry_run says: compute one update and one evaluation batch, and leave nothing behind;
     collective.

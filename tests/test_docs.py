@@ -244,8 +244,8 @@ def test_the_readme_has_the_size_of_the_code():
     written = int(re.search(r"([\d,]+) lines in `utils/`", text)[1].replace(",", ""))
     assert lines == pytest.approx(written, rel=0.05)
     assert len(list((ROOT / "utils").glob("*/__init__.py"))) == 8 and "[eight packages]" in text
-    assert len((ROOT / "train.py").read_text().splitlines()) <= 281
-    assert "`train.py` is 281 lines" in text
+    assert len((ROOT / "train.py").read_text().splitlines()) <= 282
+    assert "`train.py` is 282 lines" in text
 
 
 def test_the_loop_in_the_readme_is_that_of_train_py():

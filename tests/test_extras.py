@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.ranks import run_ranks
 from helpers.training_runs import MLP, ROOT, same_tensors, weights, words
+
+import train
 
 FLAGS = [*MLP, "--report", "true", "--max_steps", "3", "--run_name"]
 MISSING = "the folder extras/ is missing"
@@ -19,6 +22,7 @@ def bare():
     shutil.copytree(ROOT / "utils", "bare/utils", ignore=shutil.ignore_patterns("__pycache__"))
     for script in ("train.py", "eval.py"):
         shutil.copy(ROOT / script, "bare")
+    Path("bare/extras/__pycache__").mkdir(parents=True)  # git leaves it where it deletes a folder
     return Path("bare").absolute()
 
 
@@ -52,7 +56,7 @@ def test_the_old_commands_name_the_new_ones():
     for old, new in (("utils.report", "extras.compare"), ("utils.folds", "extras.folds")):
         command = [sys.executable, "-m", old, "runs/x"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 1 and not done.stdout
+        assert done.returncode == 2 and not done.stdout
         assert done.stderr == f"python -m {old} is now: python -m {new}\n"
 
 
@@ -84,3 +88,18 @@ def test_a_run_without_a_page_does_not_load_what_writes_pages():
     of_extras = {name for name in loaded if name.startswith("extras.")}
     assert of_extras == {"extras.copies", "extras.first_batch"}
     assert "utils.training.run" in loaded and not loaded & set(LATER)
+
+
+def train_without(rank_without, flags):
+    train.HAS_EXTRAS = os.environ["RANK"] != str(rank_without)
+    train.main(flags)
+
+
+def test_a_machine_that_lacks_the_folder_is_named_at_the_start():
+    outcomes = run_ranks(2, train_without, 1, [*FLAGS, "run"])
+    assert [outcome.code for outcome in outcomes] == [2, 2]
+    said = "".join(outcome.err for outcome in outcomes)
+    assert (
+        said
+        == "train.py: error: rank 1 has another folder extras/ than rank 0; give all ranks the same files\n"
+    )

@@ -66,10 +66,11 @@ def facts_of_all(ranks: Ranks) -> list[dict]:
 
 
 def code_hash() -> str:
-    """A short hash of train.py and utils/."""
+    """A short hash of train.py, utils/ and extras/."""
     root = Path(__file__).parents[2]
     digest = hashlib.sha256()
-    for path in [root / "train.py", *sorted((root / "utils").rglob("*.py"))]:
+    folders = [*(root / "utils").rglob("*.py"), *(root / "extras").rglob("*.py")]
+    for path in [root / "train.py", *sorted(folders)]:
         digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -25,7 +25,9 @@ from utils.config.bounds import (
     at_most,
 )
 
-FROM_DATA: Any = None  # the default of settings that defaults.py fills when the data is known
+FROM_DATA: Any = (
+    None  # the default of settings that training/defaults.py fills when the data is known
+)
 
 BACKBONE = "backbone"
 """The pattern of --freeze that stands for all parameters but those of the head."""

@@ -19,7 +19,7 @@ class Table(dict):
     The setting `what`_args, if there is one, passes arguments to the selected function, by the
     names of its parameters that have a default. `trial(config)` raises an error if these arguments
     have invalid values. `others` describes values of the setting that are not in the table. A
-    function may be a text MODULE:NAME, which is imported at the first use.
+    function may be a text MODULE:NAME, which TABLE[name] imports at the first use.
     """
 
     def __init__(

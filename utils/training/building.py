@@ -95,7 +95,7 @@ def fill_settings(
         for names in TABLES:
             names.check(config)
         choose_batch(config, saved, ranks.topology.world_size)
-    if not (config.init_from or (saved and saved.config.init_from)):
+    if config.init_from is None and not (saved and saved.config.init_from):
         return config, None
     from utils.runs.source import load_initial_weights
 
@@ -165,7 +165,6 @@ def resolve(
         grad_accum=grad_accum if saved and not config.microbatches else config.grad_accum,
         data=absolute_data(config.data),
         mixed_precision=accelerator.mixed_precision,
-        init_from=config.init_from,
     )
     return Setup(
         ranks=ranks,

@@ -2,7 +2,7 @@
 
 To add one, write a function like those below and add it to `OPTIMIZERS`: its parameters with a
 default are what --optimizer_args may set. If it ignores a setting, add a line to `advice`
-(config/defaults.py).
+(training/defaults.py).
 """
 
 import inspect
