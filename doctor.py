@@ -21,14 +21,19 @@ from collections.abc import Callable, Sequence
 from extras.doctor import processes
 from extras.doctor.findings import Finding, any_red, as_json, merge, show
 from extras.doctor.machine import check_machine
-from utils.config.cli import parse_args
+from utils.config import parse_args
 from utils.config.scripts import DoctorConfig
 from utils.errors import AgreedError, is_lost_rank, one_line
 from utils.files import expand, write_file
-from utils.launch.environment import Topology, is_launched
-from utils.launch.exits import delay_exit, exit_with_error, inform_launcher, reports_for_machine
-from utils.ranks.ranks import Ranks
-from utils.ranks.session import distributed_session
+from utils.launch import (
+    Topology,
+    delay_exit,
+    exit_with_error,
+    inform_launcher,
+    is_launched,
+    reports_for_machine,
+)
+from utils.ranks import Ranks, distributed_session
 from utils.replacing import RESULT, check_output
 
 

@@ -16,20 +16,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from utils.config.bounds import require
-from utils.config.cli import parse_args
+from utils.config import parse_args, require
 from utils.config.scripts import EvalConfig
 from utils.console import printable, progress, say
-from utils.data.cache import make_dataset
-from utils.data.selection import load_split
-from utils.data.sources import absolute_data, check_source
-from utils.data.splits import Split, fingerprint_of
+from utils.data import Split, absolute_data, check_source, fingerprint_of, load_split, make_dataset
 from utils.files import expand, write_file
-from utils.ranks.accelerator import check_precision, make_accelerator
-from utils.ranks.ranks import Ranks
-from utils.ranks.session import distributed_session
-from utils.ranks.stopping import Stopping
+from utils.ranks import Ranks, Stopping, check_precision, distributed_session, make_accelerator
 from utils.replacing import RESULT, TABLE, check_output
+from utils.runs import find_checkpoint
 from utils.runs.inference import (
     Inference,
     given_settings,
@@ -38,11 +32,9 @@ from utils.runs.inference import (
     warn_about_flags,
     with_settings,
 )
-from utils.runs.manifest import find_checkpoint
 from utils.runs.source import find_inference
-from utils.tasks.table import make_task
-from utils.tasks.task import Predictions, Task
-from utils.training.evaluation import Evaluator, check_outputs, make_eval_loader, model_rate
+from utils.tasks import Predictions, Task, make_task
+from utils.training import Evaluator, check_outputs, make_eval_loader, model_rate
 
 HAS_EXTRAS = Path(__file__).with_name("extras").joinpath("__init__.py").is_file()
 if HAS_EXTRAS:  # what looks at a run; otherwise, somebody has deleted the folder

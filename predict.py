@@ -18,21 +18,16 @@ import numpy as np
 
 from extras.page.html import gallery
 from extras.page.tables import Row, encode, find_images, make_rows, result_rows
-from utils.config.cli import parse_args
+from utils.config import parse_args
 from utils.config.scripts import PredictConfig
 from utils.config.settings import TrainConfig
 from utils.console import printable, say, table
-from utils.data.cache import shrink
-from utils.data.check import check_images
-from utils.data.datasets import PhotoDataset
-from utils.data.splits import Split, fingerprint_of
+from utils.data import PhotoDataset, Split, check_images, fingerprint_of, shrink
 from utils.errors import UserError
 from utils.files import expand, write_file
-from utils.ranks.accelerator import check_precision, make_accelerator
-from utils.ranks.ranks import Ranks
-from utils.ranks.session import distributed_session
-from utils.ranks.stopping import Stopping
+from utils.ranks import Ranks, Stopping, check_precision, distributed_session, make_accelerator
 from utils.replacing import HTML, TABLE, check_output
+from utils.runs import find_checkpoint
 from utils.runs.inference import (
     Inference,
     find_saved,
@@ -42,10 +37,8 @@ from utils.runs.inference import (
     warn_about_flags,
     with_settings,
 )
-from utils.runs.manifest import find_checkpoint
-from utils.tasks.table import make_task
-from utils.tasks.task import Task
-from utils.training.evaluation import Evaluator, check_outputs, make_eval_loader
+from utils.tasks import Task, make_task
+from utils.training import Evaluator, check_outputs, make_eval_loader
 
 
 def main(argv: Sequence[str] | None = None) -> dict:

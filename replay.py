@@ -29,24 +29,18 @@ from torch import Tensor, nn
 import train
 from extras.first_batch import label_lines, picture
 from extras.verify import compare, verify
-from utils.config.bounds import require
-from utils.config.cli import parse_args, read_config
+from utils.config import parse_args, read_config, require
 from utils.config.scripts import ReplayConfig
 from utils.config.settings import TrainConfig
 from utils.console import table
-from utils.data.datasets import Batch
+from utils.data import Batch
 from utils.files import expand, write_file
-from utils.models.layers import main_output, restored_buffers
-from utils.ranks.session import distributed_session
-from utils.ranks.stopping import Stopping
+from utils.models import main_output, restored_buffers
+from utils.ranks import Stopping, distributed_session
+from utils.runs import beginnings, check_log, damage_of, read_log
 from utils.runs.digest import differing
 from utils.runs.inference import given_settings
-from utils.runs.log import check_log, read_log
-from utils.runs.manifest import beginnings, damage_of
-from utils.training.loop import synchronise, training_record
-from utils.training.meter import SyncInterval, rounded
-from utils.training.run import Run
-from utils.training.schedule import due_after
+from utils.training import Run, SyncInterval, due_after, rounded, synchronise, training_record
 
 _ROWS = 12  # of the largest gradients
 _LOGITS = 5  # printed for each sample

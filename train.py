@@ -20,45 +20,47 @@ from accelerate import Accelerator
 from torch.profiler import profile
 from torch.utils.data import DataLoader
 
-from utils.config.bounds import require
-from utils.config.cli import parse_given
+from utils.config import parse_given, require
 from utils.config.settings import TrainConfig
 from utils.console import say
-from utils.data.datasets import AnyDataset, Batch, keep_on_device
-from utils.data.order import UpdateSampler, evaluation_blocks
-from utils.data.workers import make_loaders
-from utils.launch.command import resume_command, typed_command
-from utils.memory import gc_frozen
-from utils.models.zoo import build_model
-from utils.ranks.accelerator import make_accelerator
-from utils.ranks.ranks import Ranks
-from utils.ranks.session import distributed_session
-from utils.ranks.stopping import EXIT_RESUME, Stopping
-from utils.runs.checkpoint import CheckpointManager
-from utils.runs.loading import make_average
-from utils.runs.trackers import numbers_to_send
-from utils.training.building import (
-    TABLES,
-    Setup,
-    adapt_model,
-    check_settings,
-    fill_settings,
-    load_splits,
-    make_datasets,
-    resolve,
+from utils.data import (
+    AnyDataset,
+    Batch,
+    UpdateSampler,
+    evaluation_blocks,
+    keep_on_device,
+    make_loaders,
 )
-from utils.training.gradients import clip_gradients
-from utils.training.loop import (
+from utils.launch import resume_command, typed_command
+from utils.memory import gc_frozen
+from utils.models import build_model
+from utils.ranks import EXIT_RESUME, Ranks, Stopping, distributed_session, make_accelerator
+from utils.runs import CheckpointManager, make_average, numbers_to_send
+from utils.training import (
+    TABLES,
+    Run,
+    Setup,
+    SyncInterval,
+    adapt_model,
+    build_optimizer,
+    check_settings,
+    clip_gradients,
+    due_after,
     evaluation_record,
+    fill_settings,
+    init_optimizer,
+    learning_rate,
+    load_splits,
+    log_end,
+    log_start,
+    make_datasets,
     make_profiler,
     prepare_save,
+    resolve,
+    set_learning_rate,
     synchronise,
     training_record,
 )
-from utils.training.meter import SyncInterval
-from utils.training.optim import build_optimizer, init_optimizer, set_learning_rate
-from utils.training.run import Run, log_end, log_start
-from utils.training.schedule import due_after, learning_rate
 
 HAS_EXTRAS = Path(__file__).with_name("extras").joinpath("__init__.py").is_file()
 if HAS_EXTRAS:  # what looks at a run; otherwise, somebody has deleted the folder

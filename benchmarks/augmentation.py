@@ -38,9 +38,7 @@ from torchvision import datasets
 from torchvision.transforms import v2
 
 from utils.config.settings import TrainConfig
-from utils.data.cache import make_dataset
-from utils.data.spec import InputSpec
-from utils.data.splits import whole_split
+from utils.data import InputSpec, make_dataset, whole_split
 
 
 def photographs(folder: Path) -> Sides:

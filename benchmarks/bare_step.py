@@ -28,10 +28,10 @@ from torch.nn.functional import cross_entropy
 
 sys.path.insert(0, str(ROOT))
 from utils.config.settings import TrainConfig
-from utils.data.spec import InputSpec
+from utils.data import InputSpec
 from utils.memory import keep_freed_memory
-from utils.models.zoo import build_model
-from utils.training.optim import build_optimizer
+from utils.models import build_model
+from utils.training import build_optimizer
 
 CLASSES = 10
 

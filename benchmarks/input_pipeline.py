@@ -38,13 +38,20 @@ from torchvision.transforms import v2
 
 sys.path.insert(0, str(ROOT))
 from utils.config.settings import TrainConfig
-from utils.data.augment import make_augmentation
-from utils.data.batches import DeviceLoader
-from utils.data.datasets import CachedDataset, DeviceDataset, PhotoDataset
-from utils.data.order import Plan, UpdateSampler
-from utils.data.spec import InputSpec
-from utils.data.splits import Files, Split, whole_split
-from utils.data.workers import make_loaders
+from utils.data import (
+    CachedDataset,
+    DeviceDataset,
+    DeviceLoader,
+    Files,
+    InputSpec,
+    PhotoDataset,
+    Plan,
+    Split,
+    UpdateSampler,
+    make_augmentation,
+    make_loaders,
+    whole_split,
+)
 from utils.memory import keep_freed_memory
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]

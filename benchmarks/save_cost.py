@@ -21,13 +21,19 @@ from common import ROOT, parse_flags, report, spread
 
 sys.path.insert(0, str(ROOT))
 from utils.config.settings import TrainConfig
-from utils.data.spec import InputSpec
+from utils.data import InputSpec
 from utils.files import put_in_place, sync, write_file
-from utils.models.zoo import build_model
-from utils.runs.loading import extend_save_state
-from utils.runs.manifest import MANIFEST, manifest_text, sha256_of
-from utils.runs.writing import complete_files, new_partial, partial_of
-from utils.training.optim import build_optimizer
+from utils.models import build_model
+from utils.runs import (
+    MANIFEST,
+    complete_files,
+    extend_save_state,
+    manifest_text,
+    new_partial,
+    partial_of,
+    sha256_of,
+)
+from utils.training import build_optimizer
 
 SPEC = InputSpec(height=224, width=224, channels=3, mean=[0.5] * 3, std=[0.5] * 3)
 STEPS = ("write", "hash", "fsync", "rename")

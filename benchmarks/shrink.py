@@ -16,8 +16,7 @@ from input_pipeline import MEAN, STD, ours, run_forms, split_of
 from PIL import Image
 
 from utils.config.settings import TrainConfig
-from utils.data.cache import make_dataset
-from utils.data.spec import InputSpec
+from utils.data import InputSpec, make_dataset
 
 
 def make_sides(photos: Path, folder: Path) -> dict:

@@ -14,12 +14,10 @@ import utils  # noqa: F401  sets variables before PyTorch is loaded
 
 if TYPE_CHECKING:  # loading them would take seconds, and other modules of extras do not need them
     from utils.config.settings import TrainConfig
-    from utils.data.datasets import Batch
-    from utils.data.splits import Split
-    from utils.ranks.ranks import Ranks
-    from utils.ranks.stopping import Stopping
-    from utils.tasks.task import Predictions, Task
-    from utils.training.run import Run
+    from utils.data import Batch, Split
+    from utils.ranks import Ranks, Stopping
+    from utils.tasks import Predictions, Task
+    from utils.training import Run
 
 
 def in_turn(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Iterator[TrainConfig]:

@@ -13,14 +13,10 @@ import torch
 
 from utils.config.settings import TrainConfig
 from utils.console import say
-from utils.data.datasets import Batch
-from utils.data.order import evaluation_blocks
+from utils.data import Batch, evaluation_blocks
 from utils.files import expand
 from utils.memory import bytes_text
-from utils.training.evaluation import Evaluator
-from utils.training.loop import synchronise
-from utils.training.meter import SyncInterval
-from utils.training.run import Run
+from utils.training import Evaluator, Run, SyncInterval, synchronise
 
 
 def trial(config: TrainConfig) -> TrainConfig:

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from utils.console import say
-from utils.data.datasets import Batch, Features
+from utils.data import Batch, Features
 from utils.errors import one_line
 from utils.files import write_file
-from utils.training.run import Run
+from utils.training import Run
 
 _MOST, _COLUMNS = 64, 8  # images, and images in a row
 _FONT = "DejaVu Sans"  # comes with Matplotlib

@@ -14,10 +14,10 @@ from extras.page.analysis import ERRORS, interval_of_share
 from extras.page.html import gallery
 from extras.page.tables import Row, encode, find_images
 from extras.page.writing import FOLD
-from utils.config.bounds import require
+from utils.config import require
 from utils.files import read_json, write_file
 from utils.replacing import TABLE
-from utils.runs.log import read_log
+from utils.runs import read_log
 
 
 def join(groups: list[list[Path]], out: Path, images: bool) -> None:

@@ -9,9 +9,7 @@ from extras.page.page import read_run
 from utils.config.settings import TrainConfig
 from utils.console import say, table
 from utils.files import expand
-from utils.ranks.accelerator import leave_run
-from utils.ranks.ranks import Ranks
-from utils.ranks.stopping import Stopping
+from utils.ranks import Ranks, Stopping, leave_run
 
 
 def in_turn(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Iterator[TrainConfig]:

@@ -4,26 +4,16 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from utils.config.bounds import require
+from utils.config import require
 from utils.config.scripts import ReplayConfig
 from utils.console import join_names, say
-from utils.data.selection import load_data
+from utils.data import load_data
 from utils.errors import UserError
 from utils.files import expand, write_file
-from utils.models.checking import hash_tensors
-from utils.models.sharded import distinct_state
-from utils.models.weight_files import read_weights
-from utils.ranks.accelerator import leave_run
-from utils.ranks.ranks import Ranks
+from utils.models import distinct_state, hash_tensors, read_weights
+from utils.ranks import Ranks, leave_run
 from utils.replacing import RESULT, check_output
-from utils.runs.digest import (
-    choose_updates,
-    differing,
-    digests_of,
-    parts_to_compute,
-)
-from utils.runs.log import read_log
-from utils.runs.manifest import (
+from utils.runs import (
     AVERAGE,
     MODEL,
     beginnings,
@@ -31,11 +21,19 @@ from utils.runs.manifest import (
     damage_of,
     files_of,
     find_checkpoint,
+    read_checkpoint,
+    read_log,
+    read_settings,
     step_of,
+    versions,
 )
-from utils.runs.metadata import read_checkpoint, read_settings, versions
-from utils.training.divergence import find_samples
-from utils.training.run import Run
+from utils.runs.digest import (
+    choose_updates,
+    differing,
+    digests_of,
+    parts_to_compute,
+)
+from utils.training import Run, find_samples
 
 
 def verify(flags: ReplayConfig, ranks: Ranks, begin: Callable, recompute: Callable) -> None:

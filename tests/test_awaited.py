@@ -80,7 +80,7 @@ def test_the_workers_of_a_loader_start_with_sigterm_blocked_which_ends_with_the_
 
 def _dead_disk(main, flags, dead, seconds=0.0):
     """Reading the `dead` samples never returns, or takes so many `seconds`."""
-    decode = utils.data.datasets.decode
+    decode = utils.data.datasets.decode_image
     sys.stderr = sys.__stderr__  # captured output is lost when the process exits
     watch.PATIENCE = 0.5
 
@@ -94,7 +94,7 @@ def _dead_disk(main, flags, dead, seconds=0.0):
             Path("dead").read_bytes()
         return decode(split, position, *arguments)
 
-    utils.data.datasets.decode = dying
+    utils.data.datasets.decode_image = dying
     main(flags)
 
 

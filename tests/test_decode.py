@@ -26,7 +26,7 @@ import train
 from utils.config.settings import TrainConfig
 from utils.data.cache import decode_all, make_dataset
 from utils.data.check import check_images
-from utils.data.decode import LARGE, decode
+from utils.data.decode import LARGE, decode_image
 from utils.data.decoders import DECODERS, decode_jpeg, find_jpeg_decoder
 from utils.data.order import Microbatch
 from utils.data.selection import load_data
@@ -44,7 +44,7 @@ def split_of(images, fingerprint="made"):
 
 
 def pixels_of(raw, channels):
-    pixels = decode(split_of([raw]), 0, channels)
+    pixels = decode_image(split_of([raw]), 0, channels)
     assert pixels.dtype.itemsize == 1 and pixels.shape[2] == channels
     return pixels.numpy().astype(int)
 
@@ -202,7 +202,7 @@ def shrunk(raw, channels, factor):
         sides.append((height, width))
         return factor
 
-    pixels = decode(split_of([raw]), 0, channels, shrink=shrink)
+    pixels = decode_image(split_of([raw]), 0, channels, shrink=shrink)
     return pixels.numpy().astype(int), sides
 
 
@@ -294,10 +294,10 @@ def test_an_unreadable_image_is_named_by_its_path_or_its_index(tmp_path):
     texts = "broken.png: not a readable image", "gone.png: No such file or directory"
     for position, text in enumerate(texts):
         with pytest.raises(ValueError, match=text):
-            decode(split_of(files), position, 3)
+            decode_image(split_of(files), position, 3)
     selected = split_of([FILES["png"], FILES["png"], b""]).select(np.array([2]))
     with pytest.raises(ValueError, match="image 2 of split 'train'"):
-        decode(selected, 0, 3)
+        decode_image(selected, 0, 3)
 
 
 def test_a_table_row_without_an_image_is_an_error_that_names_it():
@@ -305,7 +305,7 @@ def test_a_table_row_without_an_image_is_an_error_that_names_it():
     split = split_of(Table(holed, "image"))
     for raw in (None, split.read_ahead([0, 1])[1]):
         with pytest.raises(ValueError, match=r"image 1 of split 'train'.*there is no image"):
-            decode(split, 1, 3, raw)
+            decode_image(split, 1, 3, raw)
 
 
 # -- size

@@ -54,6 +54,7 @@ class Reads(TorchDispatchMode):
 def train_edited(code: str, flags: list[str], dies_at: int | None = None) -> int:
     """Train with this text of train.py; returns the reads of its updates but the first."""
     module, reads = ModuleType("edited"), Reads()
+    module.__file__ = str(ROOT / "train.py")
     exec(compile(code, "edited.py", "exec"), module.__dict__)
     update = module.train_update
 

@@ -169,14 +169,14 @@ def test_an_error_of_another_rank_during_training_is_printed_by_rank_0():
 
 
 def _train_with_a_file_that_rank_1_cannot_read(flags):
-    decode = loader.decode
+    decode = loader.decode_image
 
     def broken(*arguments):
         if os.environ["RANK"] == "1":
             raise ValueError("photos/class0/3.png: not a readable image (planted)")
         return decode(*arguments)
 
-    loader.decode = broken
+    loader.decode_image = broken
     train.main([*TINY, *flags, "--model_args", "{hidden: 2}"])
 
 

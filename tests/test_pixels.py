@@ -21,7 +21,7 @@ import predict
 from extras.export.card import preprocessing
 from utils.config.settings import TrainConfig
 from utils.data.check import check_images
-from utils.data.decode import decode
+from utils.data.decode import decode_image
 from utils.data.spec import InputSpec
 from utils.data.splits import fingerprint_of, whole_split
 from utils.data.tables import Table
@@ -117,7 +117,7 @@ def split_of(*images, bits=16, kind=list):
 
 
 def decoded(raw, bits=16):
-    return decode(split_of(raw, bits=bits), 0, 3).numpy()
+    return decode_image(split_of(raw, bits=bits), 0, 3).numpy()
 
 
 @pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind[0])
@@ -141,7 +141,7 @@ def test_opaque_images_have_the_bits_of_pillow_s_conversion_and_no_line():
         assert split.notes == () and split.looks[0, 4:7].sum() == 0
         for channels, mode in ((1, "L"), (3, "RGB")):
             own = np.asarray(image.convert(mode)).reshape(HEIGHT, WIDTH, channels)
-            assert (decode(split, 0, channels).numpy() == own).all()
+            assert (decode_image(split, 0, channels).numpy() == own).all()
 
 
 # -- files that Pillow does not write
@@ -256,7 +256,7 @@ def test_a_line_names_files_of_several_frames_but_not_the_small_copies_in_those_
     (line,) = split.notes
     assert line.startswith("4 of 11 images have several frames or pages: the first")
     for position in range(3):
-        assert (decode(split, position, 3).numpy() == RGB).all()
+        assert (decode_image(split, position, 3).numpy() == RGB).all()
 
 
 # -- what follows from all images
@@ -303,7 +303,7 @@ def test_channels_and_size_of_random_mixtures_follow_from_all_images(seed):
     assert spec.channels == (3 if any(has_colours) else 1)
     assert spec.size == ((224, 224) if len(shapes) > 1 else shapes.pop())
     for position, picture in enumerate(pictures):
-        assert (decode(split, position, 3).numpy() == picture).all()
+        assert (decode_image(split, position, 3).numpy() == picture).all()
     few = [line for line in lines if "are in colour" in line]
     assert len(few) <= (0 < sum(has_colours) < count)
     if coloured in (1, 2) and count > 9:

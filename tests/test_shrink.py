@@ -67,8 +67,10 @@ def test_the_pixels_are_those_of_pillow_and_small_photographs_stay():
 
 def test_cached_pixels_are_read_and_those_that_changed_are_computed(monkeypatch):
     split, decoded = split_of(), []
-    decode = cache.decode
-    monkeypatch.setattr(cache, "decode", lambda *a, **k: decoded.append(a[1]) or decode(*a, **k))
+    decode = cache.decode_image
+    monkeypatch.setattr(
+        cache, "decode_image", lambda *a, **k: decoded.append(a[1]) or decode(*a, **k)
+    )
     first = pixels_of(split)
     assert len(decoded) == 20 and len(list(Path("cache").iterdir())) == 20
     Path(split.describe(3)).write_bytes(Path(split.describe(4)).read_bytes())

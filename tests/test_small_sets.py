@@ -19,7 +19,7 @@ from helpers.make_data import encoded, table
 
 from utils.config.settings import TrainConfig
 from utils.data.cache import decode_all
-from utils.data.decode import decode
+from utils.data.decode import decode_image
 from utils.data.selection import load_split
 from utils.models.published import names_of_outputs
 
@@ -32,7 +32,7 @@ def picture_of(number: int) -> np.ndarray:
 
 def shown(split) -> list[int]:
     """The number that each image shows."""
-    return [int(decode(split, position, 3)[0, 0, 0]) // 20 for position in range(len(split))]
+    return [int(decode_image(split, position, 3)[0, 0, 0]) // 20 for position in range(len(split))]
 
 
 def write_set(form: str, samples: dict[str, list[tuple[int, str]]], draw: random.Random) -> str:

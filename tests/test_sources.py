@@ -19,7 +19,7 @@ from pyarrow import parquet as pq
 
 from utils.config.settings import TrainConfig
 from utils.data.cache import decode_all
-from utils.data.decode import decode
+from utils.data.decode import decode_image
 from utils.data.folds import hold_out
 from utils.data.selection import load_split, renumber
 from utils.data.sources import check_source
@@ -31,7 +31,7 @@ NAMED = ClassLabel(names=ANIMALS)
 
 
 def same_images(split, expected):
-    images = np.stack([decode(split, position, 3).numpy() for position in range(len(split))])
+    images = np.stack([decode_image(split, position, 3).numpy() for position in range(len(split))])
     return (images == expected).all()
 
 
@@ -73,11 +73,11 @@ def test_synthetic_sets_have_the_shape_that_their_name_says_and_can_be_learned()
     assert data.class_names == ["0", "1", "2", "3"] and set(data.train.labels) == {0, 1, 2, 3}
     pixels = decode_all(data.train, 16, 16, 3, "cache", None)
     for position in (0, 1, 2, 2999):  # each class is a brighter band
-        image = decode(data.train, position, 3).numpy()
+        image = decode_image(data.train, position, 3).numpy()
         assert image.reshape(4, -1).mean(1).argmax() == data.train.labels[position]
         assert (pixels[np.array([position])][0] == image).all()
     assert len(load("synthetic").train) == 10_000
-    assert not (decode(data.train, 0, 3) == decode(data.evaluation, 0, 3)).all()
+    assert not (decode_image(data.train, 0, 3) == decode_image(data.evaluation, 0, 3)).all()
 
 
 def test_a_misspelt_synthetic_set_is_refused_with_the_right_spelling():

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from utils.config.bounds import require
+from utils.config import require
 from utils.files import expand, read_json
 
 # Kinds of output: the endings, and what `names_in` returns for a file that Lockstep has written.

@@ -12,7 +12,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from utils.data.order import Plan, UpdateSampler  # noqa: E402
+from utils.data import Plan, UpdateSampler  # noqa: E402
 
 SIDE, GAP, LEFT = 20, 30, 118  # of a sample, between updates, of the names of ranks
 COLOURS = ("#4c78a8", "#e08214", "#54a24b", "#b279a2")  # of the updates

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 
 from extras.compare.pairs import find_runs, write_groups
 from extras.page.page import PAGE
-from utils.config.bounds import require
-from utils.config.plugin import load_plugin
+from utils.config import load_plugin, require
 from utils.errors import USER_ERRORS, UserError
 from utils.files import expand
-from utils.launch.exits import exit_with_error
+from utils.launch import exit_with_error
 from utils.replacing import HTML, check_output
-from utils.runs.log import check_log
+from utils.runs import check_log
 
 
 def main(argv: Sequence[str] | None = None, write=write_groups, name="compare", kind=HTML) -> None:

@@ -12,10 +12,9 @@ from extras.compare.compare import compare
 from extras.page.analysis import resample
 from extras.page.html import number
 from extras.page.page import PREDICTIONS, write_page
-from utils.config.cli import read_config
+from utils.config import read_config
 from utils.console import progress
-from utils.tasks.table import make_task
-from utils.tasks.task import Task
+from utils.tasks import Task, make_task
 
 
 def find_runs(given: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from utils.console import table
 from utils.errors import split_error
-from utils.ranks.ranks import Ranks
+from utils.ranks import Ranks
 
 _WIDTH = 84  # of a value
 _MARKS = {True: "✓", False: "✗", None: " "}

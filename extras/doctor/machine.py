@@ -11,10 +11,9 @@ from extras.doctor.findings import Finding
 from utils.config.scripts import DoctorConfig
 from utils.config.settings import TrainConfig
 from utils.files import check_output_folder, expand
-from utils.launch.environment import Topology, is_launched, read_topology
+from utils.launch import Topology, is_launched, read_topology
 from utils.memory import free_memory
-from utils.ranks.accelerator import check_sharding
-from utils.ranks.ranks import Ranks
+from utils.ranks import Ranks, check_sharding
 
 GB = 1e9
 _SCRIPTS = {"train.py", "eval.py", "predict.py", "replay.py", "export.py"}

@@ -26,12 +26,10 @@ from extras.doctor.machine import GB
 from utils.config.scripts import DoctorConfig
 from utils.config.settings import TrainConfig
 from utils.files import check_output_folder, expand
-from utils.launch.devices import nccl_version, nvidia_smi
-from utils.launch.network import address_of
+from utils.launch import address_of, nccl_version, nvidia_smi
 from utils.memory import free_memory
-from utils.models.sharded import whole
-from utils.ranks.accelerator import compile_model, make_accelerator
-from utils.ranks.ranks import Ranks
+from utils.models import whole
+from utils.ranks import Ranks, compile_model, make_accelerator
 
 # seconds until a new file must be visible; NFS caches the list of a folder for a few seconds
 _PATIENCE = 5.0

@@ -11,8 +11,8 @@ import torch
 
 from extras.export.formats import Code, Loaded, Probabilities
 from utils.console import join_names, printable
-from utils.data.spec import InputSpec
-from utils.tasks.task import score_rows
+from utils.data import InputSpec
+from utils.tasks import score_rows
 from utils.version import VERSION
 
 TOLERANCE = 1e-5  # in probability

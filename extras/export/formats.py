@@ -11,11 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from utils.data.spec import InputSpec
-from utils.ranks.ranks import Ranks
+from utils.data import InputSpec
+from utils.ranks import Ranks
 from utils.runs.inference import Inference, load_model
-from utils.tasks.table import make_task
-from utils.tasks.task import Task
+from utils.tasks import Task, make_task
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from operator import itemgetter
 
 import numpy as np
 
-from utils.tasks.task import Predictions, Task, sigmoid
-from utils.training.summary import count_classes
+from utils.tasks import Predictions, Task, sigmoid
+from utils.training import count_classes
 
 BINS = 15  # of the confidence, equally wide
 MATRIX = 30  # classes; with more, the page lists the most frequent confusions instead of a matrix

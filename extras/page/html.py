@@ -15,9 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from PIL import Image
 
 from extras.page.tables import Row
-from utils.data.decode import decode
-from utils.data.spec import SMALL
-from utils.data.splits import Split
+from utils.data import SMALL, Split, decode_image
 
 _SIDE = 192  # pixels of a thumbnail's longer side
 _SHEET = 1100  # pixels of the longer side of first_batch.png in the page
@@ -74,7 +72,9 @@ def thumbnail(split: Split, position: int) -> dict[str, str | bool]:
     """
     name = Path(split.describe(position)).name
     try:
-        pixels = decode(split, position, 3, shrink=lambda height, width: max(height, width) / _SIDE)
+        pixels = decode_image(
+            split, position, 3, shrink=lambda height, width: max(height, width) / _SIDE
+        )
     except ValueError:
         return {"image": "", "small": False, "file": name}
     small = max(pixels.shape[:2]) <= SMALL

@@ -18,13 +18,12 @@ import numpy as np
 from tqdm import tqdm
 
 from extras.page.html import render, sheet
-from utils.config.bounds import require
+from utils.config import read_yaml, require
 from utils.config.settings import OF_THIS_MACHINE, TrainConfig
-from utils.config.yaml_text import read_yaml
 from utils.files import read_json, write_file
-from utils.runs.log import read_log
-from utils.tasks.table import TASKS
-from utils.training.summary import FEW
+from utils.runs import read_log
+from utils.tasks import TASKS
+from utils.training import FEW
 
 PAGE = "report.html"
 ANALYSIS = "report.json"

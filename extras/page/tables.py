@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from utils.config.bounds import require
+from utils.config import require
 from utils.console import join_names, printable
-from utils.data.folders import Scan, files_below, notes
-from utils.data.splits import Files, Split, fingerprint_of, whole_split
-from utils.tasks.task import Predictions, Task
-from utils.training.evaluation import TOP
+from utils.data import Files, Scan, Split, files_below, fingerprint_of, notes, whole_split
+from utils.tasks import Predictions, Task
+from utils.training import TOP
 
 
 def find_images(given: Sequence[str]) -> Split:

@@ -24,14 +24,12 @@ from extras.page.page import (
 )
 from extras.page.tables import encode, rows_of_split
 from utils.console import say
-from utils.data.folds import group_keys
-from utils.data.splits import Split, fingerprint_of
+from utils.data import Split, fingerprint_of, group_keys
 from utils.errors import one_line
 from utils.files import whole_file, write_file
-from utils.runs.log import finite
-from utils.tasks.task import Predictions, Task
-from utils.training.run import Run
-from utils.training.summary import always_answering
+from utils.runs import finite
+from utils.tasks import Predictions, Task
+from utils.training import Run, always_answering
 
 _STORED = "best_predictions.npz"  # in the run folder, until the page is written
 FOLD = "fold_predictions.json"  # in the folder of a complete run with --fold

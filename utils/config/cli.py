@@ -22,7 +22,7 @@ from utils.config.settings import FORMAT, OTHER_FORMAT, LaunchConfig, TrainConfi
 from utils.config.table import Table
 from utils.config.yaml_text import load_yaml, read_yaml
 from utils.errors import UserError, one_line
-from utils.launch.exits import exit_with_error, reports_for_machine, with_rank
+from utils.launch import exit_with_error, reports_for_machine, with_rank
 
 Config = TypeVar("Config", bound=LaunchConfig)
 

@@ -1,0 +1,62 @@
+"""From files to batches on the device."""
+
+# random changes of training images
+from utils.data.augment import AUGMENTATIONS, Transform, make_augmentation
+
+# batches on the device, from those of a loader
+from utils.data.batches import DeviceLoader
+
+# the data set of a split, and its cache
+from utils.data.cache import cached, make_dataset, open_cached, shrink, suggest_shrink
+
+# finds unreadable images
+from utils.data.check import check_images
+
+# data sets that return one microbatch at a time
+from utils.data.datasets import (
+    AnyDataset,
+    Batch,
+    CachedDataset,
+    DeviceDataset,
+    Features,
+    ImageDataset,
+    PhotoDataset,
+    describe_place,
+    keep_on_device,
+)
+
+# pixels from the bytes of an image
+from utils.data.decode import decode_image, pixels_key
+
+# the libraries that decode
+from utils.data.decoders import DECODERS
+
+# image folders
+from utils.data.folders import Scan, files_below, notes
+
+# groups of samples that stay together
+from utils.data.folds import group_keys
+
+# which samples form which update
+from utils.data.order import Plan, UpdateSampler, evaluation_blocks, fold_in, make_plan
+
+# the samples of a run, in its checkpoints
+from utils.data.samples import FILE, SampleList, read_samples
+
+# the samples to train and evaluate on
+from utils.data.selection import load_data, load_split
+
+# what --data names
+from utils.data.sources import SOURCES, absolute_data, check_source, has_columns
+
+# the input of a model
+from utils.data.spec import EVAL_CROP, SMALL, InputSpec, sides
+
+# labels in memory and images still encoded
+from utils.data.splits import Data, Files, Source, Split, fingerprint_of, whole_split
+
+# policies of --auto_augment
+from utils.data.transforms import AUTO_AUGMENTS
+
+# loaders and their processes
+from utils.data.workers import make_loaders

@@ -19,7 +19,7 @@ from torchvision.transforms.v2.functional import resize
 from utils.config.settings import TrainConfig
 from utils.data.augment import make_augmentation
 from utils.data.datasets import CachedDataset, ImageDataset, PhotoDataset
-from utils.data.decode import VERSION, decode, pixels_key
+from utils.data.decode import VERSION, decode_image, pixels_key
 from utils.data.decoders import DECODERS
 from utils.data.order import BlockSampler
 from utils.data.spec import InputSpec
@@ -180,7 +180,9 @@ class ShrunkImages:
         return torch.tensor(array)
 
     def _shrink(self, row: int) -> Tensor:
-        pixels = decode(self.split, row, self.channels, shrink=lambda *size: min(size) / self.side)
+        pixels = decode_image(
+            self.split, row, self.channels, shrink=lambda *size: min(size) / self.side
+        )
         if min(pixels.shape[:2]) > self.side:
             pixels = resize(pixels.permute(2, 0, 1), [self.side]).permute(1, 2, 0)
         return pixels.contiguous()

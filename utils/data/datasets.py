@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from utils.config.bounds import require
+from utils.config import require
 from utils.config.settings import TrainConfig
 from utils.data.augment import Augmentation, Center
-from utils.data.decode import decode
+from utils.data.decode import decode_image
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
 from utils.data.splits import Split
@@ -129,7 +129,7 @@ class PhotoDataset(_Labelled):
             encoded = self.split.read_ahead(indices)
             for place, (position, raw) in enumerate(zip(indices, encoded, strict=True)):
                 shrink = partial(crop.shrink, random[0][place])
-                pixels = decode(self.split, position, spec.channels, raw, shrink)
+                pixels = decode_image(self.split, position, spec.channels, raw, shrink)
                 images[place] = crop.image(pixels, random[0][place])
         # returned: a worker's exception would include its traceback
         except (ValueError, OSError) as error:

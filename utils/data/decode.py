@@ -39,7 +39,7 @@ def pixels_key(split: Split) -> str:
     return fingerprint_of(VERSION, *DECODERS.values(), split.cache_key)
 
 
-def decode(
+def decode_image(
     split: Split, position: int, channels: int, raw=None, shrink: Shrink | None = None
 ) -> Tensor:
     """Decode sample `position` to uint8 [H, W, C]. Raises UserError, which names it, if it cannot

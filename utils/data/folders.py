@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from utils.config.bounds import require
+from utils.config import require
 from utils.config.settings import TrainConfig
 from utils.console import join_names
 from utils.data.splits import (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.config.bounds import require
+from utils.config import require
 from utils.console import join_names, say
 from utils.data.order import fold_in, permutation
 from utils.data.spelling import alike

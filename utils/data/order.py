@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from utils.config.bounds import require
+from utils.config import require
 from utils.config.settings import TrainConfig
 
 

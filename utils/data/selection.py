@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from utils.config.bounds import require
+from utils.config import require
 from utils.config.settings import TrainConfig
 from utils.console import join_names, nfc, say
 from utils.data.check import check_images

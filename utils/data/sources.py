@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 import torchvision
 
-from utils.config.bounds import require
+from utils.config import Table, require, suggestion
 from utils.config.settings import TrainConfig
-from utils.config.table import Table, suggestion
 from utils.data.folders import image_folder
 from utils.data.order import fold_in
 from utils.data.splits import Source, Split, fingerprint_of, whole_split

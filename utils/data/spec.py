@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from utils.config.bounds import Number, PositiveFloat, read_fields, require
+from utils.config import Number, PositiveFloat, read_fields, require
 from utils.config.recipe import Pixels
 
 # numbers of an image; a model for more would fill the memory, and end with an allocator's message

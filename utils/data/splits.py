@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from utils.config.bounds import require
+from utils.config import require
 from utils.console import join_names, nfc
 from utils.data.order import fold_in, permutation
 from utils.errors import UserError

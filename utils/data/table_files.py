@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from utils.config.bounds import require
+from utils.config import require
 from utils.console import join_names
 from utils.data.splits import EVAL_NAMES, fingerprint_of, stamp_of
 from utils.errors import UserError, one_line

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.config.bounds import require
+from utils.config import require
 from utils.config.settings import TrainConfig
 from utils.console import join_names
 from utils.data.splits import (

@@ -17,8 +17,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from utils.config.bounds import require
-from utils.config.table import Table
+from utils.config import Table, require
 from utils.data.draws import Transform
 from utils.data.spec import InputSpec
 

@@ -23,7 +23,7 @@ from utils.console import say
 from utils.data.datasets import AnyDataset, Batch, OnDevice
 from utils.data.order import MicrobatchSampler
 from utils.errors import UserError, one_line
-from utils.launch.environment import local_rank_and_size
+from utils.launch import local_rank_and_size
 from utils.memory import SHM, SHM_FIX, bytes_text, free_shm, usable_physical_cores
 
 AHEAD = 4  # batches that each worker prepares in advance

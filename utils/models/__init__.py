@@ -1,0 +1,45 @@
+"""Models by name, their layers and weights."""
+
+# checks of a model and its weights
+from utils.models.checking import (
+    bad_tensors,
+    check_batch_norm,
+    has_batch_norm,
+    hash_tensors,
+    sum_bits,
+    sum_words,
+)
+
+# parts of a model
+from utils.models.layers import (
+    TestTimeAugmentation,
+    checkpoint_blocks,
+    find_blocks,
+    freeze,
+    head_prefixes,
+    keep_batch_stats,
+    main_output,
+    restored_buffers,
+    shape_of,
+)
+
+# tensors, also of a model that FSDP2 shards
+from utils.models.sharded import (
+    copy_into,
+    count_units,
+    distinct_state,
+    forget_whole_weights,
+    is_sharded,
+    local,
+    tied_names,
+    whole,
+)
+
+# --ema_decay
+from utils.models.weight_average import WeightAverage
+
+# files of weights
+from utils.models.weight_files import load_pickled, read_any, read_weights
+
+# models by name
+from utils.models.zoo import OWN_MODELS, build_model, check_model, input_spec, resize_input

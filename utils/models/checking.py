@@ -10,10 +10,9 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from utils.config.bounds import require
+from utils.config import require
 from utils.config.settings import TrainConfig
-from utils.data.order import Plan
-from utils.data.spec import InputSpec
+from utils.data import InputSpec, Plan
 from utils.errors import UserError, one_line
 from utils.models.layers import main_output, restored_buffers
 from utils.models.sharded import local

@@ -6,9 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from utils.config.bounds import require
-from utils.data.datasets import CachedDataset, ImageDataset
-from utils.data.spec import InputSpec
+from utils.config import require
+from utils.data import CachedDataset, ImageDataset, InputSpec
 
 _IMAGES = 1000  # the first layer is computed from at most this many training images
 _EPS = 5e-4  # added to the variances of patches, as in the paper, so that noise is not amplified

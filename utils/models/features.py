@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, normalize
 
-from utils.data.spec import InputSpec
+from utils.data import InputSpec
 from utils.models.layers import restored_buffers
 
 

@@ -14,9 +14,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from utils.config.bounds import require
+from utils.config import require, suggestion
 from utils.config.recipe import BACKBONE
-from utils.config.table import suggestion
 
 # torchvision itself would change ImageNet's normalisation to theirs (`transform_input`)
 OF_TENSORFLOW = {"googlenet", "inception_v3"}

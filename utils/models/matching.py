@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from utils.config.bounds import require
+from utils.config import require
 from utils.console import join_names, nfc
 from utils.models.layers import find_heads, head_prefixes, shape_of
 

@@ -13,7 +13,7 @@ import torch
 import torchvision
 from torch import nn
 
-from utils.config.bounds import require
+from utils.config import require
 from utils.config.settings import TrainConfig
 from utils.errors import UserError, one_line
 from utils.models.layers import OF_TENSORFLOW, head_prefixes

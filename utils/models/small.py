@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from utils.data.spec import InputSpec
+from utils.data import InputSpec
 
 
 class MnistCNN(nn.Module):

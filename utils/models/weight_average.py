@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from utils.config.bounds import require
+from utils.config import require
 from utils.models.sharded import copy_into, distinct_state, local
 
 

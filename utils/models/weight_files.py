@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file
 from torch import Tensor
 
-from utils.config.bounds import require
+from utils.config import require
 from utils.errors import UserError, one_line
 from utils.files import naming_file, open_regular
 

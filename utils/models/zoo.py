@@ -11,12 +11,9 @@ import torchvision
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from utils.config.bounds import require
+from utils.config import Table, require, suggestion
 from utils.config.settings import TrainConfig
-from utils.config.table import Table, suggestion
-from utils.data.datasets import ImageDataset
-from utils.data.order import fold_in
-from utils.data.spec import EVAL_CROP, SMALL, InputSpec, sides
+from utils.data import EVAL_CROP, SMALL, ImageDataset, InputSpec, fold_in, sides
 from utils.errors import UserError, one_line
 from utils.models.checking import MINIMUM_SIZE, check_output, hook_for_size
 from utils.models.layers import OF_TENSORFLOW

@@ -24,8 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from utils.config.settings import TrainConfig
 from utils.console import say
 from utils.errors import UserError
-from utils.launch.command import precision_is_chosen
-from utils.launch.environment import is_set, shards_model
+from utils.launch import is_set, precision_is_chosen, shards_model
 from utils.ranks.ranks import Ranks
 
 

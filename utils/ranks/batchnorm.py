@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from utils.config.bounds import require
+from utils.config import require
 
 
 def convert_batch_norm(module: nn.Module, fused: bool = False) -> nn.Module:

@@ -13,21 +13,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from utils.config.bounds import require
-from utils.config.plugin import PLUGIN
+from utils.config import PLUGIN, require
 from utils.config.settings import LaunchConfig
 from utils.console import say
 from utils.errors import USER_ERRORS, AgreedError, UserError, as_lost_rank, one_line, split_error
-from utils.launch.command import launcher
-from utils.launch.devices import (
+from utils.launch import (
+    Topology,
+    address_of,
     choose_backend,
     choose_device,
     cpu_is_requested,
+    end_status,
     gpu_id,
+    is_set,
+    launcher,
+    set_interface,
+    shards_model,
+    threads_per_process,
 )
-from utils.launch.environment import Topology, is_set, shards_model, threads_per_process
-from utils.launch.network import address_of, set_interface
-from utils.launch.status import end_status
 from utils.memory import keep_freed_memory
 from utils.ranks.watch import Watch
 from utils.waiting import call_with_timeout, wait_for_keys

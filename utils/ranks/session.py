@@ -34,12 +34,14 @@ import torch.distributed as dist
 
 from utils.config.settings import LaunchConfig
 from utils.errors import USER_ERRORS, AgreedError, InUse, is_lost_rank, one_line
-from utils.launch.environment import Topology, is_launched, read_topology
-from utils.launch.exits import (
+from utils.launch import (
+    Topology,
     exit_with_error,
     how_to_resume,
     inform_launcher,
+    is_launched,
     print_last_line,
+    read_topology,
     reports_for_machine,
     with_known_fix,
     with_rank,

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import Store
 
-from utils.launch.environment import attempts_left
-from utils.launch.exits import exit_now, how_to_resume, print_last_line, print_line
+from utils.launch import attempts_left, exit_now, how_to_resume, print_last_line, print_line
 from utils.ranks.stopping import EXIT_RESUME, Stopping
 from utils.waiting import DataWait, call_with_timeout
 

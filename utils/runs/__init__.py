@@ -1,0 +1,57 @@
+"""What a run leaves on disk, and how it resumes."""
+
+# the batch sizes of the processes
+from utils.runs.batch_sizes import LARGEST_BATCH, resolve_batch
+
+# finds, saves and deletes the checkpoints of a run
+from utils.runs.checkpoint import CheckpointManager, check_run_folder
+
+# the tensors of a checkpoint
+from utils.runs.loading import extend_save_state, load_weights, make_average, trained_tensors
+
+# log.jsonl
+from utils.runs.log import RunLog, check_log, finite, read_log
+
+# the files of a checkpoint, with their hashes
+from utils.runs.manifest import (
+    AVERAGE,
+    MANIFEST,
+    MODEL,
+    beginnings,
+    checkpoints_of,
+    damage_of,
+    files_of,
+    find_checkpoint,
+    manifest_text,
+    sha256_of,
+    step_of,
+)
+
+# a checkpoint's files besides its tensors
+from utils.runs.metadata import (
+    Checkpoint,
+    config_to_save,
+    make_files,
+    read_checkpoint,
+    read_settings,
+    versions,
+)
+
+# what a resumed run keeps
+from utils.runs.resume import (
+    check_elastic,
+    check_elastic_sizes,
+    choose_batch,
+    keep_settings,
+    restore_state,
+    resume_lines,
+)
+
+# the training state
+from utils.runs.state import TrainState
+
+# --report_to
+from utils.runs.trackers import TRACKERS, RunTrackers, numbers_to_send
+
+# folders of checkpoints that are being written
+from utils.runs.writing import complete_files, new_partial, partial_of

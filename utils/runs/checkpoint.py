@@ -30,14 +30,13 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from utils.config.bounds import require
+from utils.config import require
 from utils.config.settings import TrainConfig
 from utils.errors import UserError
 from utils.files import LOCK, check_output_folder, expand, holder_text, lock, read_text, write_file
-from utils.launch.environment import can_be_restarted
-from utils.models.sharded import is_sharded, tied_names
-from utils.models.weight_average import WeightAverage
-from utils.ranks.ranks import Ranks
+from utils.launch import can_be_restarted
+from utils.models import WeightAverage, is_sharded, tied_names
+from utils.ranks import Ranks
 from utils.runs.loading import (
     bytes_to_save,
     check_savable,

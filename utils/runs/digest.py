@@ -8,7 +8,7 @@ import random
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from utils.config.bounds import require
+from utils.config import require
 from utils.console import join_names
 
 

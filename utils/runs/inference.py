@@ -10,21 +10,17 @@ from typing import Any
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from utils.config.bounds import require
+from utils.config import require
 from utils.config.scripts import EvalConfig, PredictConfig
 from utils.config.settings import OF_ONE_START, LaunchConfig, TrainConfig
-from utils.data.samples import SampleList
-from utils.data.spec import InputSpec, sides
+from utils.data import InputSpec, SampleList, sides
 from utils.files import expand
-from utils.models.layers import TestTimeAugmentation
-from utils.models.weight_files import read_weights
-from utils.models.zoo import build_model, resize_input
-from utils.ranks.accelerator import compile_model
-from utils.ranks.ranks import Ranks
+from utils.models import TestTimeAugmentation, build_model, read_weights, resize_input
+from utils.ranks import Ranks, compile_model
 from utils.runs.loading import load_weights
 from utils.runs.manifest import AVERAGE, MODEL, files_of, find_checkpoint, verify
 from utils.runs.metadata import read_checkpoint
-from utils.tasks.task import Task
+from utils.tasks import Task
 
 
 @dataclass(frozen=True)

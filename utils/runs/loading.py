@@ -15,14 +15,22 @@ from accelerate.utils import send_to_device
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from utils.config.bounds import require
+from utils.config import require
 from utils.console import join_names, say
 from utils.errors import UserError, one_line
-from utils.models.checking import bad_tensors
-from utils.models.layers import shape_of
-from utils.models.sharded import copy_into, distinct_state, is_sharded, local, tied_names, whole
-from utils.models.weight_average import WeightAverage
-from utils.models.weight_files import load_pickled, read_weights
+from utils.models import (
+    WeightAverage,
+    bad_tensors,
+    copy_into,
+    distinct_state,
+    is_sharded,
+    load_pickled,
+    local,
+    read_weights,
+    shape_of,
+    tied_names,
+    whole,
+)
 from utils.runs.manifest import AVERAGE, MANIFEST, OPTIMIZER, SCALER, files_of
 
 

@@ -12,13 +12,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from utils.config.bounds import Count, fit, require
-from utils.config.plugin import check_plugin
+from utils.config import Count, check_plugin, fit, require
 from utils.console import say
 from utils.files import naming_file, write_file
-from utils.launch.status import update_status
+from utils.launch import update_status
 from utils.runs.state import TrainState
-from utils.tasks.task import Task
+from utils.tasks import Task
 
 
 class RunLog:

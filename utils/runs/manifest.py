@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from utils.config.bounds import require
-from utils.data.samples import FILE as SAMPLES
+from utils.config import require
+from utils.data import FILE as SAMPLES
 from utils.errors import UserError, split_error
 from utils.files import read_json, read_text, write_file
 

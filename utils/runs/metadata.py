@@ -14,9 +14,7 @@ import numpy as np
 import torch
 import torchvision
 
-from utils.config.bounds import Bound, read_fields, require
-from utils.config.cli import read_config
-from utils.config.plugin import PLUGIN, check_plugin
+from utils.config import PLUGIN, Bound, check_plugin, read_config, read_fields, require
 from utils.config.settings import (
     FORMAT,
     OF_ONE_START,
@@ -25,15 +23,11 @@ from utils.config.settings import (
     TrainConfig,
     to_yaml,
 )
-from utils.data.decoders import DECODERS
-from utils.data.order import Plan
-from utils.data.samples import FILE, SampleList, read_samples
-from utils.data.spec import InputSpec
-from utils.data.splits import Data
+from utils.data import DECODERS, FILE, Data, InputSpec, Plan, SampleList, read_samples
 from utils.errors import UserError
 from utils.files import read_json
-from utils.launch.environment import compiler
-from utils.ranks.ranks import Ranks
+from utils.launch import compiler
+from utils.ranks import Ranks
 from utils.runs.manifest import MODEL, checkpoint_of, checkpoints_of, damage_of
 from utils.runs.state import TrainState
 from utils.version import VERSION, code_commit

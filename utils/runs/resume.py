@@ -12,14 +12,11 @@ from pathlib import Path
 
 import torch
 
-from utils.config.bounds import require
+from utils.config import require
 from utils.config.settings import CHOSEN, FIXED, OF_THIS_MACHINE, TrainConfig
-from utils.data.decoders import DECODERS
-from utils.data.order import Plan
-from utils.data.splits import Data
+from utils.data import DECODERS, Data, Plan
 from utils.errors import UserError, shorten
-from utils.launch.command import elastic_nodes, precision_is_chosen
-from utils.launch.environment import compiler, local_rank_and_size
+from utils.launch import compiler, elastic_nodes, local_rank_and_size, precision_is_chosen
 from utils.runs.batch_sizes import resolve_batch
 from utils.runs.metadata import Checkpoint
 from utils.runs.state import TrainState

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from utils.config.bounds import require
+from utils.config import require
 from utils.config.scripts import EvalConfig
 from utils.config.settings import TrainConfig
 from utils.console import join_names, say
 from utils.errors import UserError, one_line
 from utils.files import expand, read_json
 from utils.hub import use_hub
-from utils.models.checking import bad_tensors, hash_tensors
+from utils.models import bad_tensors, build_model, check_model, hash_tensors, input_spec, read_any
 from utils.models.matching import Match, copy_matching, count_outputs, fit_names, zero_heads
 from utils.models.published import (
     input_of,
@@ -29,9 +29,7 @@ from utils.models.published import (
     published_outputs,
     version_of,
 )
-from utils.models.weight_files import read_any
-from utils.models.zoo import build_model, check_model, input_spec
-from utils.ranks.ranks import Ranks
+from utils.ranks import Ranks
 from utils.runs.inference import Inference, find_saved, given_settings
 from utils.runs.manifest import MANIFEST, MODEL, is_checkpoint_name
 from utils.runs.metadata import Checkpoint

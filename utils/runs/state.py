@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from utils.config.bounds import Count, NonNegativeFloat, Number, PositiveInt, read_fields
-from utils.data.order import Plan
+from utils.config import Count, NonNegativeFloat, Number, PositiveInt, read_fields
+from utils.data import Plan
 
 
 @dataclass

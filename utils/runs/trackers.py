@@ -16,9 +16,8 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, WandBTracker, get_available_trackers
 
-from utils.config.bounds import require
+from utils.config import Table, require, suggestion
 from utils.config.settings import OF_ONE_START, TrainConfig
-from utils.config.table import Table, suggestion
 from utils.console import say
 from utils.errors import UserError, one_line
 from utils.runs.log import read_log

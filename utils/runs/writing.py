@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from utils.errors import UserError, is_lost_rank, one_line
 from utils.files import naming_file, put_in_place, write_file
-from utils.launch.exits import is_out_of_memory
-from utils.models.weight_files import load_pickled
+from utils.launch import is_out_of_memory
+from utils.models import load_pickled
 from utils.runs.manifest import (
     AVERAGE,
     MODEL,

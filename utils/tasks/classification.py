@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from utils.config import Table
 from utils.config.settings import TrainConfig
-from utils.config.table import Table
 from utils.tasks.task import Task
 
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from utils.config.bounds import require
+from utils.config import Table, require
 from utils.config.settings import TrainConfig
-from utils.config.table import Table
 from utils.console import join_names, printable
 from utils.tasks.classification import check_gamma
 from utils.tasks.task import Task, sigmoid

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from utils.config.bounds import require
+from utils.config import Table, require
 from utils.config.settings import TrainConfig
-from utils.config.table import Table
 from utils.tasks.classification import Classification
 from utils.tasks.task import Task
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from utils.config.bounds import require
+from utils.config import require
 from utils.console import printable, table
 
 

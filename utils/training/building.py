@@ -11,42 +11,55 @@ import numpy as np
 from accelerate import Accelerator
 from torch import nn
 
-from utils.config.bounds import require
+from utils.config import require
 from utils.config.recipe import BACKBONE
 from utils.config.settings import OF_INPUT, TrainConfig
 from utils.console import progress
-from utils.data.cache import make_dataset
-from utils.data.datasets import ImageDataset
-from utils.data.order import Plan, make_plan
-from utils.data.selection import load_data
-from utils.data.sources import SOURCES, absolute_data, check_source
-from utils.data.spec import SMALL, InputSpec, sides
-from utils.data.splits import Data, Split
-from utils.data.transforms import AUTO_AUGMENTS
-from utils.models.checking import check_batch_norm, has_batch_norm, hash_tensors
-from utils.models.layers import checkpoint_blocks, freeze, keep_batch_stats
-from utils.models.weight_files import read_weights
-from utils.models.zoo import OWN_MODELS, check_model, input_spec
-from utils.ranks.accelerator import check_precision, check_sharding, compile_model
-from utils.ranks.ranks import Ranks
-from utils.runs.batch_sizes import resolve_batch
-from utils.runs.checkpoint import check_run_folder
-from utils.runs.loading import load_weights
-from utils.runs.manifest import MODEL
-from utils.runs.metadata import Checkpoint
-from utils.runs.resume import (
+from utils.data import (
+    AUTO_AUGMENTS,
+    SMALL,
+    SOURCES,
+    Data,
+    ImageDataset,
+    InputSpec,
+    Plan,
+    Split,
+    absolute_data,
+    check_source,
+    load_data,
+    make_dataset,
+    make_plan,
+    sides,
+)
+from utils.models import (
+    OWN_MODELS,
+    check_batch_norm,
+    check_model,
+    checkpoint_blocks,
+    freeze,
+    has_batch_norm,
+    hash_tensors,
+    input_spec,
+    keep_batch_stats,
+    read_weights,
+)
+from utils.ranks import Ranks, check_precision, check_sharding, compile_model
+from utils.runs import (
+    MODEL,
+    TRACKERS,
+    Checkpoint,
+    TrainState,
     check_elastic,
     check_elastic_sizes,
+    check_run_folder,
     choose_batch,
     keep_settings,
+    load_weights,
+    resolve_batch,
     restore_state,
     resume_lines,
 )
-from utils.runs.state import TrainState
-from utils.runs.trackers import TRACKERS
-from utils.tasks.classification import LOSSES
-from utils.tasks.table import TASKS, make_task
-from utils.tasks.task import Task
+from utils.tasks import LOSSES, TASKS, Task, make_task
 from utils.training.defaults import choose_images, choose_sizes
 from utils.training.optim import OPTIMIZERS
 from utils.training.schedule import SCHEDULES, total_updates

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from utils.config.defaults import RATES
 from utils.config.recipe import BACKBONE
 from utils.config.settings import CHOSEN, TrainConfig
-from utils.runs.batch_sizes import LARGEST_BATCH, resolve_batch
+from utils.runs import LARGEST_BATCH, resolve_batch
 
 _SMALLEST_BATCH = 8  # smaller ones give poor batch statistics
 _UPDATES_PER_EPOCH = 8

@@ -9,10 +9,9 @@ from itertools import accumulate
 
 from utils.console import join_names, say
 from utils.errors import UserError
-from utils.launch.command import script_command
-from utils.models.checking import bad_tensors, sum_bits
-from utils.models.sharded import is_sharded
-from utils.runs.loading import trained_tensors
+from utils.launch import script_command
+from utils.models import bad_tensors, is_sharded, sum_bits
+from utils.runs import trained_tensors
 from utils.training.run import Run
 
 _FIX = "increase --warmup_steps or set --clip_norm"

@@ -20,17 +20,12 @@ from torch.utils.data import DataLoader
 
 from utils.config.settings import TrainConfig
 from utils.console import progress
-from utils.data.batches import DeviceLoader
-from utils.data.datasets import AnyDataset
-from utils.data.order import evaluation_blocks
-from utils.data.spec import InputSpec
-from utils.data.workers import make_loaders
+from utils.data import AnyDataset, DeviceLoader, InputSpec, evaluation_blocks, make_loaders
 from utils.errors import UserError
-from utils.launch.exits import fix_for_memory
-from utils.models.sharded import forget_whole_weights, is_sharded
-from utils.ranks.ranks import Ranks
-from utils.ranks.stopping import Stopping
-from utils.tasks.task import Predictions, Task
+from utils.launch import fix_for_memory
+from utils.models import forget_whole_weights, is_sharded
+from utils.ranks import Ranks, Stopping
+from utils.tasks import Predictions, Task
 from utils.training.meter import SyncInterval, rounded
 
 TOP = 5  # classes that are kept for each sample

@@ -13,20 +13,25 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 
-from utils.config.bounds import require
-from utils.config.plugin import PLUGIN
+from utils.config import PLUGIN, require
 from utils.config.recipe import AugmentationSettings
-from utils.data.augment import make_augmentation
-from utils.data.cache import cached, make_dataset, open_cached
-from utils.data.datasets import Features, ImageDataset
-from utils.data.decode import pixels_key
-from utils.data.order import evaluation_blocks
-from utils.data.spec import InputSpec
-from utils.data.splits import Split, fingerprint_of
+from utils.data import (
+    Features,
+    ImageDataset,
+    InputSpec,
+    Split,
+    cached,
+    evaluation_blocks,
+    fingerprint_of,
+    make_augmentation,
+    make_dataset,
+    open_cached,
+    pixels_key,
+)
 from utils.files import expand
-from utils.launch.environment import local_rank_and_size
+from utils.launch import local_rank_and_size
 from utils.memory import bytes_text, free_memory
-from utils.models.checking import hash_tensors
+from utils.models import hash_tensors
 from utils.models.features import FrozenPart
 from utils.training.building import Setup
 from utils.training.evaluation import Evaluator, make_eval_loader

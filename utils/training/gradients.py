@@ -17,12 +17,8 @@ from torch.backends import cudnn
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.config.settings import TrainConfig
-from utils.data.batches import DeviceLoader
-from utils.data.datasets import Batch
-from utils.data.order import Plan, fold_in
-from utils.models.checking import sum_words
-from utils.models.layers import restored_buffers
-from utils.models.sharded import is_sharded
+from utils.data import Batch, DeviceLoader, Plan, fold_in
+from utils.models import is_sharded, restored_buffers, sum_words
 from utils.training.building import Setup
 from utils.training.tree_sum import TreeSum, joined, set_parts
 

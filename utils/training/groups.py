@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from utils.config.settings import TrainConfig
-from utils.models.layers import find_blocks, head_prefixes
+from utils.models import find_blocks, head_prefixes
 
 Groups = list[dict]
 

@@ -12,7 +12,7 @@ from torch.profiler import profile
 
 from utils.console import say
 from utils.errors import one_line
-from utils.runs.metadata import make_files
+from utils.runs import make_files
 from utils.training.divergence import check_weights, compare_ranks, report_bad_loss, watch_loss
 from utils.training.meter import SyncInterval
 from utils.training.run import Run

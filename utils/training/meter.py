@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from utils.console import join_names
-from utils.data.datasets import Batch
+from utils.data import Batch
 from utils.errors import UserError
-from utils.models.layers import main_output
-from utils.tasks.task import Task
+from utils.models import main_output
+from utils.tasks import Task
 
 
 def rounded(values: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn, optim
 from torch.optim import Optimizer
 
+from utils.config import Table
 from utils.config.settings import TrainConfig
-from utils.config.table import Table
 from utils.training.groups import Groups, parameter_groups
 
 # The others of torch.optim need several gradients in an update, all samples, or sparse gradients.

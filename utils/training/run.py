@@ -15,24 +15,20 @@ from torch.utils.data import DataLoader
 from utils.config.recipe import AugmentationSettings, LossSettings, OptimizerSettings
 from utils.config.settings import TrainConfig
 from utils.console import printable, say, table
-from utils.data.batches import DeviceLoader
-from utils.data.cache import suggest_shrink
-from utils.data.datasets import Features, describe_place
-from utils.data.sources import has_columns
+from utils.data import DeviceLoader, Features, describe_place, has_columns, suggest_shrink
 from utils.files import size_of, write_file
-from utils.launch.command import script_command
-from utils.launch.environment import compiler
-from utils.launch.exits import inform_launcher
-from utils.launch.status import begin_status, end_status, update_status
+from utils.launch import (
+    begin_status,
+    compiler,
+    end_status,
+    inform_launcher,
+    script_command,
+    update_status,
+)
 from utils.memory import bytes_text
-from utils.models.weight_average import WeightAverage
-from utils.models.zoo import OWN_MODELS
-from utils.ranks.accelerator import search_pays
-from utils.ranks.stopping import EXIT_RESUME, Stopping
-from utils.runs.checkpoint import CheckpointManager
-from utils.runs.log import RunLog
-from utils.runs.metadata import config_to_save, versions
-from utils.runs.trackers import RunTrackers
+from utils.models import OWN_MODELS, WeightAverage
+from utils.ranks import EXIT_RESUME, Stopping, search_pays
+from utils.runs import CheckpointManager, RunLog, RunTrackers, config_to_save, versions
 from utils.training.building import Setup
 from utils.training.defaults import advice, hint_for_few, hint_for_waits, list_changes
 from utils.training.evaluation import Evaluator

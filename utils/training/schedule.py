@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from utils.config.bounds import require
+from utils.config import Table, require
 from utils.config.settings import TrainConfig
-from utils.config.table import Table
-from utils.data.order import Plan
-from utils.runs.state import TrainState
+from utils.data import Plan
+from utils.runs import TrainState
 
 
 class Due(NamedTuple):

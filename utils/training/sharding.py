@@ -14,9 +14,8 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from utils.console import say
 from utils.memory import bytes_text
-from utils.models.layers import find_blocks
-from utils.models.sharded import count_units, is_sharded, local
-from utils.ranks.ranks import Ranks
+from utils.models import count_units, find_blocks, is_sharded, local
+from utils.ranks import Ranks
 from utils.training.building import Setup
 
 

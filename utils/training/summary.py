@@ -9,8 +9,8 @@ from torch import nn
 
 from utils.config.settings import TrainConfig
 from utils.console import join_names, printable
-from utils.data.splits import Data, Split
-from utils.models.checking import has_batch_norm
+from utils.data import Data, Split
+from utils.models import has_batch_norm
 
 
 def describe_parameters(module: nn.Module) -> str:
