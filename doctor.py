@@ -22,7 +22,6 @@ from extras.doctor import processes
 from extras.doctor.findings import Finding, any_red, as_json, merge, show
 from extras.doctor.machine import check_machine
 from utils.config import parse_args
-from utils.config.scripts import DoctorConfig
 from utils.errors import AgreedError, is_lost_rank, one_line
 from utils.files import expand, write_file
 from utils.launch import (
@@ -35,6 +34,7 @@ from utils.launch import (
 )
 from utils.ranks import Ranks, distributed_session
 from utils.replacing import RESULT, check_output
+from utils.settings.scripts import DoctorConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from utils.config import parse_args, require
-from utils.config.scripts import EvalConfig
 from utils.console import printable, progress, say
 from utils.data import Split, absolute_data, check_source, fingerprint_of, load_split, make_dataset
 from utils.files import expand, write_file
@@ -33,6 +32,7 @@ from utils.runs.inference import (
     with_settings,
 )
 from utils.runs.source import find_inference
+from utils.settings.scripts import EvalConfig
 from utils.tasks import Predictions, Task, make_task
 from utils.training import Evaluator, check_outputs, make_eval_loader, model_rate
 
@@ -65,10 +65,9 @@ def main(argv: Sequence[str] | None = None) -> dict:
             say(line)
         split, class_names = load_eval_split(found, flags, own_data, ranks)
         with ranks.agree():
-            config, task = make_task(found.config, class_names, None)
+            task = make_task(found.config, class_names)
             if flags.predictions:
                 task.check_predictions()
-        found = replace(found, config=config)
         record, predictions = evaluate(found, flags, task, split, ranks)
         stopping.defer_signals()  # what is finished is written
         if ranks.is_main:
@@ -120,7 +119,7 @@ def evaluate(
     config, spec = found.config, found.spec.for_evaluation()
     with ranks.local_main_first("decoding images"):
         dataset = make_dataset(split, spec, config, False, progress("decoding"))
-    accelerator = make_accelerator(ranks, config)
+    accelerator = make_accelerator(ranks, config, config.microbatches is not None)
     model = place_model(load_model(found, task, ranks), flags.tta, accelerator)
     loader = make_eval_loader(dataset, config, ranks)
     # Not the model: ranks may have different numbers of batches, which DDP does not allow.

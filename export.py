@@ -19,13 +19,13 @@ from pathlib import Path
 from extras.export.card import card, compare, config_of
 from extras.export.formats import FORMATS, Loaded, load
 from utils.config import parse_args
-from utils.config.scripts import ExportConfig
 from utils.console import table
 from utils.errors import UserError, one_line
 from utils.files import expand, new_folder, size_of
 from utils.memory import bytes_text
 from utils.ranks import distributed_session
 from utils.runs.inference import find_saved
+from utils.settings.scripts import ExportConfig
 
 
 def main(argv: Sequence[str] | None = None) -> dict:

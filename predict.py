@@ -19,8 +19,6 @@ import numpy as np
 from extras.page.html import gallery
 from extras.page.tables import Row, encode, find_images, make_rows, result_rows
 from utils.config import parse_args
-from utils.config.scripts import PredictConfig
-from utils.config.settings import TrainConfig
 from utils.console import printable, say, table
 from utils.data import PhotoDataset, Split, check_images, fingerprint_of, shrink
 from utils.errors import UserError
@@ -37,6 +35,8 @@ from utils.runs.inference import (
     warn_about_flags,
     with_settings,
 )
+from utils.settings.scripts import PredictConfig
+from utils.settings.train import TrainConfig
 from utils.tasks import Task, make_task
 from utils.training import Evaluator, check_outputs, make_eval_loader
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
         with ranks.agree():
             config = replace(found.config, **given_settings(flags))
             check_precision(config, ranks)
-            config, task = make_task(config, found.class_names, None)
+            task = make_task(config, found.class_names)
             task.check_predictions()
         found = with_settings(found, config)
         split = load_images(flags, config, ranks)
@@ -106,7 +106,7 @@ def predict(
     # A loader process decodes whole blocks, so for a single block it would save no time.
     if len(dataset) <= config.eval_batch_size:
         config = replace(config, num_workers=0)
-    accelerator = make_accelerator(ranks, config)
+    accelerator = make_accelerator(ranks, config, config.microbatches is not None)
     model = place_model(load_model(found, task, ranks), flags.tta, accelerator)
     loader = make_eval_loader(dataset, config, ranks)
     # Not the model: ranks may have different numbers of batches, which DDP does not allow.

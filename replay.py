@@ -29,9 +29,7 @@ from torch import Tensor, nn
 import train
 from extras.first_batch import label_lines, picture
 from extras.verify import compare, verify
-from utils.config import parse_args, read_config, require
-from utils.config.scripts import ReplayConfig
-from utils.config.settings import TrainConfig
+from utils.config import parse_args, require
 from utils.console import table
 from utils.data import Batch
 from utils.files import expand, write_file
@@ -40,6 +38,8 @@ from utils.ranks import Stopping, distributed_session
 from utils.runs import beginnings, check_log, damage_of, read_log
 from utils.runs.digest import differing
 from utils.runs.inference import given_settings
+from utils.settings.scripts import ReplayConfig
+from utils.settings.train import TrainConfig, read_config
 from utils.training import Run, SyncInterval, due_after, rounded, synchronise, training_record
 
 _ROWS = 12  # of the largest gradients

@@ -21,7 +21,6 @@ from torch.profiler import profile
 from torch.utils.data import DataLoader
 
 from utils.config import parse_given, require
-from utils.config.settings import TrainConfig
 from utils.console import say
 from utils.data import (
     AnyDataset,
@@ -36,6 +35,7 @@ from utils.memory import gc_frozen
 from utils.models import build_model
 from utils.ranks import EXIT_RESUME, Ranks, Stopping, distributed_session, make_accelerator
 from utils.runs import CheckpointManager, make_average, numbers_to_send
+from utils.settings.train import TrainConfig
 from utils.training import (
     TABLES,
     Run,
@@ -115,7 +115,9 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     checkpoints = CheckpointManager(config, ranks)
     saved = checkpoints.newest()  # None if the run is new
     config, source = fill_settings(config, given, saved, checkpoints.begun, ranks)
-    accelerator: Accelerator = make_accelerator(ranks, config)
+    accelerator: Accelerator = make_accelerator(
+        ranks, config, config.microbatches is not None, config.trackers
+    )
     data = load_splits(config, saved, ranks)
     with ranks.agree("resolving the settings"):  # the only place where they follow from the data
         setup = resolve(config, saved, checkpoints.folder, data, source, accelerator, ranks)

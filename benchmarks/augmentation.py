@@ -37,8 +37,8 @@ from input_pipeline import (
 from torchvision import datasets
 from torchvision.transforms import v2
 
-from utils.config.settings import TrainConfig
 from utils.data import InputSpec, make_dataset, whole_split
+from utils.settings.train import TrainConfig
 
 
 def photographs(folder: Path) -> Sides:

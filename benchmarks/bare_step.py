@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 sys.path.insert(0, str(ROOT))
-from utils.config.settings import TrainConfig
 from utils.data import InputSpec
 from utils.memory import keep_freed_memory
 from utils.models import build_model
+from utils.settings.train import TrainConfig
 from utils.training import build_optimizer
 
 CLASSES = 10

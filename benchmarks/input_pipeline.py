@@ -37,7 +37,6 @@ from torchvision import datasets, io
 from torchvision.transforms import v2
 
 sys.path.insert(0, str(ROOT))
-from utils.config.settings import TrainConfig
 from utils.data import (
     CachedDataset,
     DeviceDataset,
@@ -53,6 +52,7 @@ from utils.data import (
     whole_split,
 )
 from utils.memory import keep_freed_memory
+from utils.settings.train import TrainConfig
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 DEVICE, THREADS = torch.device("cpu"), 1

@@ -20,7 +20,6 @@ from accelerate import Accelerator
 from common import ROOT, parse_flags, report, spread
 
 sys.path.insert(0, str(ROOT))
-from utils.config.settings import TrainConfig
 from utils.data import InputSpec
 from utils.files import put_in_place, sync, write_file
 from utils.models import build_model
@@ -33,6 +32,7 @@ from utils.runs import (
     partial_of,
     sha256_of,
 )
+from utils.settings.train import TrainConfig
 from utils.training import build_optimizer
 
 SPEC = InputSpec(height=224, width=224, channels=3, mean=[0.5] * 3, std=[0.5] * 3)

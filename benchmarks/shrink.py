@@ -15,8 +15,8 @@ from shutil import rmtree
 from input_pipeline import MEAN, STD, ours, run_forms, split_of
 from PIL import Image
 
-from utils.config.settings import TrainConfig
 from utils.data import InputSpec, make_dataset
+from utils.settings.train import TrainConfig
 
 
 def make_sides(photos: Path, folder: Path) -> dict:

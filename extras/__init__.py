@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import utils  # noqa: F401  sets variables before PyTorch is loaded
 
 if TYPE_CHECKING:  # loading them would take seconds, and other modules of extras do not need them
-    from utils.config.settings import TrainConfig
     from utils.data import Batch, Split
     from utils.ranks import Ranks, Stopping
+    from utils.settings.train import TrainConfig
     from utils.tasks import Predictions, Task
     from utils.training import Run
 

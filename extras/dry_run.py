@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import torch
 
-from utils.config.settings import TrainConfig
 from utils.console import say
 from utils.data import Batch, evaluation_blocks
 from utils.files import expand
 from utils.memory import bytes_text
+from utils.settings.train import TrainConfig
 from utils.training import Evaluator, Run, SyncInterval, synchronise
 
 

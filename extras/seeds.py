@@ -6,10 +6,10 @@ import numpy as np
 
 from extras.dry_run import trial
 from extras.page.page import read_run
-from utils.config.settings import TrainConfig
 from utils.console import say, table
 from utils.files import expand
 from utils.ranks import Ranks, Stopping, leave_run
+from utils.settings.train import TrainConfig
 
 
 def in_turn(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Iterator[TrainConfig]:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from utils.config import require
-from utils.config.scripts import ReplayConfig
 from utils.console import join_names, say
 from utils.data import load_data
 from utils.errors import UserError
@@ -33,6 +32,7 @@ from utils.runs.digest import (
     digests_of,
     parts_to_compute,
 )
+from utils.settings.scripts import ReplayConfig
 from utils.training import Run, find_samples
 
 

@@ -11,7 +11,6 @@ from helpers.make_data import CPU, encoded, pictures, smooth
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from utils.config.settings import TrainConfig
 from utils.data.augment import AUGMENTATIONS, Center, crop_box, make_augmentation
 from utils.data.batches import DeviceLoader
 from utils.data.cache import make_dataset
@@ -23,6 +22,7 @@ from utils.data.spec import InputSpec
 from utils.data.splits import whole_split
 from utils.data.transforms import Cutout
 from utils.data.workers import make_loaders
+from utils.settings.train import TrainConfig
 
 
 def shifted_and_flipped(image, random, padding, flip):

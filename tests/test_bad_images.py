@@ -28,10 +28,10 @@ from PIL import Image
 
 import eval
 import train
-from utils.config.settings import TrainConfig
 from utils.data.check import check_images
 from utils.data.order import permutation
 from utils.data.splits import Files, whole_split
+from utils.settings.train import TrainConfig
 
 SIDE = 100  # photographs begin above 96 pixels
 FLAGS = ["--data", "data", *RUN, "--image_size", str(SIDE)]

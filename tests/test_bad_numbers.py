@@ -19,13 +19,13 @@ import eval
 import predict
 import train
 from utils.config.cli import parse_args
-from utils.config.settings import TrainConfig
 from utils.data.order import permutation
 from utils.data.selection import load_data
 from utils.models.checking import sum_bits
 from utils.ranks.ranks import Ranks
 from utils.runs.manifest import newest_good, write_manifest
 from utils.runs.metadata import read_checkpoint
+from utils.settings.train import TrainConfig
 
 FLAGS = words("--model mlp --global_batch_size 12 --threads 1 --lr 0.01 --run_name run")
 FLAGS += words("--max_train_samples 48 --save_every 2 --max_steps 9 --eval_every 99")

@@ -21,13 +21,13 @@ from helpers.ranks import run_ranks, start_ranks
 from helpers.waiting import lives, until
 from PIL import Image
 
-from utils.config.settings import TrainConfig
 from utils.data import cache
 from utils.data.cache import decode_all
 from utils.data.folds import hold_out
 from utils.data.selection import load_data
 from utils.data.splits import Files, whole_split
 from utils.ranks.session import distributed_session
+from utils.settings.train import TrainConfig
 
 
 def split_of(images, fingerprint="made"):

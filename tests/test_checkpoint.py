@@ -32,13 +32,13 @@ from safetensors.torch import load_file, save_file
 import eval
 import train
 from utils import version
-from utils.config.cli import read_config
 from utils.data.spec import InputSpec
 from utils.models.small import MnistCNN
 from utils.models.zoo import OWN_MODELS
 from utils.runs.loading import load_scale
 from utils.runs.manifest import find_checkpoint
 from utils.runs.state import TrainState
+from utils.settings.train import read_config
 from utils.version import VERSION
 
 # 4 updates an epoch

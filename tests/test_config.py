@@ -13,10 +13,10 @@ from helpers.ranks import run_ranks
 from helpers.training_runs import ROOT, refused, words
 
 import train
-from utils.config.cli import parse_args, read_config
-from utils.config.settings import TrainConfig, to_yaml
+from utils.config import parse_args
 from utils.config.yaml_text import dump_yaml, load_yaml
 from utils.runs.batch_sizes import resolve_batch
+from utils.settings.train import TrainConfig, read_config, to_yaml
 
 
 def parse(*flags):

@@ -12,8 +12,8 @@ from PIL import Image
 
 import train
 from extras.copies import find_copies
-from utils.config.settings import TrainConfig
 from utils.data.selection import load_data
+from utils.settings.train import TrainConfig
 
 FLAGS = words(
     "--data photos --model timm/test_resnet --freeze backbone --image_size 100 --threads 1"

@@ -21,8 +21,8 @@ from helpers.training_runs import (
 )
 
 import train
-from utils.config.settings import TrainConfig
 from utils.data.sources import absolute_data, open_source
+from utils.settings.train import TrainConfig
 
 FLAGS = [*RUN, "--max_steps"]
 LISTED = ["--data", "photos/labels.csv", *FLAGS]

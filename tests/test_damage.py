@@ -29,10 +29,10 @@ from helpers.training_runs import (
 
 import eval
 import train
-from utils.config.settings import FORMAT, TrainConfig
 from utils.runs.manifest import NEEDED, damage_of, newest_good, write_manifest
 from utils.runs.metadata import read_settings
 from utils.runs.state import TrainState
+from utils.settings.train import FORMAT, TrainConfig
 
 FLAGS = words("--data digits --model mlp --threads 1 --keep 9 --report false --save_every 2")
 FLAGS += ["--model_args", "{hidden: 16}", *words("--lr_schedule constant --eval_every 99")]

@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import train
 import utils.models.zoo
-from utils.config.settings import TrainConfig
 from utils.data.order import Plan, UpdateSampler
 from utils.models.checking import check_batch_norm
 from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.session import distributed_session
+from utils.settings.train import TrainConfig
 from utils.training.gradients import make_gradients
 
 

@@ -23,7 +23,6 @@ from sklearn.datasets import load_sample_image
 
 import predict
 import train
-from utils.config.settings import TrainConfig
 from utils.data.cache import decode_all, make_dataset
 from utils.data.check import check_images
 from utils.data.decode import LARGE, decode_image
@@ -33,6 +32,7 @@ from utils.data.selection import load_data
 from utils.data.splits import Files, whole_split
 from utils.data.tables import Table
 from utils.models.zoo import input_spec
+from utils.settings.train import TrainConfig
 from utils.training.building import resolve_input
 
 PICTURE = smooth(24, 40)

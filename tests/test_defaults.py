@@ -17,11 +17,11 @@ from helpers.ranks import run_ranks
 from helpers.training_runs import records, train_run, words
 
 import train
-from utils.config.settings import CHOSEN, TrainConfig
 from utils.data.order import Plan
 from utils.data.spec import InputSpec
 from utils.models.zoo import OWN_MODELS
 from utils.runs.batch_sizes import resolve_batch
+from utils.settings.train import CHOSEN, TrainConfig
 from utils.training.defaults import choose_images, choose_sizes
 from utils.training.schedule import total_updates
 from utils.training.summary import differences

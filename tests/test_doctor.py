@@ -23,8 +23,8 @@ import doctor
 from extras.doctor import machine as host_checks
 from extras.doctor import processes as health
 from extras.doctor.findings import Finding, merge
-from utils.config.scripts import DoctorConfig
 from utils.ranks.session import distributed_session
+from utils.settings.scripts import DoctorConfig
 
 BUSY = ["--slow", "1e-6"]  # the tests' machine may have other work to do
 

@@ -18,13 +18,13 @@ import doctor
 import eval
 import train
 import utils.data.datasets as loader
-from utils.config.cli import parse_args, read_config
+from utils.config import parse_args
 from utils.config.other_names import ADVICE, OTHER_NAMES, fix_for_unknown
-from utils.config.scripts import DoctorConfig, EvalConfig, ExportConfig, PredictConfig
-from utils.config.settings import TrainConfig, to_yaml
 from utils.launch import exits
 from utils.runs import checkpoint
 from utils.runs.manifest import find_checkpoint
+from utils.settings.scripts import DoctorConfig, EvalConfig, ExportConfig, PredictConfig
+from utils.settings.train import TrainConfig, read_config, to_yaml
 
 TINY = words("--model mlp --max_steps 2 --report false")
 

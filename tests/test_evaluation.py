@@ -20,12 +20,12 @@ from torch.nn import functional as F
 import eval
 import train
 from utils.config.cli import parse_args
-from utils.config.settings import TrainConfig
 from utils.data.batches import DeviceLoader
 from utils.data.cache import decode_all
 from utils.data.datasets import Batch
 from utils.data.selection import load_data
 from utils.runs.writing import _remove
+from utils.settings.train import TrainConfig
 from utils.tasks.classification import Classification
 from utils.tasks.metrics import label_metrics
 from utils.training import evaluation

@@ -30,13 +30,13 @@ from scipy.special import expit, softmax
 import export
 from extras.export.card import card, preprocessing
 from extras.export.formats import FORMATS, Code, Loaded
-from utils.config.settings import TrainConfig
 from utils.data.decode import center
 from utils.data.spec import InputSpec
 from utils.models.zoo import build_model
 from utils.runs.inference import Inference
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import Checkpoint, read_checkpoint
+from utils.settings.train import TrainConfig
 from utils.tasks.table import make_task
 
 SHORT = words("--threads 1 --max_steps 2 --batch_size 4 --num_workers 0 --eval_fraction 0.2")

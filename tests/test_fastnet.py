@@ -12,12 +12,12 @@ from helpers.training_runs import same_tensors, train_run, weights, words
 from torch import nn
 
 import eval
-from utils.config.settings import TrainConfig
 from utils.data.datasets import CachedDataset
 from utils.data.spec import InputSpec
 from utils.errors import UserError
 from utils.models.fastnet import FastNet, some_images
 from utils.models.zoo import build_model
+from utils.settings.train import TrainConfig
 
 SMALL = ["--model", "fastnet", "--model_args", "{widths: [12, 16], scaling: 0.5}"]
 RUN = [

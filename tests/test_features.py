@@ -37,7 +37,6 @@ import export
 import predict
 import replay
 import train
-from utils.config.settings import TrainConfig
 from utils.data.augment import Augmentation, ShiftAndFlip
 from utils.data.datasets import CachedDataset, Features
 from utils.data.decoders import DECODERS
@@ -47,6 +46,7 @@ from utils.models.features import find_last_part
 from utils.models.layers import freeze
 from utils.models.zoo import build_model
 from utils.runs.manifest import find_checkpoint, read_pointer, sha256_of
+from utils.settings.train import TrainConfig
 
 CLASSES = ("ant", "bee", "wasp")
 FLAGS = words("--init_from runs/source --freeze backbone --threads 1 --num_workers 0 --lr 0.05")

@@ -30,7 +30,6 @@ from torch import nn
 import replay
 import train
 from utils.config.cli import parse_args
-from utils.config.settings import TrainConfig
 from utils.data.spec import InputSpec
 from utils.errors import UserError
 from utils.models.checking import has_batch_norm
@@ -39,6 +38,7 @@ from utils.models.matching import copy_matching
 from utils.models.zoo import build_model
 from utils.runs.manifest import read_pointer
 from utils.runs.source import copy_source, load_initial_weights
+from utils.settings.train import TrainConfig
 
 RESNET, VIT = "timm/test_resnet", "timm/vit_tiny_patch16_224"
 SMALL_VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2}

@@ -19,11 +19,11 @@ import eval as evaluation
 import train
 from extras.compare.__main__ import main
 from extras.folds import join
-from utils.config.settings import TrainConfig
 from utils.data.folds import group_keys, hold_out
 from utils.data.selection import load_data
 from utils.data.splits import whole_split
 from utils.replacing import TABLE
+from utils.settings.train import TrainConfig
 
 
 def split_of(labels: np.ndarray):

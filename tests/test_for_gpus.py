@@ -33,7 +33,6 @@ from torch.utils._pytree import tree_leaves
 import doctor
 import train
 import utils.models.zoo
-from utils.config.settings import TrainConfig
 from utils.data import batches as uploads
 from utils.data import workers
 from utils.data.spec import InputSpec
@@ -48,6 +47,7 @@ from utils.ranks import accelerator as wrapping
 from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.ranks import connect_timeout
 from utils.ranks.session import distributed_session
+from utils.settings.train import TrainConfig
 from utils.tasks.classification import Classification
 from utils.training.gradients import make_gradients
 from utils.training.meter import Meter
@@ -198,7 +198,7 @@ FAILING = """
 import sys, threading, torch.distributed as dist
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from utils.config.settings import TrainConfig
+from utils.settings.train import TrainConfig
 from utils.ranks.session import distributed_session
 with distributed_session("train.py", TrainConfig(threads=1, cpu=True)):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -374,7 +374,7 @@ def test_ranks_that_share_a_gpu_are_named_before_nccl_starts(version, enabled, m
 
 SHARED = """
 import sys
-from utils.config.settings import TrainConfig
+from utils.settings.train import TrainConfig
 from utils.launch import devices
 from utils.ranks import ranks
 ranks.gpu_id = lambda device: "GPU-1"

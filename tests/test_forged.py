@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 
 import replay
 from extras.verify import read_run
-from utils.config.settings import OF_THIS_MACHINE, TrainConfig
+from utils.settings.train import OF_THIS_MACHINE, TrainConfig
 
 FLAGS = words("--data digits --model mlp --max_train_samples 96 --max_eval_samples 16 --threads 1")
 FLAGS += words("--global_batch_size 16 --warmup_steps 0 --report false --microbatches 2")

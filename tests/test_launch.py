@@ -11,9 +11,9 @@ from helpers.environments import topology_of
 from helpers.training_runs import ROOT, launch, records, start, train_run, words, working_in
 from helpers.waiting import error_lines
 
-from utils.config.settings import LaunchConfig
 from utils.launch.environment import Topology, threads_per_process
 from utils.ranks.ranks import Ranks
+from utils.settings.ranks import LaunchConfig
 
 FLAGS = words("--model mlp --max_steps 3 --log_every 1 --lr 0.01 --global_batch_size 120")
 

@@ -13,10 +13,10 @@ from helpers.training_runs import train_run, words
 
 import eval
 import train
-from utils.config.settings import TrainConfig
 from utils.console import printable
 from utils.data.selection import load_split
 from utils.data.splits import Data, whole_split
+from utils.settings.train import TrainConfig
 from utils.training.summary import classes_row, warn_about_data
 
 SHORT = words("--model mlp --max_steps 2 --eval_every 2 --global_batch_size 16")

@@ -15,7 +15,6 @@ from helpers.waiting import lives, until
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.v2 import functional as F
 
-from utils.config.settings import TrainConfig
 from utils.data import workers as worker_process
 from utils.data.batches import DeviceLoader
 from utils.data.datasets import CachedDataset
@@ -23,6 +22,7 @@ from utils.data.decode import resize
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
 from utils.data.workers import make_loaders
+from utils.settings.train import TrainConfig
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -11,11 +11,11 @@ import threading
 import pytest
 from helpers.waiting import SOON, records_so_far, until
 
-from utils.config.settings import TrainConfig
 from utils.console import say
 from utils.launch.exits import exit_with_error
 from utils.runs.log import ProgressBar, RunLog
 from utils.runs.state import TrainState
+from utils.settings.train import TrainConfig
 from utils.tasks.classification import Classification
 
 TASK = Classification(TrainConfig(), ["a", "b"])

@@ -7,12 +7,12 @@ from helpers.draws import plain_uniform
 from helpers.make_data import CPU, pictures
 from scipy import stats
 
-from utils.config.settings import TrainConfig
 from utils.data.batches import DeviceLoader, Mixing
 from utils.data.datasets import CachedDataset, DeviceDataset
 from utils.data.order import Microbatch, Plan, UpdateSampler, fold_in
 from utils.data.spec import InputSpec
 from utils.data.workers import make_loaders
+from utils.settings.train import TrainConfig
 from utils.tasks.classification import Classification
 
 SPEC = InputSpec(10, 12, 3, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7])

@@ -12,12 +12,12 @@ from helpers.published import HUB, publish, use_own_caches
 from helpers.training_runs import same_tensors
 from torch import nn
 
-from utils.config.settings import TrainConfig
 from utils.data.order import fold_in
 from utils.data.spec import InputSpec
 from utils.errors import UserError
 from utils.models.layers import freeze
 from utils.models.zoo import build_model, check_model, input_spec, torchvision_models
+from utils.settings.train import TrainConfig
 
 FAMILIES = ["mnist_cnn", "mlp", "fastnet", "resnet18", "mobilenet_v3_small", "squeezenet1_0"]
 FULL = "shufflenet_v2_x0_5 densenet121 efficientnet_b0 convnext_tiny swin_t regnet_y_400mf"

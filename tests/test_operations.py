@@ -15,7 +15,6 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode
 
 from utils.config.cli import parse_args
-from utils.config.settings import TrainConfig
 from utils.data import transforms
 from utils.data.augment import Crop, ShiftAndFlip, make_augmentation
 from utils.data.batches import Mixing
@@ -31,6 +30,7 @@ from utils.data.transforms import (
     ThreeAugment,
     TrivialAugment,
 )
+from utils.settings.train import TrainConfig
 
 
 def spec_of(height, width, channels):

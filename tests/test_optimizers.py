@@ -28,11 +28,11 @@ from torch import nn
 
 import train
 from utils.config.cli import parse_args
-from utils.config.settings import TrainConfig
 from utils.data.spec import InputSpec
 from utils.models.small import MnistCNN
 from utils.runs.loading import check_savable, load_optimizer
 from utils.runs.manifest import OPTIMIZER
+from utils.settings.train import TrainConfig
 from utils.training.gradients import clip_gradients
 from utils.training.groups import (
     hidden_matrices,

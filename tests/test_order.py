@@ -10,7 +10,6 @@ from helpers.training_runs import ROOT
 
 import train
 from utils.config.cli import parse_args
-from utils.config.settings import TrainConfig
 from utils.data.order import (
     Plan,
     UpdateSampler,
@@ -20,6 +19,7 @@ from utils.data.order import (
 )
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import Stopping
+from utils.settings.train import TrainConfig
 
 
 def drawn_indices(*flags):

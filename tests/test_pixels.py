@@ -19,12 +19,12 @@ from PIL import Image
 import eval
 import predict
 from extras.export.card import preprocessing
-from utils.config.settings import TrainConfig
 from utils.data.check import check_images
 from utils.data.decode import decode_image
 from utils.data.spec import InputSpec
 from utils.data.splits import fingerprint_of, whole_split
 from utils.data.tables import Table
+from utils.settings.train import TrainConfig
 from utils.training.building import resolve_input
 
 RANDOM = np.random.default_rng(0)

@@ -38,12 +38,12 @@ import predict
 from extras.page.html import gallery
 from extras.page.tables import Row, encode, find_images
 from utils.config.cli import parse_args
-from utils.config.scripts import PredictConfig
-from utils.config.settings import TrainConfig
 from utils.data.decode import LARGE
 from utils.errors import UserError
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import read_checkpoint
+from utils.settings.scripts import PredictConfig
+from utils.settings.train import TrainConfig
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
 

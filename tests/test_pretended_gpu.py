@@ -20,10 +20,10 @@ from helpers.training_runs import records
 
 import eval
 import train
-from utils.config.settings import TrainConfig
 from utils.data import batches
 from utils.ranks.accelerator import make_accelerator
 from utils.ranks.session import distributed_session
+from utils.settings.train import TrainConfig
 from utils.tasks.classification import Classification
 
 pytestmark = pytest.mark.full

@@ -21,8 +21,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torchvision.transforms import v2
 
 from utils.config.cli import parse_args
-from utils.config.settings import TrainConfig
 from utils.data import workers
+from utils.settings.train import TrainConfig
 
 OF_NAMEDTUPLE = {"_replace", "_asdict", "_fields", "_exit"}  # and os._exit: documented
 

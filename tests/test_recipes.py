@@ -12,8 +12,8 @@ from timm.scheduler import CosineLRScheduler
 import eval
 from train import TABLES
 from utils.config.cli import parse_args
-from utils.config.settings import TrainConfig
 from utils.models.zoo import check_model, input_spec
+from utils.settings.train import TrainConfig
 from utils.training.schedule import learning_rate
 
 RECIPES = Path(__file__).parent.parent / "recipes"

@@ -24,10 +24,10 @@ import predict
 import replay
 from extras.compare.__main__ import main as report
 from extras.folds import join
-from utils.config.scripts import DoctorConfig, EvalConfig, PredictConfig, ReplayConfig
 from utils.errors import UserError
 from utils.files import write_file
 from utils.replacing import HTML, RESULT, TABLE, check_output
+from utils.settings.scripts import DoctorConfig, EvalConfig, PredictConfig, ReplayConfig
 
 FLAGS = words("--model mlp --threads 1 --num_workers 0 --max_steps 2 --global_batch_size 8")
 FLAGS += words("--eval_every 2 --log_every 1")

@@ -37,9 +37,9 @@ from extras.compare.__main__ import main
 from extras.page.analysis import BINS, MATRIX, analyse, calibration, intervals
 from extras.page.page import line_chart, lines_of, read_run, write_page
 from extras.page.writing import write_report
-from utils.config.settings import TrainConfig, to_yaml
 from utils.data.selection import load_data
 from utils.data.splits import Files, Split
+from utils.settings.train import TrainConfig, to_yaml
 from utils.tasks.classification import Classification
 from utils.tasks.multilabel import Binary, MultiLabel
 from utils.tasks.task import Predictions

@@ -13,7 +13,6 @@ from helpers.training_runs import records, same_tensors, train_run, weights, wor
 
 import eval
 import utils.data.datasets as resident
-from utils.config.settings import TrainConfig
 from utils.data.augment import make_augmentation
 from utils.data.batches import DeviceLoader
 from utils.data.cache import make_dataset
@@ -29,6 +28,7 @@ from utils.data.spec import InputSpec
 from utils.data.splits import whole_split
 from utils.data.workers import make_loaders
 from utils.errors import UserError
+from utils.settings.train import TrainConfig
 
 SPEC = InputSpec(10, 12, 3, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
 CHANGES = {"crop_padding": 2, "flip": "alternate", "random_erasing": 0.5, "cutout": 3}

@@ -28,10 +28,9 @@ from helpers.training_runs import (
 import eval
 import train
 import utils.training.meter
-from utils.config.cli import read_config
-from utils.config.settings import TrainConfig
 from utils.data.datasets import CachedDataset
 from utils.runs.state import TrainState
+from utils.settings.train import TrainConfig, read_config
 from utils.training.schedule import due_after
 
 MLP = words("--model mlp --max_train_samples 480 --threads 1 --lr 0.01")

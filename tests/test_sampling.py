@@ -16,9 +16,9 @@ from helpers.training_runs import records, words
 from torch.nn import functional as F
 
 import train
-from utils.config.settings import TrainConfig
 from utils.data.order import Plan, UpdateSampler, make_plan, permutation
 from utils.models.checking import check_batch_norm
+from utils.settings.train import TrainConfig
 from utils.tasks.classification import Classification, balanced_weights
 from utils.tasks.table import make_task
 from utils.training.defaults import advice

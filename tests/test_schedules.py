@@ -13,8 +13,8 @@ from torch.optim import lr_scheduler
 
 import train
 from utils.config.cli import parse_args
-from utils.config.settings import TrainConfig
 from utils.data.order import Plan
+from utils.settings.train import TrainConfig
 from utils.training.schedule import SCHEDULES, learning_rate, not_reached, total_updates
 
 

@@ -29,12 +29,13 @@ from torch.distributed.tensor import DTensor
 import doctor
 import eval
 import train
-from utils.config.settings import LaunchConfig, TrainConfig
 from utils.errors import UserError
 from utils.launch.environment import Topology
 from utils.ranks.accelerator import check_sharding
 from utils.ranks.ranks import Ranks
 from utils.runs.manifest import sha256_of
+from utils.settings.ranks import LaunchConfig
+from utils.settings.train import TrainConfig
 from utils.training.optim import OPTIMIZERS
 
 BOTH = words("--data digits --image_size 32 --threads 1 --max_train_samples 100 --log_every 1")

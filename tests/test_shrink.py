@@ -26,10 +26,10 @@ from PIL import Image
 import eval as evaluation
 import predict
 import train
-from utils.config.settings import TrainConfig
 from utils.data import cache
 from utils.data.selection import load_data
 from utils.data.spec import InputSpec
+from utils.settings.train import TrainConfig
 
 SPEC = InputSpec(100, 100, 3, [0.5] * 3, [0.5] * 3)
 FLAGS = words("--model timm/test_resnet --image_size 100 --threads 1 --num_workers 0 --lr 0.01")

@@ -18,13 +18,13 @@ from torchvision.transforms import v2
 import eval
 import train
 from utils.config.cli import parse_args
-from utils.config.settings import TrainConfig, to_yaml
 from utils.data.decode import center
 from utils.data.selection import load_data
 from utils.data.spec import InputSpec
 from utils.models.zoo import build_model, input_spec
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import read_checkpoint
+from utils.settings.train import TrainConfig, to_yaml
 from utils.training.defaults import advice, hint_for_few, hint_for_waits
 
 FLAGS = words(

@@ -17,13 +17,13 @@ from helpers.training_runs import train_run, words
 from PIL import Image as PillowImage
 from pyarrow import parquet as pq
 
-from utils.config.settings import TrainConfig
 from utils.data.cache import decode_all
 from utils.data.decode import decode_image
 from utils.data.folds import hold_out
 from utils.data.selection import load_split, renumber
 from utils.data.sources import check_source
 from utils.data.splits import random_subset, whole_split
+from utils.settings.train import TrainConfig
 from utils.training.building import resolve_input
 
 ANIMALS = ["cat", "dog", "emu"]

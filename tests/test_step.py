@@ -18,11 +18,11 @@ from torch.nn import functional as F
 import eval as evaluation
 import train
 from utils import memory as host
-from utils.config.settings import TrainConfig
 from utils.data.spec import InputSpec
 from utils.models.small import MnistCNN
 from utils.ranks import accelerator
 from utils.ranks.session import distributed_session
+from utils.settings.train import TrainConfig
 
 DIGITS = words("--global_batch_size 120 --max_steps 6 --log_every 1 --threads 1")
 

@@ -4,9 +4,9 @@ import pytest
 import torchvision
 from torch import nn
 
-from utils.config.settings import TrainConfig
 from utils.data.spec import InputSpec
 from utils.models.zoo import build_model
+from utils.settings.train import TrainConfig
 from utils.training import summary
 
 

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 import eval
 import train
-from utils.config.cli import parse_args, read_config
-from utils.config.settings import TrainConfig
+from utils.config import parse_args
 from utils.data.sources import SOURCES, absolute_data, has_columns
+from utils.settings.train import TrainConfig, read_config
 from utils.tasks.classification import LOSSES
 from utils.training.optim import OPTIMIZERS
 from utils.training.schedule import SCHEDULES, after_warmup

@@ -28,11 +28,11 @@ from torch.nn import functional as F
 import eval
 import train
 from utils.config.cli import parse_args
-from utils.config.settings import TrainConfig
 from utils.data.folds import hold_out
 from utils.data.selection import load_data
 from utils.data.splits import whole_split
 from utils.runs.state import TrainState
+from utils.settings.train import TrainConfig
 from utils.tasks.classification import LOSSES, Classification
 from utils.tasks.metrics import area_under_curve, class_metrics
 from utils.tasks.multilabel import SIGMOID_LOSSES, Binary, MultiLabel

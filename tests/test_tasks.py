@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 import eval
 import train
-from utils.config.settings import TrainConfig
 from utils.data.selection import load_data
 from utils.errors import UserError
+from utils.settings.train import TrainConfig
 from utils.tasks.classification import LOSSES, Classification
 from utils.tasks.table import TASKS
 from utils.tasks.task import Task

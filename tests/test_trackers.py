@@ -29,8 +29,8 @@ from helpers.training_runs import (
 from helpers.waiting import has_logged, records_so_far, until
 
 import train
-from utils.config.settings import TrainConfig
 from utils.runs.trackers import numbers_to_send, settings_to_send
+from utils.settings.train import TrainConfig
 
 FLAGS = words("--model mlp --max_train_samples 240 --global_batch_size 24 --threads 1 --lr 0.01")
 FLAGS += words("--max_steps 12 --log_every 1 --eval_every 5 --save_every 4 --output_dir runs")

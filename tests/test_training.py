@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 import train
 from utils.config.cli import parse_args
-from utils.config.settings import TrainConfig
 from utils.data.cache import decode_all
 from utils.data.order import Plan, UpdateSampler, fold_in
 from utils.data.selection import load_data
 from utils.models.zoo import build_model, input_spec
+from utils.settings.train import TrainConfig
 from utils.training.schedule import learning_rate
 
 # 1438 training samples in batches of 120: the last of an epoch has 118, which 3 and 4 microbatches

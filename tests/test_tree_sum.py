@@ -8,9 +8,9 @@ import pytest
 import torch
 from helpers.ranks import returned
 
-from utils.config.settings import LaunchConfig
 from utils.data.order import Plan
 from utils.ranks.session import distributed_session
+from utils.settings.ranks import LaunchConfig
 from utils.training.meter import rounded
 from utils.training.tree_sum import TreeSum, subtrees
 

@@ -35,11 +35,11 @@ from safetensors.torch import load_file, save_file
 import replay
 import train
 from utils.config.cli import parse_args
-from utils.config.settings import TrainConfig
 from utils.data.order import permutation
 from utils.data.selection import load_data
 from utils.runs.digest import choose_updates, parts_to_compute
 from utils.runs.manifest import sha256_of
+from utils.settings.train import TrainConfig
 from utils.training.tree_sum import TreeSum
 
 FLAGS = words("--data digits --model mlp --max_train_samples 96 --max_eval_samples 16 --threads 1")

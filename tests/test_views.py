@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import eval
-from utils.config.settings import TrainConfig
 from utils.data.cache import decode_all
 from utils.data.selection import load_data
 from utils.models.layers import TestTimeAugmentation as Augmented
+from utils.settings.train import TrainConfig
 
 FLAGS = ("--model", "mlp", "--model_args", "{hidden: 8}", "--threads", "1", "--lr", "0.05")
 

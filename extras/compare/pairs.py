@@ -12,8 +12,8 @@ from extras.compare.compare import compare
 from extras.page.analysis import resample
 from extras.page.html import number
 from extras.page.page import PREDICTIONS, write_page
-from utils.config import read_config
 from utils.console import progress
+from utils.settings.train import read_config
 from utils.tasks import Task, make_task
 
 
@@ -54,7 +54,7 @@ def _compare(groups: list[list[Path]]) -> dict:
         problem = "no seed in common, or evaluated on different images or labels"
         return {"lines": [f"not compared: {problem}; train or evaluate both in the same way"]}
     config = read_config(folders[0] / "config.yaml")
-    _, task = make_task(config, runs[0].classes.tolist(), None)
+    task = make_task(config, runs[0].classes.tolist())
     one, other = np.split(_values(runs, task), 2)
     samples, scale, unit = one - other, 1, task.metric
     if task.higher_is_better:

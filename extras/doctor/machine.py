@@ -8,12 +8,12 @@ from pathlib import Path
 import psutil
 
 from extras.doctor.findings import Finding
-from utils.config.scripts import DoctorConfig
-from utils.config.settings import TrainConfig
 from utils.files import check_output_folder, expand
 from utils.launch import Topology, is_launched, read_topology
 from utils.memory import free_memory
 from utils.ranks import Ranks, check_sharding
+from utils.settings.ranks import RankSettings
+from utils.settings.scripts import DoctorConfig
 
 GB = 1e9
 _SCRIPTS = {"train.py", "eval.py", "predict.py", "replay.py", "export.py"}
@@ -42,7 +42,7 @@ def check_launch(config: DoctorConfig) -> tuple[Finding, Topology | None]:
     try:
         topology = read_topology(init_method=config.init_method)
         # raises the same errors as in train.py
-        check_sharding(TrainConfig(), Ranks(topology, config, "doctor.py"))
+        check_sharding(RankSettings(), Ranks(topology, config, "doctor.py"))
     except ValueError as error:
         return Finding.of("launch", error), topology
     finally:  # the topology is read again later, from the launcher's variables

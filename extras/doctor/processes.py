@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from extras.doctor.findings import Finding
 from extras.doctor.machine import GB
-from utils.config.scripts import DoctorConfig
-from utils.config.settings import TrainConfig
 from utils.files import check_output_folder, expand
 from utils.launch import address_of, nccl_version, nvidia_smi
 from utils.memory import free_memory
 from utils.models import whole
 from utils.ranks import Ranks, compile_model, make_accelerator
+from utils.settings.ranks import RankSettings
+from utils.settings.scripts import DoctorConfig
 
 # seconds until a new file must be visible; NFS caches the list of a folder for a few seconds
 _PATIENCE = 5.0
@@ -202,7 +202,7 @@ def gradients(ranks: Ranks) -> Finding:
     """
     count = ranks.topology.world_size
     rank = ranks.topology.rank
-    accelerator = make_accelerator(ranks, TrainConfig(mixed_precision="no"))
+    accelerator = make_accelerator(ranks, RankSettings(mixed_precision="no"))
     torch.manual_seed(0)  # the same samples and weights on all ranks
     samples, targets = (torch.randn(4 * count + 3, size, dtype=torch.float64) for size in (20, 5))
     single = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5)).double()

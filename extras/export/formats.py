@@ -5,7 +5,7 @@ loads them, and add it to `FORMATS` and to ExportConfig.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -39,9 +39,9 @@ def load(saved: Inference, ranks: Ranks) -> Loaded:
 
     Raises ValueError if they do not fit.
     """
-    config, task = make_task(saved.config, saved.class_names, None)
+    task = make_task(saved.config, saved.class_names)
     task.check_predictions()
-    model = load_model(replace(saved, config=config), task, ranks)
+    model = load_model(saved, task, ranks)
     model.requires_grad_(False).to(memory_format=torch.contiguous_format)
     return Loaded(saved, task, saved.spec.for_evaluation(), model)
 

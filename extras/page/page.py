@@ -19,9 +19,9 @@ from tqdm import tqdm
 
 from extras.page.html import render, sheet
 from utils.config import read_yaml, require
-from utils.config.settings import OF_THIS_MACHINE, TrainConfig
 from utils.files import read_json, write_file
 from utils.runs import read_log
+from utils.settings.train import OF_THIS_MACHINE, TrainConfig
 from utils.tasks import TASKS
 from utils.training import FEW
 

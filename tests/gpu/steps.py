@@ -24,9 +24,9 @@ from helpers.graphs import GraphedPass  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 
-from utils.config.settings import TrainConfig  # noqa: E402
 from utils.data.spec import InputSpec  # noqa: E402
 from utils.models.zoo import build_model  # noqa: E402
+from utils.settings.train import TrainConfig  # noqa: E402
 from utils.training.optim import build_optimizer  # noqa: E402
 
 CUDA = torch.cuda.is_available()

@@ -10,9 +10,9 @@ from PIL import Image
 import eval
 from helpers.ranks import run_ranks
 from helpers.training_runs import words
-from utils.config.settings import TrainConfig
 from utils.data.selection import load_data
 from utils.data.splits import Data
+from utils.settings.train import TrainConfig
 
 
 def load(data="folder", **settings: Any) -> Data:

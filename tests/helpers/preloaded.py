@@ -35,8 +35,8 @@ import utils.training.muon
 import utils.training.sharding  # noqa: F401
 from extras.page.html import template
 from utils.config import cli
-from utils.config.scripts import DoctorConfig, EvalConfig, PredictConfig
-from utils.config.settings import TrainConfig
+from utils.settings.scripts import DoctorConfig, EvalConfig, PredictConfig
+from utils.settings.train import TrainConfig
 
 torch.set_num_threads(1)
 Image.init()

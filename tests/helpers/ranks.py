@@ -22,8 +22,8 @@ import psutil
 import torch
 
 from helpers.waiting import PATIENCE, SOON
-from utils.config.settings import TrainConfig
 from utils.data.sources import SOURCES, open_digits
+from utils.settings.train import TrainConfig
 
 # The first backward pass of a process starts autograd's threads, one per device, and a process that
 # has such threads can have no forked child with a backward pass. torch.export and FakeTensorMode

@@ -2,19 +2,34 @@
 
 # types of values, with bounds; `require` raises an error with its fix
 from utils.config.bounds import (
+    Arguments,
     Bound,
+    Chosen,
     Count,
+    Fixed,
+    Fraction,
+    FractionBelow1,
+    Machine,
     NonNegativeFloat,
+    NonNegativeInt,
+    NotEmpty,
     Number,
+    OneStart,
     PositiveFloat,
     PositiveInt,
+    Probability,
+    ProbabilityBelow1,
+    at_least,
+    at_most,
+    exclude,
+    find_marked,
     fit,
     read_fields,
     require,
 )
 
 # settings from a YAML file and flags
-from utils.config.cli import parse_args, parse_given, read_config
+from utils.config.cli import OTHER_FORMAT, Settings, parse_args, parse_given, read_file
 
 # --plugin
 from utils.config.plugin import PLUGIN, check_plugin, load_plugin
@@ -23,4 +38,4 @@ from utils.config.plugin import PLUGIN, check_plugin, load_plugin
 from utils.config.table import Table, suggestion
 
 # YAML files
-from utils.config.yaml_text import read_yaml
+from utils.config.yaml_text import dump_yaml, read_yaml

@@ -9,25 +9,49 @@ import inspect
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
-from utils.config.bounds import kinds, require
+from utils.config.bounds import check_fields, kinds, require
 from utils.config.other_names import fix_for_unknown
 from utils.config.plugin import load_plugin
-from utils.config.settings import FORMAT, OTHER_FORMAT, LaunchConfig, TrainConfig
 from utils.config.table import Table
 from utils.config.yaml_text import load_yaml, read_yaml
 from utils.errors import UserError, one_line
 from utils.launch import exit_with_error, reports_for_machine, with_rank
 
-Config = TypeVar("Config", bound=LaunchConfig)
-
+OTHER_FORMAT = "use the version of Lockstep that wrote it"
 PATHS = "paths"  # the field for words of the command line that are not flags
 _NUMBER = re.compile(r"[-+]?\.?(\d|inf|nan)")  # how the values of numbers begin
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """The settings of a script. Each is a field with its help text below it; its type says which
+    values it takes.
+    """
+
+    groups: ClassVar[dict[str, list[str]]] = {}
+    """The groups of --help, of which the first is shown last. Settings in none of them are the
+    script's own."""
+    file_format: ClassVar[int | None] = None
+    """The format of --config files; None if the script reads none."""
+    first_word: ClassVar[str] = "ckpt"
+    """The setting that a word without a flag was probably meant for."""
+
+    def __post_init__(self):
+        check_fields(self)
+
+    @classmethod
+    def merge(cls, file: dict, flags: dict) -> dict:
+        """The values of --config files and of flags together."""
+        return file | flags
+
+
+Config = TypeVar("Config", bound=Settings)
 
 
 def parse_args(
@@ -60,16 +84,7 @@ def parse_given(
         exit_with_error(with_rank(error), prog, reports_for_machine())
 
 
-def read_config(path: Path) -> TrainConfig:
-    """The settings in a --config file. Raises UserError if it is not valid."""
-    values = _read_file(path, TrainConfig)
-    try:
-        return TrainConfig(**values)
-    except UserError as error:
-        raise UserError(f"{path}: {error.problem}", error.fix) from None
-
-
-def _read_words(cls: type, prog: str, argv: list[str], tables: Sequence[Table]) -> dict:
+def _read_words(cls: type[Settings], prog: str, argv: list[str], tables: Sequence[Table]) -> dict:
     """The settings that are given."""
     names = [setting.name for setting in fields(cls)]
     # the words after it are paths, also if they begin with -
@@ -79,7 +94,7 @@ def _read_words(cls: type, prog: str, argv: list[str], tables: Sequence[Table]) 
     vars(found).pop("local_rank", None)
     values: dict = {}
     for path in vars(found).pop("config", []):
-        values |= _read_file(Path(path), cls)
+        values |= read_file(Path(path), cls)
     if (plugin := (values | vars(found)).get("plugin")) is not None:
         load_plugin(str(plugin))
     if len(given) < end:
@@ -90,17 +105,14 @@ def _read_words(cls: type, prog: str, argv: list[str], tables: Sequence[Table]) 
     ]
     require(not answers, "; ".join(answers))
     flags = {name: _join(value) for name, value in vars(found).items()}
-    if flags.get("init_from"):  # it also replaces the published weights that a recipe asks for
-        values.pop("pretrained", None)
-    values |= flags
+    values = cls.merge(values, flags)
     paths = words + argv[end + 1 :]
     if PATHS in names:
         values[PATHS] = paths
     elif paths:
-        flag = "data" if cls is TrainConfig else "ckpt"
         word = paths[0]
         is_setting = word.split("=")[0] in names
-        meant = word.replace("=", " ") if is_setting else f"{flag} {word}"
+        meant = word.replace("=", " ") if is_setting else f"{cls.first_word} {word}"
         raise UserError(f"unexpected argument {word}", f"did you mean --{meant}?")
     required = [each.name for each in fields(cls) if each.default is each.default_factory]
     missing = [f"--{name}" for name in required if name not in values]
@@ -108,7 +120,9 @@ def _read_words(cls: type, prog: str, argv: list[str], tables: Sequence[Table]) 
     return values
 
 
-def _parser(cls: type, prog: str, tables: Sequence[Table] = ()) -> argparse.ArgumentParser:
+def _parser(
+    cls: type[Settings], prog: str, tables: Sequence[Table] = ()
+) -> argparse.ArgumentParser:
     """The parser of the flags. It also writes --help, with the names in the tables."""
     settings = {setting.name: setting for setting in fields(cls)}
     has_paths = settings.pop(PATHS, None) is not None
@@ -123,24 +137,31 @@ def _parser(cls: type, prog: str, tables: Sequence[Table] = ()) -> argparse.Argu
     parser._negative_number_matcher = _NUMBER  # argparse would take -1e-3 and -0.1,0.2 for flags
     # of torch.distributed.launch
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
-    if cls is TrainConfig:
+    if cls.file_format is not None:
         parser.add_argument(
             "--config", action="append", help="YAML file of settings, applied before all flags."
         )
     more = {name: text for table in tables for name, text in table.helps().items()}
-    groups = [group for group in reversed(cls.__mro__) if is_dataclass(group)]
-    for group in sorted(groups, key=lambda group: group is LaunchConfig):  # its flags are the last
-        title = f"flags of {prog}" if group is cls else str(group.__doc__).rstrip(".").lower()
+    texts = _texts_of(cls)
+    listed = {name for names in cls.groups.values() for name in names}
+    own = [name for name in inspect.get_annotations(cls) if name in settings.keys() - listed]
+    first, *others = (cls.groups | {f"flags of {prog}": own}).items()
+    for title, names in [*others, first]:
         section = parser.add_argument_group(title)
-        for name, text in _texts(group.__module__)[group.__name__].items():
-            # a script may describe a flag differently
-            text = _texts(cls.__module__)[cls.__name__].get(name, text)
-            if setting := settings.pop(name, None):
-                text = text.rstrip(".") + more[name] if name in more else text
-                section.add_argument(
-                    f"--{name}", help=_help(text, setting), **_words(setting, alone=has_paths)
-                )
+        for name in names:
+            text = texts[name].rstrip(".") + more[name] if name in more else texts[name]
+            words = _words(settings[name], alone=has_paths)
+            section.add_argument(f"--{name}", help=_help(text, settings[name]), **words)
     return parser
+
+
+def _texts_of(cls: type) -> dict[str, str]:
+    """The help texts of the settings; a script may describe one differently."""
+    texts: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if is_dataclass(base):
+            texts |= _texts(base.__module__)[base.__name__]
+    return texts
 
 
 @cache
@@ -202,14 +223,17 @@ def _text(word: str) -> Any:
     return _yaml(word) if word in ("null", "None") or word.startswith("[") else word
 
 
-def _read_file(path: Path, cls: type) -> dict:
+def read_file(path: Path, cls: type[Settings]) -> dict:
+    """The settings in a --config file. Raises UserError if it is malformed or has others."""
     values = read_yaml(path)
     if not isinstance(values, dict):
         raise UserError(
             f"{path}: is not a file of settings", "write one 'name: value' on each line"
         )
-    if (found := values.pop("format", FORMAT)) != FORMAT:
-        problem = f"{path}: has format {str(found)[:40]}, but this version reads format {FORMAT}"
+    if (found := values.pop("format", cls.file_format)) != cls.file_format:
+        problem = (
+            f"{path}: has format {str(found)[:40]}, but this version reads format {cls.file_format}"
+        )
         raise UserError(problem, OTHER_FORMAT)
     names = [setting.name for setting in fields(cls)]
     for name in values:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from utils.config.settings import TrainConfig
 from utils.data.decode import center, center_factor, resize
 from utils.data.draws import ALTERNATING, Draws, Transform
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
 from utils.data.transforms import AUTO_AUGMENTS, ColorJitter, Cutout, RandomErasing
+from utils.settings.data import DataSettings
 
 
 @dataclass
@@ -126,11 +126,11 @@ def crop_box(
     )
 
 
-def _center(config: TrainConfig, spec: InputSpec) -> Transform | None:
+def _center(config: DataSettings, spec: InputSpec) -> Transform | None:
     return None if spec.small else Center(spec)  # small images have the right size
 
 
-def _crop(config: TrainConfig, spec: InputSpec) -> Transform | None:
+def _crop(config: DataSettings, spec: InputSpec) -> Transform | None:
     usual = 1.0 if spec.small else 0.08
     min_scale = usual if config.min_scale is None else config.min_scale
     return Crop(spec, min_scale) if min_scale < 1 else _center(config, spec)
@@ -171,7 +171,7 @@ class Augmentation:
         return images
 
 
-def make_augmentation(config: TrainConfig, spec: InputSpec, training: bool) -> Augmentation:
+def make_augmentation(config: DataSettings, spec: InputSpec, training: bool) -> Augmentation:
     """The transforms of these settings.
 
     Photographs not cropped at random are first cropped to their centre.

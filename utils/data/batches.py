@@ -15,12 +15,12 @@ from scipy.special import betaincinv
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from utils.config.settings import TrainConfig
 from utils.data.augment import Augmentation
 from utils.data.datasets import Batch, Features, OnDevice
 from utils.data.draws import Draws
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
+from utils.settings.data import DataSettings
 from utils.waiting import wait_for_items
 
 
@@ -64,7 +64,7 @@ class Mix(NamedTuple):
 class Mixing:
     """Draws how the images of each microbatch are mixed; `outputs` is the length of a target."""
 
-    config: TrainConfig
+    config: DataSettings
     spec: InputSpec
     outputs: int
 
@@ -135,7 +135,7 @@ class DeviceLoader:
         self,
         loader: DataLoader,
         spec: InputSpec,
-        config: TrainConfig,
+        config: DataSettings,
         device: torch.device,
         training: bool,
         outputs: int = 0,

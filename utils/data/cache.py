@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision.transforms.v2.functional import resize
 
-from utils.config.settings import TrainConfig
 from utils.data.augment import make_augmentation
 from utils.data.datasets import CachedDataset, ImageDataset, PhotoDataset
 from utils.data.decode import VERSION, decode_image, pixels_key
@@ -28,6 +27,7 @@ from utils.data.workers import choose_workers, move_to_shared_memory, worker_pro
 from utils.errors import UserError, one_line
 from utils.files import expand, whole_file
 from utils.memory import usable_cores
+from utils.settings.data import DataSettings
 from utils.waiting import wait_for_items
 
 # the CRC-32 of any data followed by its own CRC-32
@@ -87,7 +87,7 @@ _LEAST, _MOST = 2000, 32  # fewest images per worker process, and most worker pr
 
 
 def make_dataset(
-    split: Split, spec: InputSpec, config: TrainConfig, training: bool, progress: Callable
+    split: Split, spec: InputSpec, config: DataSettings, training: bool, progress: Callable
 ) -> ImageDataset:
     """Decode small images now, or load them from the cache.
 

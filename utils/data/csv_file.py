@@ -5,7 +5,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from utils.config.settings import TrainConfig
 from utils.console import join_names, nfc, printable
 from utils.data.folders import name_splits
 from utils.data.splits import (
@@ -22,12 +21,13 @@ from utils.data.splits import (
     whole_split,
 )
 from utils.errors import UserError, one_line
+from utils.settings.data import DataSettings
 
 # errors of spreadsheets, and what libraries and databases write for a missing value
 _NOTHING = r"#[^a-z\s]+[!?]|#N/?[A-Z]|NaN|nan|<NA>|NULL|\\N"
 
 
-def open_csv(path: str, config: TrainConfig) -> Source:
+def open_csv(path: str, config: DataSettings) -> Source:
     """A text file with the columns path, label and optionally split, named in its first line."""
     file = Path(os.path.abspath(path))  # checkpoints must not depend on the working directory
     rows = _read(file, config)
@@ -96,7 +96,7 @@ def _find_files(file: Path, rows: Any) -> None:
         raise _error(file, row, problem, "list each image once, with all its labels, as in a|b")
 
 
-def _read(file: Path, config: TrainConfig) -> Any:
+def _read(file: Path, config: DataSettings) -> Any:
     """A table of path, label and split, by the number of the row. The default split is train."""
     import pandas
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from utils.config import require
-from utils.config.settings import TrainConfig
 from utils.data.augment import Augmentation, Center
 from utils.data.decode import decode_image
 from utils.data.order import Microbatch
@@ -22,6 +21,7 @@ from utils.data.spec import InputSpec
 from utils.data.splits import Split
 from utils.errors import UserError, one_line
 from utils.memory import bytes_text
+from utils.settings.data import DataSettings
 
 
 class Batch(NamedTuple):
@@ -286,7 +286,7 @@ AnyDataset = ImageDataset | Features
 
 
 def keep_on_device(
-    sets: Sequence[AnyDataset], config: TrainConfig, device: torch.device
+    sets: Sequence[AnyDataset], config: DataSettings, device: torch.device
 ) -> list[AnyDataset]:
     """The data sets of a run, with decoded images and features on the device as --data_on_device
     says.

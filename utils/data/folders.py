@@ -21,7 +21,6 @@ from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from utils.config import require
-from utils.config.settings import TrainConfig
 from utils.console import join_names
 from utils.data.splits import (
     EVAL_NAMES,
@@ -37,6 +36,7 @@ from utils.data.splits import (
 )
 from utils.data.table_files import has_tables
 from utils.errors import UserError
+from utils.settings.data import DataSettings
 
 _WORDS = {  # docs/data.md lists them
     "train": ("train", "training"),
@@ -76,7 +76,7 @@ class Scan(Counter):
         return join_names((f"{kind} ({count})" for kind, count in self.most_common()), 6)
 
 
-def image_folder(path: Path, config: TrainConfig) -> Source:
+def image_folder(path: Path, config: DataSettings) -> Source:
     """The splits of an image folder. Raises ValueError if it holds no images."""
     folders, aliases, lines = _find_splits(path, config)
     wanted = config.train_split and aliases.get(config.train_split, config.train_split)
@@ -116,7 +116,7 @@ def name_splits(where: str | Path, written: Iterable[str]) -> dict[str, str]:
 
 
 def _find_splits(
-    path: Path, config: TrainConfig
+    path: Path, config: DataSettings
 ) -> tuple[dict[str, Path], dict[str, str], tuple[str, ...]]:
     """The folders of the splits by name, other names for the splits, and lines to print.
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from utils.config import require
-from utils.config.settings import TrainConfig
+from utils.settings.data import DataSettings
 
 
 def fold_in(*parts: int | str) -> int:
@@ -160,7 +160,7 @@ class Plan:
 
 
 def make_plan(
-    config: TrainConfig, labels: np.ndarray, global_batch_size: int, microbatches: int
+    config: DataSettings, labels: np.ndarray, global_batch_size: int, microbatches: int
 ) -> Plan:
     """The order of a run's training samples with these labels.
 

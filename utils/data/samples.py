@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from utils.config.settings import TrainConfig
 from utils.console import join_names, nfc
 from utils.data.splits import Files, Split, indices_in, multi_hot
 from utils.errors import UserError
+from utils.settings.data import DataSettings
 
 FILE = "samples.json.gz"
 _LARGEST = 2**30  # most bytes of the unpacked file; enough for ten million samples with long names
@@ -117,7 +117,7 @@ class SampleList:
 
 
 def list_samples(
-    config: TrainConfig, class_names: list[str], *pairs: tuple[Split, Split]
+    config: DataSettings, class_names: list[str], *pairs: tuple[Split, Split]
 ) -> SampleList:
     """Describe both splits. Each is passed together with the whole split that it was taken from."""
     train, evaluation = (ListedSplit.of(*pair) for pair in pairs)

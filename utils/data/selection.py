@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 
 from utils.config import require
-from utils.config.settings import TrainConfig
 from utils.console import join_names, nfc, say
 from utils.data.check import check_images
 from utils.data.folders import notes
@@ -23,9 +22,10 @@ from utils.data.sources import open_source
 from utils.data.spelling import doubts
 from utils.data.splits import EVAL_NAMES, Data, Source, Split, indices_in, random_subset
 from utils.errors import UserError
+from utils.settings.data import DataSettings
 
 
-def load_data(config: TrainConfig, samples: SampleList | None = None) -> Data:
+def load_data(config: DataSettings, samples: SampleList | None = None) -> Data:
     """Open the data set and choose its two splits. Raises ValueError or OSError if that fails.
 
     A resumed run passes the `samples` of its checkpoint, to continue with the same ones. All images
@@ -60,7 +60,7 @@ def load_data(config: TrainConfig, samples: SampleList | None = None) -> Data:
 
 
 def load_split(
-    config: TrainConfig,
+    config: DataSettings,
     name: str | None,
     class_names: list[str] | Callable[[list[str]], list[str]],
     samples: SampleList | None = None,
@@ -105,7 +105,7 @@ def load_split(
     return replace(renumber(split, source.class_names, class_names), name=shown), class_names
 
 
-def _open_checked(config: TrainConfig, samples: SampleList | None) -> Source:
+def _open_checked(config: DataSettings, samples: SampleList | None) -> Source:
     """The source that --data names. The images of a split are checked when the split is opened.
 
     The classes are those of the samples, in its order, if they only differ in order or Unicode form.
@@ -123,7 +123,7 @@ def _open_checked(config: TrainConfig, samples: SampleList | None) -> Source:
     return source
 
 
-def _choose_splits(source: Source, config: TrainConfig) -> tuple[tuple[Split, Split], ...]:
+def _choose_splits(source: Source, config: DataSettings) -> tuple[tuple[Split, Split], ...]:
     """The samples to train on and to evaluate on, each with the whole split that they were taken
     from.
     """
@@ -148,7 +148,7 @@ def _choose_splits(source: Source, config: TrainConfig) -> tuple[tuple[Split, Sp
     return (train, whole), (_drop_unreadable(eval_whole, config), eval_whole)
 
 
-def _drop_unreadable(split: Split, config: TrainConfig, keep_order: bool = False) -> Split:
+def _drop_unreadable(split: Split, config: DataSettings, keep_order: bool = False) -> Split:
     """The split without unreadable images, or with others in their places to `keep_order`.
 
     With --bad_images error, raises UserError, which names them.
@@ -171,7 +171,7 @@ def _drop_unreadable(split: Split, config: TrainConfig, keep_order: bool = False
 
 def _find_again(
     source: Source,
-    config: TrainConfig,
+    config: DataSettings,
     samples: SampleList,
     parts: Collection[ListedSplit],
     skip_changed: bool = False,
@@ -276,7 +276,7 @@ def renumber(split: Split, class_names: list[str], wanted: list[str]) -> Split:
     return replace(split, labels=split.labels @ one_hot if is_multi else numbers[split.labels])
 
 
-def check_kind(split: Split, config: TrainConfig) -> None:
+def check_kind(split: Split, config: DataSettings) -> None:
     """Raise ValueError if the labels of a split do not suit --task, or if none of its images has
     one.
     """

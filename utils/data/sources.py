@@ -14,13 +14,13 @@ import numpy as np
 import torchvision
 
 from utils.config import Table, require, suggestion
-from utils.config.settings import TrainConfig
 from utils.data.folders import image_folder
 from utils.data.order import fold_in
 from utils.data.splits import Source, Split, fingerprint_of, whole_split
 from utils.data.table_files import has_tables, read_table_files
 from utils.errors import UserError, one_line
 from utils.files import expand
+from utils.settings.data import DataSettings
 
 # distinct images of a synthetic data set; samples above this number share them
 SYNTHETIC_IMAGES = 1024
@@ -28,7 +28,7 @@ SYNTHETIC_IMAGES = 1024
 TORCHVISION = ("MNIST", "FashionMNIST", "KMNIST", "CIFAR10", "CIFAR100")
 
 
-def open_digits(_rest: str, _config: TrainConfig) -> Source:
+def open_digits(_rest: str, _config: DataSettings) -> Source:
     """The 1,797 handwritten digits of scikit-learn, 8x8 pixels."""
     # The file that load_digits reads, without the slow import of scikit-learn.
     package = find_spec("sklearn")
@@ -40,7 +40,7 @@ def open_digits(_rest: str, _config: TrainConfig) -> Source:
     return Source({"train": lambda: split}, list("0123456789"))
 
 
-def open_synthetic(numbers: str, _config: TrainConfig) -> Source:
+def open_synthetic(numbers: str, _config: DataSettings) -> Source:
     """Generated images, optionally with CLASSESxSIZExCOUNT after the slash."""
     words = (numbers or "10x32x10000").split("x")
     sizes = [int(word) for word in words if all(map(str.isdecimal, words))]
@@ -67,7 +67,7 @@ def open_synthetic(numbers: str, _config: TrainConfig) -> Source:
     return Source({name: partial(make, name) for name in counts}, [*map(str, range(classes))])
 
 
-def open_torchvision(name: str, config: TrainConfig) -> Source:
+def open_torchvision(name: str, config: DataSettings) -> Source:
     """MNIST, FashionMNIST, KMNIST, CIFAR10 or CIFAR100 of torchvision, downloaded to --data_dir if
     it is missing.
     """
@@ -136,7 +136,7 @@ def has_columns(data: str) -> bool:
     return key.startswith(".") or (not key and (not path.is_dir() or has_tables(path)))
 
 
-def check_source(config: TrainConfig) -> None:
+def check_source(config: DataSettings) -> None:
     """Raise ValueError if what --data names does not exist, or has no --data_dir. Does not open it."""
     (key, rest), path = _find(config.data), expand(config.data)
     is_torchvision = key == "torchvision/"
@@ -156,7 +156,7 @@ def check_source(config: TrainConfig) -> None:
         import datasets  # noqa: F401  takes half a second; load_data would import it on one rank after the other
 
 
-def open_source(config: TrainConfig) -> Source:
+def open_source(config: DataSettings) -> Source:
     """The data set that --data names. Raises ValueError or OSError if it cannot be read."""
     key, rest = _find(config.data)
     path = expand(config.data)

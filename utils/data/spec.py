@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from utils.config import Number, PositiveFloat, read_fields, require
-from utils.config.recipe import Pixels
+from utils.settings.shared import Pixels
 
 # numbers of an image; a model for more would fill the memory, and end with an allocator's message
 _LARGEST = 2**27

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from utils.config import require
-from utils.config.settings import TrainConfig
 from utils.console import join_names
 from utils.data.splits import (
     Source,
@@ -25,6 +24,7 @@ from utils.data.splits import (
 from utils.data.table_files import hide_bars_without_terminal, names_of_feature
 from utils.errors import UserError, one_line
 from utils.hub import use_hub
+from utils.settings.data import DataSettings
 
 LABEL_NAMES = ("label", "labels", "class", "category", "target", "fine_label")
 IMAGE_TYPES = ("binary", "large_binary", "string")  # encoded files, or their paths
@@ -64,7 +64,7 @@ class Table:
         return [value and value["bytes"] for value in self.dataset[rows][self.column]]
 
 
-def load_hub(config: TrainConfig) -> Source:
+def load_hub(config: DataSettings) -> Source:
     """A data set of the Hugging Face Hub. Its code is not executed."""
     from datasets import load_dataset
 
@@ -81,7 +81,7 @@ def load_hub(config: TrainConfig) -> Source:
     return table_source(splits, config)
 
 
-def table_source(splits, config: TrainConfig) -> Source:
+def table_source(splits, config: DataSettings) -> Source:
     """The splits of a `DatasetDict`, or of a single `Dataset`."""
     splits = splits if isinstance(splits, dict) else {"train": splits}
     train = splits[split_that_defines_classes(splits, config.train_split)]

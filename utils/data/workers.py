@@ -18,13 +18,13 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from utils.config.settings import TrainConfig
 from utils.console import say
 from utils.data.datasets import AnyDataset, Batch, OnDevice
 from utils.data.order import MicrobatchSampler
 from utils.errors import UserError, one_line
 from utils.launch import local_rank_and_size
 from utils.memory import SHM, SHM_FIX, bytes_text, free_shm, usable_physical_cores
+from utils.settings.data import DataSettings
 
 AHEAD = 4  # batches that each worker prepares in advance
 # with a GPU, whose batches are in page-locked memory, which nothing else can use
@@ -144,7 +144,7 @@ def _await_parents_sigterm(parent: int) -> None:
 
 def make_loaders(
     parts: Sequence[tuple[AnyDataset, MicrobatchSampler]],
-    config: TrainConfig,
+    config: DataSettings,
     threads: int,
     device: torch.device,
 ) -> list[DataLoader]:

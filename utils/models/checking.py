@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from utils.config import require
-from utils.config.settings import TrainConfig
 from utils.data import InputSpec, Plan
 from utils.errors import UserError, one_line
 from utils.models.layers import main_output, restored_buffers
 from utils.models.sharded import local
+from utils.settings.models import ModelSettings
 
 # smaller images are enlarged to it; 32 for other models
 MINIMUM_SIZE = {"mnist_cnn": 28, "mlp": 1, "fastnet": 28, "inception_v3": 299}
 
 
-def check_output(model: nn.Module, config: TrainConfig, spec: InputSpec, classes: int) -> None:
+def check_output(model: nn.Module, config: ModelSettings, spec: InputSpec, classes: int) -> None:
     """Run the model on images of training and of evaluation, and let it accept an empty batch,
     which a rank without samples computes. In evaluation mode, it then returns logits alone.
 

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from utils.config import require, suggestion
-from utils.config.recipe import BACKBONE
+from utils.settings.shared import BACKBONE
 
 # torchvision itself would change ImageNet's normalisation to theirs (`transform_input`)
 OF_TENSORFLOW = {"googlenet", "inception_v3"}

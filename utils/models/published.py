@@ -14,10 +14,10 @@ import torchvision
 from torch import nn
 
 from utils.config import require
-from utils.config.settings import TrainConfig
 from utils.errors import UserError, one_line
 from utils.models.layers import OF_TENSORFLOW, head_prefixes
 from utils.models.matching import copy_matching, zero_heads
+from utils.settings.models import ModelSettings
 
 
 def timm_weights(name: str) -> Any:
@@ -67,7 +67,7 @@ def input_of(cfg: Mapping) -> dict:
     return values
 
 
-def _fix_of_weights(config: TrainConfig) -> str:
+def _fix_of_weights(config: ModelSettings) -> str:
     """What to do if published weights cannot be loaded."""
     arguments = "leave out --model_args, or " if config.model_args else ""
     if cfg := timm_weights(config.model):
@@ -139,7 +139,7 @@ def names_as_in(names: Sequence[str]) -> list[str]:
     raise UserError(problem, f"{fix} (some of the synsets need timm)")
 
 
-def published_model(config: TrainConfig, **arguments: Any) -> nn.Module:
+def published_model(config: ModelSettings, **arguments: Any) -> nn.Module:
     """The network of --model with its published weights and their head.
 
     Raises UserError if they cannot be loaded.
@@ -155,13 +155,15 @@ def published_model(config: TrainConfig, **arguments: Any) -> nn.Module:
         raise UserError(problem, _fix_of_weights(config)) from error
 
 
-def version_of(config: TrainConfig) -> str:
+def version_of(config: ModelSettings) -> str:
     """The tag of the published weights, such as IMAGENET1K_V1."""
     cfg = timm_weights(config.model)
     return cfg.tag or "" if cfg else torchvision_weights(config.model).name
 
 
-def copy_published(model: Any, config: TrainConfig, arguments: dict, names: Sequence[str]) -> None:
+def copy_published(
+    model: Any, config: ModelSettings, arguments: dict, names: Sequence[str]
+) -> None:
     """Copy the published weights into the model, whose head starts at zero.
 
     If all of the classes `names` are classes of ImageNet, and so are those of the weights, the rows

@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from utils.config import Table, require, suggestion
-from utils.config.settings import TrainConfig
 from utils.data import EVAL_CROP, SMALL, ImageDataset, InputSpec, fold_in, sides
 from utils.errors import UserError, one_line
 from utils.models.checking import MINIMUM_SIZE, check_output, hook_for_size
 from utils.models.layers import OF_TENSORFLOW
 from utils.models.small import MLP, MnistCNN
+from utils.settings.models import ModelSettings
 
 # timm would unpickle the file of the last one
 _NOT_ARGUMENTS = {"weights", "pretrained", "checkpoint_path"}
@@ -31,7 +31,7 @@ OWN_MODELS = Table(
 )
 
 
-def check_model(config: TrainConfig) -> None:
+def check_model(config: ModelSettings) -> None:
     """Raise ValueError if there is no model of this name, or no pretrained weights for it.
 
     Does not build it.
@@ -73,7 +73,7 @@ def torchvision_models() -> list[str]:
 
 
 def input_spec(
-    config: TrainConfig, seen_channels: int, seen_size: tuple[int, int] | None
+    config: ModelSettings, seen_channels: int, seen_size: tuple[int, int] | None
 ) -> InputSpec:
     """The model's input, from the flags, its pretrained weights, and the channels and size of the
     images.
@@ -98,7 +98,7 @@ def input_spec(
     return spec if other == spec else replace(spec, evaluation=other)
 
 
-def _published_input(config: TrainConfig) -> dict:
+def _published_input(config: ModelSettings) -> dict:
     """The settings of the input of published weights; empty without --pretrained."""
     if not config.pretrained:
         return {}
@@ -107,7 +107,7 @@ def _published_input(config: TrainConfig) -> dict:
     return published_input(config.model)
 
 
-def resize_input(spec: InputSpec, config: TrainConfig, size: tuple[int, int]) -> InputSpec:
+def resize_input(spec: InputSpec, config: ModelSettings, size: tuple[int, int]) -> InputSpec:
     """The input with this height and width, and with the resizing of photographs that it needs."""
     weights = _published_input(config)
     spec = InputSpec(*size, spec.channels, spec.mean, spec.std)
@@ -130,7 +130,7 @@ def _per_channel(
 
 
 def build_model(
-    config: TrainConfig,
+    config: ModelSettings,
     spec: InputSpec,
     classes: int,
     weight_bytes: float | None = None,
@@ -182,7 +182,7 @@ def build_model(
     return model.to(memory_format=torch.channels_last) if config.channels_last else model
 
 
-def _create(config: TrainConfig, spec: InputSpec, classes: int, arguments: dict) -> nn.Module:
+def _create(config: ModelSettings, spec: InputSpec, classes: int, arguments: dict) -> nn.Module:
     name = config.model
     if name in OWN_MODELS:
         return OWN_MODELS[name](spec, classes, **arguments)
@@ -207,7 +207,7 @@ def _create(config: TrainConfig, spec: InputSpec, classes: int, arguments: dict)
     return model
 
 
-def _fit_stem(model: nn.Module, spec: InputSpec, config: TrainConfig) -> str:
+def _fit_stem(model: nn.Module, spec: InputSpec, config: ModelSettings) -> str:
     """Replace the first convolution with one that has the channels of the images and does not
     shrink small images.
 

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections.abc import Sequence
 
 import torch
 from accelerate import Accelerator
@@ -21,14 +22,14 @@ from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from utils.config.settings import TrainConfig
 from utils.console import say
 from utils.errors import UserError
 from utils.launch import is_set, precision_is_chosen, shards_model
 from utils.ranks.ranks import Ranks
+from utils.settings.ranks import RankSettings
 
 
-def check_precision(config: TrainConfig, ranks: Ranks) -> None:
+def check_precision(config: RankSettings, ranks: Ranks) -> None:
     """Raise UserError for fp16 on the CPU, where Accelerate would silently train in fp32."""
     asked = config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
     if ranks.device.type == "cpu" and asked == "fp16":
@@ -40,9 +41,13 @@ _FULL = "needs full matrices, but with FSDP each process has only some rows"
 _OF_DDP = "is a setting of DDP, which FSDP replaces"
 
 
-def check_sharding(config: TrainConfig, ranks: Ranks) -> None:
+def check_sharding(
+    config: RankSettings, ranks: Ranks, optimizer: str = "", fixed_order: bool = False
+) -> None:
     """Raise UserError for settings that do not work with FSDP, if the accelerate config asks for
     it.
+
+    `fixed_order`: with --microbatches.
     """
     if not shards_model() or ranks.topology.world_size == 1:
         return
@@ -54,9 +59,9 @@ def check_sharding(config: TrainConfig, ranks: Ranks) -> None:
     for refused, problem, fix in (
         (os.environ.get("FSDP_VERSION") != "2", "FSDP 1 is not supported",
          "set fsdp_version: 2 in fsdp_config, or FSDP_VERSION=2"),
-        (config.microbatches, order, without),
-        (config.optimizer == "muon", f"--optimizer muon {_FULL}", "use adamw, or train without FSDP"),
-        (config.optimizer == "adafactor", f"--optimizer adafactor {_FULL}", "use adamw, or train without FSDP"),
+        (fixed_order, order, without),
+        (optimizer == "muon", f"--optimizer muon {_FULL}", "use adamw, or train without FSDP"),
+        (optimizer == "adafactor", f"--optimizer adafactor {_FULL}", "use adamw, or train without FSDP"),
         (config.find_unused_parameters, f"--find_unused_parameters {_OF_DDP}", without),
         (config.comm_hook != "no", f"--comm_hook {config.comm_hook} {_OF_DDP}", without),
         (asked == "fp16", "mixed precision fp16 is not supported with FSDP", "use --mixed_precision bf16 or no"),
@@ -91,8 +96,13 @@ def leave_run() -> None:
     clear_device_cache(garbage_collection=True)
 
 
-def make_accelerator(ranks: Ranks, config: TrainConfig) -> Accelerator:
-    """An Accelerator on top of the process group of `ranks`; collective."""
+def make_accelerator(
+    ranks: Ranks, config: RankSettings, fixed_order: bool = False, trackers: Sequence[str] = ()
+) -> Accelerator:
+    """An Accelerator on top of the process group of `ranks`; collective.
+
+    `fixed_order`: with --microbatches. `trackers` are those of --report_to.
+    """
     precision = config.mixed_precision
     if precision is None and ranks.device.type == "cuda" and not precision_is_chosen():
         precision = "auto"
@@ -100,10 +110,16 @@ def make_accelerator(ranks: Ranks, config: TrainConfig) -> Accelerator:
     if precision == "auto":
         precision = "no" if ranks.any_rank(not has_native_bf16(ranks.device)) else "bf16"
     with ranks.agree():
-        return _accelerator(ranks, config, precision)
+        accelerator = _accelerator(ranks, config, precision, trackers)
+    # After the constructor, which turns TF32 on if the model is to be compiled in float32.
+    fixed = config.deterministic or (fixed_order and ranks.device.type == "cuda")
+    choose_kernels(ranks.device, fixed, config.tf32)
+    return accelerator
 
 
-def _accelerator(ranks: Ranks, config: TrainConfig, precision: str | None) -> Accelerator:
+def _accelerator(
+    ranks: Ranks, config: RankSettings, precision: str | None, trackers: Sequence[str]
+) -> Accelerator:
     if os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None):
         say("ACCELERATE_GRADIENT_ACCUMULATION_STEPS is ignored; use --grad_accum")
     # Accelerate would give DDP the local rank as its GPU, but a task of a scheduler may see only
@@ -127,7 +143,7 @@ def _accelerator(ranks: Ranks, config: TrainConfig, precision: str | None) -> Ac
             mixed_precision=precision,
             kwargs_handlers=[wrapping],
             fsdp_plugin=plugin,
-            log_with=config.trackers or None,  # it warns about an empty list
+            log_with=[*trackers] or None,  # it warns about an empty list
             project_config=ProjectConfiguration(logging_dir="."),  # until the run folder is known
             # train.py accumulates itself: Accelerate scales partial windows wrongly
             gradient_accumulation_steps=1,
@@ -136,9 +152,6 @@ def _accelerator(ranks: Ranks, config: TrainConfig, precision: str | None) -> Ac
         )
         if plugin and not on_gpu:
             use_fsdp(plugin)
-    # After the constructor, which turns TF32 on if the model is to be compiled in float32.
-    fixed = config.deterministic or (on_gpu and config.microbatches is not None)
-    choose_kernels(ranks.device, fixed, config.tf32)
     # Accelerate takes NCCL for granted, whose `gather` gloo does not have
     if on_gpu and ranks.backend == "gloo":
         PartialState().backend = "gloo"
@@ -146,7 +159,7 @@ def _accelerator(ranks: Ranks, config: TrainConfig, precision: str | None) -> Ac
     return accelerator
 
 
-def _ddp_settings(config: TrainConfig) -> DistributedDataParallelKwargs:
+def _ddp_settings(config: RankSettings) -> DistributedDataParallelKwargs:
     # DDP would broadcast the running batch statistics in each update. Only evaluation uses them,
     # and it first broadcasts those of the main process (`Ranks.broadcast_buffers`). PyTorch has
     # deprecated this argument of DDP, but Accelerate does not have its successor yet.

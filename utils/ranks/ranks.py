@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from utils.config import PLUGIN, require
-from utils.config.settings import LaunchConfig
 from utils.console import say
 from utils.errors import USER_ERRORS, AgreedError, UserError, as_lost_rank, one_line, split_error
 from utils.launch import (
@@ -33,6 +32,7 @@ from utils.launch import (
 )
 from utils.memory import keep_freed_memory
 from utils.ranks.watch import Watch
+from utils.settings.ranks import LaunchConfig
 from utils.waiting import call_with_timeout, wait_for_keys
 
 if TYPE_CHECKING:

@@ -32,7 +32,6 @@ from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
-from utils.config.settings import LaunchConfig
 from utils.errors import USER_ERRORS, AgreedError, InUse, is_lost_rank, one_line
 from utils.launch import (
     Topology,
@@ -48,6 +47,7 @@ from utils.launch import (
 )
 from utils.output import exit_with, hard_exit
 from utils.ranks.ranks import Ranks
+from utils.settings.ranks import LaunchConfig
 from utils.waiting import wait_for_keys
 
 

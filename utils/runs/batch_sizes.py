@@ -1,7 +1,7 @@
 """How the global batch is divided into batches of the processes."""
 
-from utils.config.settings import TrainConfig
 from utils.errors import UserError
+from utils.settings.train import TrainConfig
 
 LARGEST_BATCH = 128  # of the default
 

@@ -31,7 +31,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from utils.config import require
-from utils.config.settings import TrainConfig
 from utils.errors import UserError
 from utils.files import LOCK, check_output_folder, expand, holder_text, lock, read_text, write_file
 from utils.launch import can_be_restarted
@@ -59,6 +58,8 @@ from utils.runs.writing import (
     publish,
     update_pointers,
 )
+from utils.settings.runs import RunSettings
+from utils.settings.train import TrainConfig
 
 _ORPHANS_EXIT_WITHIN = 20.0  # seconds: ranks whose launcher was killed finish their update and save
 
@@ -72,7 +73,7 @@ class CheckpointManager:
     folder of a new run.
     """
 
-    def __init__(self, config: TrainConfig, ranks: Ranks):
+    def __init__(self, config: RunSettings, ranks: Ranks):
         self.config = config
         self.ranks = ranks
         self.folder: Path | None = None  # of the run
@@ -103,7 +104,7 @@ class CheckpointManager:
 
     def restore(
         self,
-        config: TrainConfig,
+        config: RunSettings,
         saved: Checkpoint | None,
         accelerator: Accelerator,
         model: nn.Module,
@@ -300,7 +301,7 @@ def _check_own(folder: Path, locked: TextIO) -> None:
             raise OSError(f"{folder} was deleted and now belongs to another run")
 
 
-def check_run_folder(config: TrainConfig, connected: bool = False) -> None:
+def check_run_folder(config: RunSettings, connected: bool = False) -> None:
     """Raise ValueError or OSError if the run folder is taken or cannot be created, or the
     checkpoint does not exist.
 
@@ -322,12 +323,12 @@ def check_run_folder(config: TrainConfig, connected: bool = False) -> None:
     check_output_folder("--output_dir", expand(config.output_dir))
 
 
-def _named_folder(config: TrainConfig) -> Path:
+def _named_folder(config: RunSettings) -> Path:
     """The folder of --run_name; without a name, the folder of all runs."""
     return expand(config.output_dir) / (config.run_name or "")
 
 
-def _create_folder(config: TrainConfig) -> Path:
+def _create_folder(config: RunSettings) -> Path:
     """Create a new folder for the run and return its path."""
     about = re.sub(r"[^\w.]+", "-", f"{Path(config.data).name}-{config.model}").lstrip(".-")
     while True:

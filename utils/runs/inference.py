@@ -11,8 +11,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from utils.config import require
-from utils.config.scripts import EvalConfig, PredictConfig
-from utils.config.settings import OF_ONE_START, LaunchConfig, TrainConfig
 from utils.data import InputSpec, SampleList, sides
 from utils.files import expand
 from utils.models import TestTimeAugmentation, build_model, read_weights, resize_input
@@ -20,6 +18,9 @@ from utils.ranks import Ranks, compile_model
 from utils.runs.loading import load_weights
 from utils.runs.manifest import AVERAGE, MODEL, files_of, find_checkpoint, verify
 from utils.runs.metadata import read_checkpoint
+from utils.settings.ranks import LaunchConfig
+from utils.settings.scripts import EvalConfig, PredictConfig
+from utils.settings.train import OF_ONE_START, TrainConfig
 from utils.tasks import Task
 
 

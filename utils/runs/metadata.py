@@ -14,15 +14,7 @@ import numpy as np
 import torch
 import torchvision
 
-from utils.config import PLUGIN, Bound, check_plugin, read_config, read_fields, require
-from utils.config.settings import (
-    FORMAT,
-    OF_ONE_START,
-    OF_THIS_MACHINE,
-    OTHER_FORMAT,
-    TrainConfig,
-    to_yaml,
-)
+from utils.config import OTHER_FORMAT, PLUGIN, Bound, check_plugin, read_fields, require
 from utils.data import DECODERS, FILE, Data, InputSpec, Plan, SampleList, read_samples
 from utils.errors import UserError
 from utils.files import read_json
@@ -30,6 +22,14 @@ from utils.launch import compiler
 from utils.ranks import Ranks
 from utils.runs.manifest import MODEL, checkpoint_of, checkpoints_of, damage_of
 from utils.runs.state import TrainState
+from utils.settings.train import (
+    FORMAT,
+    OF_ONE_START,
+    OF_THIS_MACHINE,
+    TrainConfig,
+    read_config,
+    to_yaml,
+)
 from utils.version import VERSION, code_commit
 
 _OTHER = "use another checkpoint"

@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 
 from utils.config import require
-from utils.config.settings import CHOSEN, FIXED, OF_THIS_MACHINE, TrainConfig
 from utils.data import DECODERS, Data, Plan
 from utils.errors import UserError, shorten
 from utils.launch import compiler, elastic_nodes, local_rank_and_size, precision_is_chosen
 from utils.runs.batch_sizes import resolve_batch
 from utils.runs.metadata import Checkpoint
 from utils.runs.state import TrainState
+from utils.settings.train import CHOSEN, FIXED, OF_THIS_MACHINE, TrainConfig
 
 _VARIABLES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_WORKER_IDENTICAL=1"
 

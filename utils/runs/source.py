@@ -13,8 +13,6 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from utils.config import require
-from utils.config.scripts import EvalConfig
-from utils.config.settings import TrainConfig
 from utils.console import join_names, say
 from utils.errors import UserError, one_line
 from utils.files import expand, read_json
@@ -33,6 +31,8 @@ from utils.ranks import Ranks
 from utils.runs.inference import Inference, find_saved, given_settings
 from utils.runs.manifest import MANIFEST, MODEL, is_checkpoint_name
 from utils.runs.metadata import Checkpoint
+from utils.settings.scripts import EvalConfig
+from utils.settings.train import TrainConfig
 
 _HUB = "hf://"
 _OF_MODEL = ("model", "model_args", "stem")

@@ -17,10 +17,10 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, WandBTracker, get_available_trackers
 
 from utils.config import Table, require, suggestion
-from utils.config.settings import OF_ONE_START, TrainConfig
 from utils.console import say
 from utils.errors import UserError, one_line
 from utils.runs.log import read_log
+from utils.settings.train import OF_ONE_START, TrainConfig
 
 # Folders and addresses of this machine are private, and of no use elsewhere.
 _NOT_SENT = {*OF_ONE_START, "output_dir", "data_dir", "cache_dir", "report_to"}

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from utils.config import Table
-from utils.config.settings import TrainConfig
+from utils.settings.tasks import TaskSettings
 from utils.tasks.task import Task
 
 
@@ -99,7 +99,7 @@ class Classification(Task):
     shown = {"accuracy": "accuracy", "top5": "top-5", "loss": "loss"}  # noqa: RUF012
 
     def __init__(
-        self, config: TrainConfig, class_names: list[str], labels: np.ndarray | None = None
+        self, config: TaskSettings, class_names: list[str], labels: np.ndarray | None = None
     ):
         self.class_names, self.outputs = class_names, len(class_names)
         self.losses = partial(LOSSES.call, config)

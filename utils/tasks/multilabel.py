@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from utils.config import Table, require
-from utils.config.settings import TrainConfig
 from utils.console import join_names, printable
+from utils.settings.tasks import TaskSettings
 from utils.tasks.classification import check_gamma
 from utils.tasks.task import Task, sigmoid
 
@@ -79,7 +79,7 @@ class MultiLabel(Task):
     shown = {"mAP": "mAP", "micro_f1": "micro-F1", "loss": "loss"}  # noqa: RUF012
 
     def __init__(
-        self, config: TrainConfig, class_names: list[str], labels: np.ndarray | None = None
+        self, config: TaskSettings, class_names: list[str], labels: np.ndarray | None = None
     ):
         self.class_names = class_names
         self.outputs = self._rows(torch.zeros(0, len(class_names))).shape[1]

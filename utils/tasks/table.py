@@ -1,11 +1,9 @@
 """Tasks by name. To add one, write a subclass of Task (task.py) and add it to `TASKS`."""
 
-from dataclasses import replace
-
 import numpy as np
 
 from utils.config import Table, require
-from utils.config.settings import TrainConfig
+from utils.settings.tasks import TaskSettings
 from utils.tasks.classification import Classification
 from utils.tasks.task import Task
 
@@ -26,12 +24,15 @@ TASKS = Table(
 
 
 def make_task(
-    config: TrainConfig, class_names: list[str], labels: np.ndarray | None
-) -> tuple[TrainConfig, Task]:
-    """The settings with the names of the task and of its best metric, and the task.
+    config: TaskSettings,
+    class_names: list[str],
+    labels: np.ndarray | None = None,
+    balanced: bool = False,
+) -> Task:
+    """The task of --task, whose `metric` is that of --best_metric.
 
-    `labels` are those of the training split, as in Split; None in eval.py. With --sampler
-    balanced, the task gets each label once, so that balanced weights are 1.
+    `labels` are those of the training split, as in Split; None in eval.py. If the classes are drawn
+    `balanced`, the task gets each label once, so that balanced weights are 1.
     """
     name = config.task
     if name == "auto":
@@ -40,12 +41,13 @@ def make_task(
     require(weighs, "--class_weights works only with --task classification", "leave it out")
     problem = f"--task binary: --data {config.data} has {len(class_names)} classes, not two"
     require(name != "binary" or len(class_names) == 2, problem, "use --task classification")
-    if labels is not None and config.sampler == "balanced":
+    if labels is not None and balanced:
         labels = np.unique(labels)
     task = TASKS.choose(name)(config, class_names, labels)
+    task.name = name
     task.metric = config.best_metric or task.metric
     found = [*task.summary(dict.fromkeys(task.evaluation, 1.0), 1.0), *task.gathered]
     known = [each for each in found if each in (*task.highest_is_best, *task.lowest_is_best)]
     fix = f"use one of {', '.join(known)}, or add it to lowest_is_best of {type(task).__name__}"
     require(task.metric in known, f"--best_metric {task.metric}: no such metric", fix)
-    return replace(config, task=name, best_metric=task.metric), task
+    return task

@@ -12,8 +12,6 @@ from accelerate import Accelerator
 from torch import nn
 
 from utils.config import require
-from utils.config.recipe import BACKBONE
-from utils.config.settings import OF_INPUT, TrainConfig
 from utils.console import progress
 from utils.data import (
     AUTO_AUGMENTS,
@@ -59,6 +57,8 @@ from utils.runs import (
     restore_state,
     resume_lines,
 )
+from utils.settings.shared import BACKBONE
+from utils.settings.train import OF_INPUT, TrainConfig
 from utils.tasks import LOSSES, TASKS, Task, make_task
 from utils.training.defaults import choose_images, choose_sizes
 from utils.training.optim import OPTIMIZERS
@@ -75,7 +75,7 @@ SAME_START = "use the same kind of processor, the same versions and the same fil
 def check_settings(config: TrainConfig, ranks: Ranks) -> None:
     """Raise ValueError or OSError for settings that do not work on this machine; not collective."""
     check_precision(config, ranks)
-    check_sharding(config, ranks)
+    check_sharding(config, ranks, config.optimizer, config.microbatches is not None)
     check_run_folder(config)
     check_elastic(config)
     if config.resume is None:  # otherwise later: the checkpoint may need a plug-in
@@ -170,9 +170,12 @@ def resolve(
     state = restore_state(saved, folder, config, plan, data)
     config, images, spec = resolve_input(config, saved, train)
     with accelerator.device:  # the weights of classes are there
-        config, task = make_task(config, data.class_names, train.labels)
+        balanced = config.sampler == "balanced"
+        task = make_task(config, data.class_names, train.labels, balanced)
     final = replace(
         config,
+        task=task.name,
+        best_metric=task.metric,
         global_batch_size=batch,
         batch_size=None,
         grad_accum=grad_accum if saved and not config.microbatches else config.grad_accum,

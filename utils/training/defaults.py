@@ -1,11 +1,12 @@
 """Settings that follow from the data, and hints about settings that do not suit the data."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from utils.config.defaults import RATES
-from utils.config.recipe import BACKBONE
-from utils.config.settings import CHOSEN, TrainConfig
 from utils.runs import LARGEST_BATCH, resolve_batch
+from utils.settings.shared import BACKBONE
+from utils.settings.train import CHOSEN, GROUPS, TrainConfig
+from utils.settings.training import TrainingSettings
 
 _SMALLEST_BATCH = 8  # smaller ones give poor batch statistics
 _UPDATES_PER_EPOCH = 8
@@ -50,7 +51,7 @@ def choose_sizes(
     return replace(config, **chosen, **intervals, **rates), texts
 
 
-def _choose_intervals(config: TrainConfig, per_epoch: int) -> tuple[dict, list[str]]:
+def _choose_intervals(config: TrainingSettings, per_epoch: int) -> tuple[dict, list[str]]:
     """The intervals of logs, evaluations and saves that are not given, and lines about them."""
     chosen: dict = {}
     lines = []
@@ -184,18 +185,17 @@ def hint_for_few(config: TrainConfig, images: int) -> list[str]:
     return [f"{few} for a new model; --pretrained is usually far more accurate"]
 
 
-def hint_for_waits(config: TrainConfig, device: str) -> list[str]:
+def hint_for_waits(config: TrainingSettings, device: str) -> list[str]:
     """A line about an optimizer that is slow on a GPU."""
     if config.optimizer != "adafactor" or device != "cuda":
         return []
     return ["--optimizer adafactor waits for the GPU twice for each parameter; adamw does not"]
 
 
-def list_changes(config: TrainConfig, group: type) -> list[str]:
-    """The names and values of those settings of a group that do not have their defaults, for the
+def list_changes(config: TrainConfig, group: str) -> list[str]:
+    """The names and values of those settings of a group of --help that do not have their defaults, for the
     start table.
     """
-    names = [setting.name for setting in fields(group)]
     now = vars(config)
     usual = vars(TrainConfig())
-    return [f"{n} {now[n]}" for n in names if n not in CHOSEN and now[n] != usual[n]]
+    return [f"{n} {now[n]}" for n in GROUPS[group] if n not in CHOSEN and now[n] != usual[n]]

@@ -18,13 +18,13 @@ from torch.backends import cudnn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from utils.config.settings import TrainConfig
 from utils.console import progress
 from utils.data import AnyDataset, DeviceLoader, InputSpec, evaluation_blocks, make_loaders
 from utils.errors import UserError
 from utils.launch import fix_for_memory
 from utils.models import forget_whole_weights, is_sharded
 from utils.ranks import Ranks, Stopping
+from utils.settings.train import TrainConfig
 from utils.tasks import Predictions, Task
 from utils.training.meter import SyncInterval, rounded
 

@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,7 +14,6 @@ from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 
 from utils.config import PLUGIN, require
-from utils.config.recipe import AugmentationSettings
 from utils.data import (
     Features,
     ImageDataset,
@@ -33,6 +32,7 @@ from utils.launch import local_rank_and_size
 from utils.memory import bytes_text, free_memory
 from utils.models import hash_tensors
 from utils.models.features import FrozenPart
+from utils.settings.train import GROUPS
 from utils.training.building import Setup
 from utils.training.evaluation import Evaluator, make_eval_loader
 
@@ -56,7 +56,7 @@ def features_of(
     cache = FeatureCache(setup, FrozenPart(model.to(setup.accelerator.device), last_part))
     augmented: list = []  # what random views depend on
     if config.feature_views:
-        names = [field.name for field in fields(AugmentationSettings)]
+        names = GROUPS["augmentation of training images"]
         augmented = [config.seed, *(vars(config)[name] for name in names)]
     else:
         train_set = copy(train_set)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.backends import cudnn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.config.settings import TrainConfig
 from utils.data import Batch, DeviceLoader, Plan, fold_in
 from utils.models import is_sharded, restored_buffers, sum_words
+from utils.settings.training import TrainingSettings
 from utils.training.building import Setup
 from utils.training.tree_sum import TreeSum, joined, set_parts
 
@@ -191,7 +191,7 @@ def _add_change(before: Tensor, mean: Tensor) -> Tensor:
 
 
 def clip_gradients(
-    accelerator: Accelerator, model: nn.Module, config: TrainConfig
+    accelerator: Accelerator, model: nn.Module, config: TrainingSettings
 ) -> Tensor | None:
     """Apply --clip_value, then --clip_norm, to the summed gradients of an update; all ranks have
     the same ones. Returns their norm before --clip_norm, if that is set.

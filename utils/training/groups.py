@@ -5,8 +5,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from utils.config.settings import TrainConfig
 from utils.models import find_blocks, head_prefixes
+from utils.settings.training import TrainingSettings
 
 Groups = list[dict]
 
@@ -16,7 +16,7 @@ _UNDECAYED = {"class_token", "cls_token", "pos_embed", "pos_embedding", "layer_s
 _UNDECAYED |= {"relative_position_bias_table"}
 
 
-def parameter_groups(config: TrainConfig, model: nn.Module) -> Groups:
+def parameter_groups(config: TrainingSettings, model: nn.Module) -> Groups:
     """The trainable parameters with their names; groups with weight decay come first.
 
     A group has its `weight_decay`, and `lr_scale`, the factor of its learning rate. With muon,

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from utils.config.settings import TrainConfig
 from utils.errors import UserError
+from utils.settings.training import TrainingSettings
 from utils.training.groups import Groups
 
 
 def muon(
     groups: Groups,
-    config: TrainConfig,
+    config: TrainingSettings,
     adamw_lr: float = 1.0,
     betas: Sequence[float] = (0.9, 0.999),
     adjust_lr_fn: str = "match_rms_adamw",

@@ -16,7 +16,7 @@ from torch import nn, optim
 from torch.optim import Optimizer
 
 from utils.config import Table
-from utils.config.settings import TrainConfig
+from utils.settings.training import TrainingSettings
 from utils.training.groups import Groups, parameter_groups
 
 # The others of torch.optim need several gradients in an update, all samples, or sparse gradients.
@@ -27,7 +27,7 @@ _NOT_ARGUMENTS = {"params", "lr", "momentum", "weight_decay"}
 _NOT_ARGUMENTS |= {"maximize", "foreach", "capturable", "differentiable", "fused"}
 
 
-def sgd(groups: Groups, config: TrainConfig, nesterov: bool = True) -> Optimizer:
+def sgd(groups: Groups, config: TrainingSettings, nesterov: bool = True) -> Optimizer:
     """SGD with Nesterov momentum, see --momentum."""
     momentum = config.momentum
     nesterov = nesterov and config.momentum > 0
@@ -41,7 +41,7 @@ def of_torch(kind: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
     parameters = inspect.signature(kind).parameters
     fused = {"fused": True} if kind in (optim.Adam, optim.AdamW) else {}
 
-    def build(groups: Groups, config: TrainConfig, **arguments) -> Optimizer:
+    def build(groups: Groups, config: TrainingSettings, **arguments) -> Optimizer:
         for name, value in arguments.items():  # torch ignores surplus values
             default = parameters[name].default
             if isinstance(default, tuple) and len(value) != len(default):
@@ -64,7 +64,7 @@ OPTIMIZERS = Table(
 )
 
 
-def build_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
+def build_optimizer(config: TrainingSettings, model: nn.Module) -> Optimizer:
     """The optimizer that --optimizer names.
 
     Raises ValueError if it does not accept --optimizer_args.
@@ -72,7 +72,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
     return OPTIMIZERS.call(config, parameter_groups(config, model), config)
 
 
-def _try_arguments(config: TrainConfig) -> None:
+def _try_arguments(config: TrainingSettings) -> None:
     """Take a step on a small model, which fails if the optimizer does not accept
     --optimizer_args.
     """

@@ -12,8 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from utils.config.recipe import AugmentationSettings, LossSettings, OptimizerSettings
-from utils.config.settings import TrainConfig
 from utils.console import printable, say, table
 from utils.data import DeviceLoader, Features, describe_place, has_columns, suggest_shrink
 from utils.files import size_of, write_file
@@ -29,6 +27,7 @@ from utils.memory import bytes_text
 from utils.models import OWN_MODELS, WeightAverage
 from utils.ranks import EXIT_RESUME, Stopping, search_pays
 from utils.runs import CheckpointManager, RunLog, RunTrackers, config_to_save, versions
+from utils.settings.train import TrainConfig
 from utils.training.building import Setup
 from utils.training.defaults import advice, hint_for_few, hint_for_waits, list_changes
 from utils.training.evaluation import Evaluator
@@ -186,9 +185,13 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
     # only torchvision's models have the first of these, and models whose head was kept the second
     model += [getattr(run.module, name, "") for name in ("stem_change", "head_change")]
     optimizer = [config.optimizer, f"lr {config.lr:.4g}", f"weight decay {config.weight_decay:g}"]
-    optimizer += [config.lr_schedule, *list_changes(config, OptimizerSettings)]
+    optimizer += [
+        config.lr_schedule,
+        *list_changes(config, "optimizer, schedule and regularisation"),
+    ]
     search = "cuDNN searches for the fastest" if run.gradients.searches else "cuDNN does not search"
-    recipe = list_changes(config, AugmentationSettings) + list_changes(config, LossSettings)
+    recipe = list_changes(config, "augmentation of training images")
+    recipe += list_changes(config, "samples, targets and loss")
     batch = "{batch_size} x {processes} processes x {grad_accum} accumulation = {global_batch_size}"
     if config.microbatches:
         batch = (

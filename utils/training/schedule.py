@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from utils.config import Table, require
-from utils.config.settings import TrainConfig
 from utils.data import Plan
 from utils.runs import TrainState
+from utils.settings.training import TrainingSettings
 
 
 class Due(NamedTuple):
@@ -26,7 +26,7 @@ class Due(NamedTuple):
     save: bool
 
 
-def due_after(config: TrainConfig, state: TrainState, updates: int) -> Due:
+def due_after(config: TrainingSettings, state: TrainState, updates: int) -> Due:
     """What is due after update `state.step` of `updates`; --save_seconds is checked in train.py."""
 
     def due(every: int | None, otherwise: bool) -> bool:
@@ -40,7 +40,7 @@ def due_after(config: TrainConfig, state: TrainState, updates: int) -> Due:
     )
 
 
-def total_updates(config: TrainConfig, plan: Plan) -> int:
+def total_updates(config: TrainingSettings, plan: Plan) -> int:
     """The number of updates of the whole run. Raises ValueError if --drop_last leaves none."""
     batch = f"{plan.samples} samples do not fill a global batch of {plan.global_batch_size}"
     problem = f"--drop_last leaves no update: {batch}"
@@ -59,7 +59,7 @@ def total_updates(config: TrainConfig, plan: Plan) -> int:
     return updates
 
 
-def not_reached(config: TrainConfig, updates: int) -> list[str]:
+def not_reached(config: TrainingSettings, updates: int) -> list[str]:
     """A line for each setting whose number of updates is too large for the run. A fraction never is."""
     end = updates + 1 - max(1, count_updates(config.cooldown_steps, updates))
     given = {"warmup_steps": config.warmup_steps, **config.lr_schedule_args}
@@ -83,7 +83,7 @@ def after_warmup(decay: Callable[..., float]) -> Callable[..., float]:
     """
 
     @wraps(decay)  # keeps the parameters that --lr_schedule_args may set
-    def schedule(config: TrainConfig, update: int, updates: int, **arguments) -> float:
+    def schedule(config: TrainingSettings, update: int, updates: int, **arguments) -> float:
         warmup = count_updates(config.warmup_steps or 0, updates)
         if update < warmup:
             return config.lr * (update + 1) / warmup
@@ -111,7 +111,7 @@ def cosine(done: float, end: float = 0.0) -> float:
 
 
 def step(
-    config: TrainConfig, update: int, updates: int, step_size: float = 0.3, gamma: float = 0.1
+    config: TrainingSettings, update: int, updates: int, step_size: float = 0.3, gamma: float = 0.1
 ) -> float:
     """Multiplied by `gamma` every `step_size` updates.
 
@@ -122,7 +122,7 @@ def step(
 
 
 def multistep(
-    config: TrainConfig,
+    config: TrainingSettings,
     update: int,
     updates: int,
     milestones: Sequence[float] = (0.5, 0.75),
@@ -136,7 +136,7 @@ def multistep(
     return _warm_up(config, update, updates) * gamma**drops
 
 
-def _warm_up(config: TrainConfig, update: int, updates: int) -> float:
+def _warm_up(config: TrainingSettings, update: int, updates: int) -> float:
     """The learning rate of a constant schedule.
 
     Steps are counted from the start of the run, warm-up included.
@@ -146,7 +146,7 @@ def _warm_up(config: TrainConfig, update: int, updates: int) -> float:
 
 
 def onecycle(
-    config: TrainConfig,
+    config: TrainingSettings,
     update: int,
     updates: int,
     div_factor: float = 25.0,
@@ -173,7 +173,7 @@ def _half_cosine(start: float, end: float, done: float) -> float:
     return end + (start - end) * (1 + math.cos(math.pi * min(1.0, done))) / 2
 
 
-def learning_rate(config: TrainConfig, update: int, updates: int) -> float:
+def learning_rate(config: TrainingSettings, update: int, updates: int) -> float:
     """The learning rate of update `update`, counted from 0, of `updates`; the same on any number of
     processes.
 
@@ -187,7 +187,7 @@ def learning_rate(config: TrainConfig, update: int, updates: int) -> float:
     return lr * left / cooldown if left < cooldown else lr
 
 
-def _check_arguments(config: TrainConfig) -> None:
+def _check_arguments(config: TrainingSettings) -> None:
     """Raise ValueError if the arguments give a learning rate that is negative, NaN or infinite."""
     config, last = replace(config, lr=1.0, cooldown_steps=0), 2**32  # beyond any warm-up
     for update in range(last, -1, -last // 16):

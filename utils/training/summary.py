@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import numpy as np
 from torch import nn
 
-from utils.config.settings import TrainConfig
 from utils.console import join_names, printable
 from utils.data import Data, Split
 from utils.models import has_batch_norm
+from utils.settings.train import TrainConfig
 
 
 def describe_parameters(module: nn.Module) -> str:

@@ -3,24 +3,30 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from utils.config.bounds import (
+from utils.config import (
     Fraction,
     FractionBelow1,
     NonNegativeFloat,
     NonNegativeInt,
-    Number,
-    PositiveFloat,
     PositiveInt,
     exclude,
     require,
 )
-from utils.config.recipe import Size
-from utils.config.settings import LaunchConfig, Seconds
+from utils.settings.data import BadImages, CheckImages
+from utils.settings.models import InitMatch, Interpolation, Mean, Std
+from utils.settings.ranks import LAUNCH_GROUP, LaunchConfig, Precision, Seconds
+from utils.settings.shared import Size
+
+LOADING_GROUP = {"loading": ["num_workers", "data_dir", "cache_dir"]}
+CHECKPOINT_GROUP = {"checkpoint": ["ckpt", "weights"]}
+INFERENCE_GROUP = {
+    "inference": ["tta", "eval_batch_size", "mixed_precision", "threshold", "overwrite"]
+}
 
 
 @dataclass(kw_only=True)
 class LoadingConfig(LaunchConfig):
-    """Loading."""
+    """What scripts that load data have in common."""
 
     num_workers: NonNegativeInt | None = None
     """Loader processes per rank that decode photographs (default: as in train.py)."""
@@ -33,7 +39,9 @@ class LoadingConfig(LaunchConfig):
 
 @dataclass(kw_only=True)
 class CheckpointConfig(LaunchConfig):
-    """Checkpoint."""
+    """What scripts that load a checkpoint have in common."""
+
+    groups = LAUNCH_GROUP | CHECKPOINT_GROUP
 
     ckpt: str
     """Run folder (its best checkpoint, else its latest) or checkpoint folder."""
@@ -43,7 +51,9 @@ class CheckpointConfig(LaunchConfig):
 
 @dataclass(kw_only=True)
 class InferenceConfig(CheckpointConfig):
-    """Inference."""
+    """What eval.py and predict.py have in common."""
+
+    groups = LAUNCH_GROUP | CHECKPOINT_GROUP | INFERENCE_GROUP
 
     tta: Literal["flip", "shift", "flip,shift"] | None = None
     """Average the logits of several views of each image (test-time augmentation). The views of flip
@@ -51,7 +61,7 @@ class InferenceConfig(CheckpointConfig):
     pixel, and flip,shift has the views of shift and their mirror images."""
     eval_batch_size: PositiveInt | None = None
     """Samples per process and batch (default: as in the run)."""
-    mixed_precision: Literal["no", "bf16", "fp16", "auto"] | None = None
+    mixed_precision: Precision | None = None
     """Precision of the model; auto is bf16 if all devices support it natively (default: as in the
     run)."""
     threshold: FractionBelow1 | None = None
@@ -66,6 +76,8 @@ class EvalConfig(LoadingConfig, InferenceConfig):
     processes.
     """
 
+    groups = LAUNCH_GROUP | CHECKPOINT_GROUP | INFERENCE_GROUP | LOADING_GROUP
+
     ckpt: str = ""
     """Run folder (its best checkpoint, else its latest) or checkpoint folder to evaluate."""
     weights: str | None = None  # type: ignore[assignment]  # of a checkpoint or a file
@@ -78,15 +90,15 @@ class EvalConfig(LoadingConfig, InferenceConfig):
     as the file has outputs."""
     pretrained: bool = False
     """Evaluate the published weights of --model."""
-    init_match: Literal["name", "order"] = "name"
+    init_match: InitMatch = "name"
     """How the tensors in the file of --weights are assigned to those of the model. order is for a
     file with other names but the same shapes in the same order."""
-    mean: list[Number] | None = None
+    mean: Mean | None = None
     """Mean per channel of the input of --model (default: that of its published weights, else
     0.5)."""
-    std: list[PositiveFloat] | None = None
+    std: Std | None = None
     """Standard deviation per channel of the input of --model (default: as for --mean)."""
-    interpolation: Literal["bilinear", "bicubic"] | None = None
+    interpolation: Interpolation | None = None
     """Interpolation of photographs for --model (default: as for its published weights, else
     bilinear)."""
     split: str | None = None
@@ -102,10 +114,10 @@ class EvalConfig(LoadingConfig, InferenceConfig):
     """Column with the labels (default: as in the run)."""
     max_eval_samples: PositiveInt | None = None
     """Evaluate on a random subset of this many samples."""
-    bad_images: Literal["error", "skip"] | None = None
+    bad_images: BadImages | None = None
     """What to do about unreadable images: error lists them and exits, skip evaluates the others
     (default: as in the run)."""
-    check_images: Literal["quick", "full"] | None = None
+    check_images: CheckImages | None = None
     """How to check images: quick reads both ends of each image, full decodes it (default: as in the
     run)."""
     eval_size: Size = None
@@ -182,6 +194,8 @@ class ReplayConfig(LoadingConfig):
     microbatches; or verify updates, or compare two runs, on any number of processes.
     """
 
+    groups = LAUNCH_GROUP | LOADING_GROUP
+
     run: str
     """Run folder."""
     update: PositiveInt | None = None
@@ -208,6 +222,11 @@ class DoctorConfig(LaunchConfig):
     """Check whether this machine, and the processes launched on it and on other machines, are ready
     to train.
     """
+
+    groups = {  # noqa: RUF012  its own --timeout is the script's
+        title: [name for name in names if name != "timeout"]
+        for title, names in LAUNCH_GROUP.items()
+    }
 
     output_dir: str = "runs"
     """Folder that contains the run folders; it must be writable, and the same on all machines."""

@@ -1,0 +1,263 @@
+"""The settings of train.py.
+
+A setting is one field with its help text below it, in the file of the package that reads it. Its
+type says what values it takes and, if it is special, how it is saved and resumed
+(`config/bounds.py`).
+"""
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from utils.config import (
+    Bound,
+    Chosen,
+    Fixed,
+    Machine,
+    NonNegativeInt,
+    OneStart,
+    at_least,
+    at_most,
+    dump_yaml,
+    exclude,
+    find_marked,
+    read_file,
+    require,
+)
+from utils.errors import UserError
+from utils.settings.data import DataSettings
+from utils.settings.models import ModelSettings
+from utils.settings.ranks import LAUNCH_GROUP, RankSettings
+from utils.settings.runs import RunSettings
+from utils.settings.shared import BACKBONE
+from utils.settings.tasks import TaskSettings
+from utils.settings.training import TrainingSettings
+
+GROUPS = {
+    **LAUNCH_GROUP,
+    "most used": [
+        "data",
+        "model",
+        "pretrained",
+        "image_size",
+        "epochs",
+        "global_batch_size",
+        "lr",
+        "run_name",
+        "resume",
+        "seed",
+    ],
+    "data": [
+        "data_subset",
+        "train_split",
+        "eval_split",
+        "eval_fraction",
+        "fold",
+        "group_by",
+        "image_column",
+        "label_column",
+        "image_bits",
+        "max_train_samples",
+        "max_eval_samples",
+        "bad_images",
+        "check_images",
+        "shrink",
+        "data_dir",
+        "cache_dir",
+        "num_workers",
+        "data_on_device",
+    ],
+    "model input": ["eval_size", "eval_crop", "interpolation", "squash", "channels", "mean", "std"],
+    "augmentation of training images": [
+        "crop_padding",
+        "flip",
+        "min_scale",
+        "auto_augment",
+        "auto_augment_args",
+        "color_jitter",
+        "random_erasing",
+        "cutout",
+        "mixup",
+        "cutmix",
+        "mix_prob",
+        "mix_off_epoch",
+    ],
+    "model": ["model_args", "init_from", "init_match", "grad_checkpointing", "stem"],
+    "length and batch size": [
+        "max_steps",
+        "max_seconds",
+        "early_stopping",
+        "batch_size",
+        "grad_accum",
+        "microbatches",
+        "shares",
+        "drop_last",
+    ],
+    "optimizer, schedule and regularisation": [
+        "optimizer",
+        "weight_decay",
+        "lr_schedule",
+        "optimizer_args",
+        "momentum",
+        "layer_decay",
+        "head_scale",
+        "keep_batch_stats",
+        "freeze",
+        "feature_views",
+        "drop_path",
+        "lr_schedule_args",
+        "warmup_steps",
+        "cooldown_steps",
+        "clip_norm",
+        "clip_value",
+        "ema_decay",
+    ],
+    "samples, targets and loss": [
+        "sampler",
+        "repeats",
+        "class_weights",
+        "task",
+        "loss",
+        "loss_args",
+        "label_smoothing",
+        "pos_weight",
+        "threshold",
+    ],
+    "precision, speed and randomness": [
+        "mixed_precision",
+        "tf32",
+        "channels_last",
+        "comm_hook",
+        "sync_batchnorm",
+        "find_unused_parameters",
+        "deterministic",
+    ],
+    "runs and checkpoints": ["output_dir", "seeds", "save_every", "save_seconds", "keep"],
+    "evaluation and log": [
+        "eval_every",
+        "log_every",
+        "report_to",
+        "eval_batch_size",
+        "metrics",
+        "best_metric",
+        "report",
+        "dry_run",
+        "profile",
+    ],
+}
+"""The groups of --help, and the order of config.yaml."""
+
+FORMAT = 5
+"""The format of config.yaml and state.json. A new field that files may lack does not change it."""
+
+_SEVERAL = Bound("several seeds, each once", lambda seeds: 1 < len(seeds) == len(set(seeds)))
+# more were probably meant for --seed
+Seeds = Annotated[int, at_least(2), at_most(1000)] | Annotated[list[NonNegativeInt], _SEVERAL]
+
+
+@dataclass(kw_only=True)
+class ExtraSettings:
+    """What train.py asks of extras/."""
+
+    seeds: OneStart[Seeds | None] = None
+    """Train one run for each seed, in turn: 5 for 0 to 4, or a list such as 3,7,11. The run folders
+    are RUN_NAME-seed3 and so on."""
+    report: bool = True
+    """Write report.html to the run folder at the end: a page of curves, metrics, confusions,
+    calibration and errors, with images of the data."""
+    dry_run: OneStart[bool] = False
+    """Compute one update and one evaluation batch, print their time and memory, and save
+    nothing."""
+
+
+@dataclass(kw_only=True)
+class TrainConfig(
+    ExtraSettings,
+    TrainingSettings,
+    RunSettings,
+    TaskSettings,
+    ModelSettings,
+    DataSettings,
+    RankSettings,
+):
+    """Train an image classifier; the same run on one process or on many. Example: train.py --data
+    photos --model resnet50 --pretrained --epochs 10 --run_name first"""
+
+    groups = GROUPS
+    file_format = FORMAT
+    first_word = "data"
+
+    def __post_init__(self):
+        super().__post_init__()
+        exclude(self, "eval_split", "eval_fraction", "fold", "group_by")
+        exclude(self, "fold", "eval_fraction")
+        exclude(self, "pretrained", "init_from")
+        exclude(self, "seeds", "seed")
+        exclude(self, "sync_batchnorm", "grad_checkpointing")
+        # These change the bits of the microbatches.
+        exclude(self, "microbatches", "batch_size", "grad_accum", "sync_batchnorm", "comm_hook")
+        self.epochs = self.epochs or (40 if BACKBONE in self.freeze else 20)
+        default = "adamw" if self.fine_tunes else "sgd"
+        self.optimizer = (self.optimizer or default).lower()  # upper and lower case are the same
+        named = self.resume != "auto" or self.run_name is not None
+        require(named, "--resume auto needs --run_name", "give the name of the run to resume")
+        if self.seeds:
+            require(self.run_name, "--seeds needs --run_name", "give a name for all runs")
+            problem = f"--seeds and --resume {self.resume} cannot be used together"
+            require(self.resume in (None, "auto"), problem, "use --resume auto, or --seed")
+
+    @property
+    def runs(self) -> list["TrainConfig"]:
+        """The settings of each run of this launch."""
+        if self.seeds is None:
+            return [self]
+        seeds = range(self.seeds) if isinstance(self.seeds, int) else self.seeds
+        return [
+            replace(self, seeds=None, seed=seed, run_name=f"{self.run_name}-seed{seed}")
+            for seed in seeds
+        ]
+
+    @classmethod
+    def merge(cls, file: dict, flags: dict) -> dict:
+        """--init_from also replaces the published weights that a recipe asks for."""
+        replaces = bool(flags.get("init_from"))
+        return {n: value for n, value in file.items() if n != "pretrained" or not replaces} | flags
+
+    @property
+    def fine_tunes(self) -> bool:
+        """Whether more than the head of a model with given weights is trained."""
+        return bool(self.pretrained or self.init_from) and BACKBONE not in self.freeze
+
+
+FIXED = find_marked(TrainConfig, Fixed)
+"""Settings of a resumed run that must equal those of its checkpoint."""
+
+CHOSEN = find_marked(TrainConfig, Chosen)
+"""Settings that follow from the data if they have their defaults. In a resumed run, they then have
+the values of the checkpoint."""
+
+OF_INPUT = "model", "pretrained", "image_size", *GROUPS["model input"]
+"""Settings that the model's input depends on."""
+
+OF_ONE_START = *GROUPS["processes and devices"], *find_marked(TrainConfig, OneStart)
+"""Settings that belong to one start and are not saved with the run."""
+
+OF_THIS_MACHINE = OF_ONE_START + find_marked(TrainConfig, Machine)
+"""Settings that affect this machine: they come from flags and defaults only, because a checkpoint
+may come from someone else."""
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The settings as a YAML file that --config reads."""
+    values = asdict(config)
+    ordered = {name: values[name] for names in GROUPS.values() for name in names}
+    return dump_yaml({"format": FORMAT} | ordered)
+
+
+def read_config(path: Path) -> TrainConfig:
+    """The settings in a --config file. Raises UserError if it is not valid."""
+    values = read_file(path, TrainConfig)
+    try:
+        return TrainConfig(**values)
+    except UserError as error:
+        raise UserError(f"{path}: {error.problem}", error.fix) from None
