@@ -35,12 +35,12 @@ from utils.runs.manifest import OPTIMIZER
 from utils.settings.train import TrainConfig
 from utils.training.gradients import clip_gradients
 from utils.training.groups import (
-    hidden_matrices,
     layer_numbers,
     layer_scales,
     names_without_decay,
     parameter_groups,
 )
+from utils.training.muon import hidden_matrices
 from utils.training.optim import OPTIMIZERS, build_optimizer, init_optimizer, set_learning_rate
 from utils.training.schedule import learning_rate
 

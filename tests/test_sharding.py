@@ -253,7 +253,7 @@ def test_settings_that_do_not_work_are_refused(text, monkeypatch):
             monkeypatch.setenv(name, value)
     config = TrainConfig(**{name: value for name, value in given.items() if not name.isupper()})
     with pytest.raises(UserError, match=re.escape(text)):
-        check_sharding(config, ranks)
+        check_sharding(config, ranks, config.optimizer, config.microbatches is not None)
     ranks.topology = Topology()
     check_sharding(config, ranks)  # one process does not shard
 

@@ -10,7 +10,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from utils.config import require
+from utils.config import Settings, require
 from utils.data import InputSpec, SampleList, sides
 from utils.files import expand
 from utils.models import TestTimeAugmentation, build_model, read_weights, resize_input
@@ -18,7 +18,6 @@ from utils.ranks import Ranks, compile_model
 from utils.runs.loading import load_weights
 from utils.runs.manifest import AVERAGE, MODEL, files_of, find_checkpoint, verify
 from utils.runs.metadata import read_checkpoint
-from utils.settings.ranks import LaunchConfig
 from utils.settings.scripts import EvalConfig, PredictConfig
 from utils.settings.train import OF_ONE_START, TrainConfig
 from utils.tasks import Task
@@ -112,7 +111,7 @@ def place_model(model: nn.Module, tta: str | None, accelerator: Accelerator) -> 
     return (TestTimeAugmentation(model, tta) if tta else model).to(accelerator.device).eval()
 
 
-def given_settings(flags: LaunchConfig) -> dict:
+def given_settings(flags: Settings) -> dict:
     """The settings of a training run that these flags replace: those that both have, except where
     it is launched.
     """

@@ -36,6 +36,9 @@ from utils.training.meter import SyncInterval, rounded
 # optimizers by name
 from utils.training.optim import OPTIMIZERS, build_optimizer, init_optimizer, set_learning_rate
 
+# default learning rates and weight decays
+from utils.training.rates import RATES, Rates
+
 # all parts of a run; what is printed at its start and end
 from utils.training.run import Run, log_end, log_start
 

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from utils.config.defaults import RATES
 from utils.runs import LARGEST_BATCH, resolve_batch
 from utils.settings.shared import BACKBONE
 from utils.settings.train import CHOSEN, GROUPS, TrainConfig
 from utils.settings.training import TrainingSettings
+from utils.training.rates import RATES
 
 _SMALLEST_BATCH = 8  # smaller ones give poor batch statistics
 _UPDATES_PER_EPOCH = 8

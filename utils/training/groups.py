@@ -1,6 +1,6 @@
 """Parameter groups: which parameters have weight decay, and how fast each layer learns."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -16,25 +16,24 @@ _UNDECAYED = {"class_token", "cls_token", "pos_embed", "pos_embedding", "layer_s
 _UNDECAYED |= {"relative_position_bias_table"}
 
 
-def parameter_groups(config: TrainingSettings, model: nn.Module) -> Groups:
+def parameter_groups(
+    config: TrainingSettings, model: nn.Module, more: Mapping[str, dict] | None = None
+) -> Groups:
     """The trainable parameters with their names; groups with weight decay come first.
 
-    A group has its `weight_decay`, and `lr_scale`, the factor of its learning rate. With muon,
-    `hidden` is whether it has the matrices that Muon changes.
+    A group has its `weight_decay`, and `lr_scale`, the factor of its learning rate. `more` has what
+    the optimizer adds to the group of each parameter.
     """
     undecayed = names_without_decay(model)
     scales = layer_scales(model, config.layer_decay)
     of_head = head_prefixes(model)
-    hidden = hidden_matrices(model) - undecayed if config.optimizer == "muon" else set()
     groups: dict[tuple, dict] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         decay = 0.0 if name in undecayed else config.weight_decay
         scale = scales[name] * ((config.head_scale or 1.0) if name.startswith(of_head) else 1.0)
-        group = {"weight_decay": decay, "lr_scale": scale}
-        if config.optimizer == "muon":
-            group["hidden"] = name in hidden
+        group = {"weight_decay": decay, "lr_scale": scale} | (more or {}).get(name, {})
         key = (name in undecayed, *group.values())
         groups.setdefault(key, {"params": []} | group)["params"].append((name, parameter))
     return [groups[key] for key in sorted(groups)]
@@ -95,19 +94,3 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
         numbers |= {name: max(0, number) for name, _ in named}
         inside = f"{path}." if is_layer else inside
     return numbers
-
-
-def hidden_matrices(model: nn.Module) -> set[str]:
-    """The weights of linear layers and convolutions, except the first one, which reads the images,
-    and the head.
-
-    Kernels of grouped convolutions are not one matrix.
-    """
-    names = []
-    for path, module in model.named_modules():
-        is_grouped = isinstance(module, nn.Conv2d) and module.groups > 1
-        if isinstance(module, nn.Linear | nn.Conv2d | nn.MultiheadAttention) and not is_grouped:
-            own = module.named_parameters(path, recurse=False)
-            names += [name for name, parameter in own if parameter.ndim > 1]
-    heads = head_prefixes(model)
-    return {name for name in names[1:] if not name.startswith(heads)}

@@ -4,50 +4,50 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from utils.errors import UserError
+from utils.config import require
+from utils.models import head_prefixes
 from utils.settings.training import TrainingSettings
-from utils.training.groups import Groups
+from utils.training.groups import Groups, names_without_decay
 
 
-def muon(
-    groups: Groups,
-    config: TrainingSettings,
-    adamw_lr: float = 1.0,
-    betas: Sequence[float] = (0.9, 0.999),
-    adjust_lr_fn: str = "match_rms_adamw",
-) -> Optimizer:
+class Muon(Optimizer):
     """Muon for hidden matrices and kernels, and AdamW, whose learning rate is `adamw_lr` times
     --lr, for the rest.
 
     By default, the updates of both have the same size (Liu et al., 2025), so that they share a
-    learning rate.
-    """
-    if not any(group["hidden"] for group in groups):
-        raise UserError("--optimizer muon: this model has no hidden matrices to train", "use adamw")
-    for group in groups:
-        group["lr_scale"] *= 1.0 if group["hidden"] else adamw_lr
-    beta1, beta2 = betas
-    of_muon = {"momentum": config.momentum, "adjust_lr_fn": adjust_lr_fn}
-    return MuonAndAdamW(groups, config.lr, of_muon, {"betas": (beta1, beta2), "fused": True})
-
-
-class MuonAndAdamW(Optimizer):
-    """torch's Muon on the groups with `hidden`, and torch's AdamW on the others.
-
-    Muon sees a convolution kernel as the matrix [out, in * height * width] (Jordan et al., 2024).
-    Both work on the groups and the state of this optimizer, so it is saved, restored and scheduled
-    like any other.
+    learning rate. torch's Muon has the groups with `hidden`, and sees a convolution kernel as the
+    matrix [out, in * height * width] (Jordan et al., 2024). Both work on the groups and the state
+    of this optimizer, so it is saved, restored and scheduled like any other.
     """
 
-    def __init__(self, groups: Groups, lr: float, muon: dict, adamw: dict):
+    def __init__(
+        self,
+        groups: Groups,
+        config: TrainingSettings,
+        adamw_lr: float = 1.0,
+        betas: Sequence[float] = (0.9, 0.999),
+        adjust_lr_fn: str = "match_rms_adamw",
+    ):
+        problem = "--optimizer muon: this model has no hidden matrices to train"
+        require(any(group["hidden"] for group in groups), problem, "use adamw")
+        for group in groups:
+            group["lr_scale"] *= 1.0 if group["hidden"] else adamw_lr
+        beta1, beta2 = betas
+        lr, momentum = config.lr, config.momentum
         placeholder = [torch.zeros(1, 1)]  # the groups are given before each step
-        self._muon = optim.Muon(placeholder, lr=lr, **muon)
-        self._adamw = optim.AdamW(placeholder, lr=lr, **adamw)
+        self._muon = optim.Muon(placeholder, lr, momentum=momentum, adjust_lr_fn=adjust_lr_fn)
+        self._adamw = optim.AdamW(placeholder, lr, (beta1, beta2), fused=True)
         own = {True: self._muon.defaults, False: self._adamw.defaults}
         super().__init__([own[group["hidden"]] | group for group in groups], {"lr": lr})
+
+    @staticmethod
+    def groups(model: nn.Module) -> dict[str, dict]:
+        """Whether a parameter is one of the matrices that Muon changes, by its name."""
+        hidden = hidden_matrices(model) - names_without_decay(model)
+        return {name: {"hidden": name in hidden} for name, _ in model.named_parameters()}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -76,3 +76,19 @@ class MuonAndAdamW(Optimizer):
         matrix.grad = kernel.grad.permute(order).reshape(matrix.shape)  # may have another layout
         self._muon.state[matrix] = {"momentum_buffer": momentum}
         return matrix
+
+
+def hidden_matrices(model: nn.Module) -> set[str]:
+    """The weights of linear layers and convolutions, except the first one, which reads the images,
+    and the head.
+
+    Kernels of grouped convolutions are not one matrix.
+    """
+    names = []
+    for path, module in model.named_modules():
+        is_grouped = isinstance(module, nn.Conv2d) and module.groups > 1
+        if isinstance(module, nn.Linear | nn.Conv2d | nn.MultiheadAttention) and not is_grouped:
+            own = module.named_parameters(path, recurse=False)
+            names += [name for name, parameter in own if parameter.ndim > 1]
+    heads = head_prefixes(model)
+    return {name for name in names[1:] if not name.startswith(heads)}

@@ -1,8 +1,9 @@
 """Optimizers: those of torch.optim that need nothing but the gradients of an update.
 
 To add one, write a function like those below and add it to `OPTIMIZERS`: its parameters with a
-default are what --optimizer_args may set. If it ignores a setting, add a line to `advice`
-(training/defaults.py).
+default are what --optimizer_args may set. If it has an attribute `groups`, as `muon.py`, that gets
+the model and returns what to add to the group of each parameter, by its name. If it ignores a
+setting, add a line to `advice` (training/defaults.py).
 """
 
 import inspect
@@ -59,7 +60,7 @@ def of_torch(kind: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
 _FROM_TORCH = {name.lower(): of_torch(getattr(optim, name)) for name in _OF_TORCH}
 OPTIMIZERS = Table(
     "optimizer",
-    {"sgd": sgd, "muon": "utils.training.muon:muon", **_FROM_TORCH},
+    {"sgd": sgd, "muon": "utils.training.muon:Muon", **_FROM_TORCH},
     trial=lambda config: _try_arguments(config),
 )
 
@@ -69,7 +70,9 @@ def build_optimizer(config: TrainingSettings, model: nn.Module) -> Optimizer:
 
     Raises ValueError if it does not accept --optimizer_args.
     """
-    return OPTIMIZERS.call(config, parameter_groups(config, model), config)
+    groups_of = getattr(OPTIMIZERS.choose(config.optimizer), "groups", None)
+    more = groups_of(model) if groups_of else None
+    return OPTIMIZERS.call(config, parameter_groups(config, model, more), config)
 
 
 def _try_arguments(config: TrainingSettings) -> None:
