@@ -149,7 +149,17 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     average = make_average(module, config.ema_decay)  # of `prepare`'s weights
     folder = checkpoints.restore(config, saved, accelerator, module, optimizer, average)
     loaders = train_loader, eval_loader
-    return Run(setup, stopping, checkpoints, folder, model, module, optimizer, average, loaders)
+    return Run(
+        **vars(setup),
+        stopping=stopping,
+        checkpoints=checkpoints,
+        folder=folder,
+        model=model,
+        module=module,
+        optimizer=optimizer,
+        average=average,
+        loaders=loaders,
+    )
 
 
 def build_loaders(sets: Sequence[AnyDataset], setup: Setup) -> list[DataLoader]:

@@ -17,10 +17,10 @@ from utils.data.cache import make_dataset
 from utils.data.datasets import CachedDataset, DeviceDataset
 from utils.data.decode import LARGE
 from utils.data.draws import Draws
+from utils.data.erasing import Cutout
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
 from utils.data.splits import whole_split
-from utils.data.transforms import Cutout
 from utils.data.workers import make_loaders
 from utils.settings.train import TrainConfig
 

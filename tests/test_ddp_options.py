@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import train
 import utils.models.zoo
-from utils.data.order import Plan, UpdateSampler
+from utils.data.order import Plan
+from utils.data.samplers import UpdateSampler
 from utils.models.checking import check_batch_norm
 from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.session import distributed_session

@@ -33,7 +33,7 @@ from utils.data.splits import Files, whole_split
 from utils.data.tables import Table
 from utils.models.zoo import input_spec
 from utils.settings.train import TrainConfig
-from utils.training.building import resolve_input
+from utils.training.setup import resolve_input
 
 PICTURE = smooth(24, 40)
 ALPHA = np.concatenate([PICTURE, PICTURE[..., :1]], -1)

@@ -9,7 +9,8 @@ from scipy import stats
 
 from utils.data.batches import DeviceLoader, Mixing
 from utils.data.datasets import CachedDataset, DeviceDataset
-from utils.data.order import Microbatch, Plan, UpdateSampler, fold_in
+from utils.data.order import Microbatch, Plan, fold_in
+from utils.data.samplers import UpdateSampler
 from utils.data.spec import InputSpec
 from utils.data.workers import make_loaders
 from utils.settings.train import TrainConfig

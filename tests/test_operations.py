@@ -19,14 +19,13 @@ from utils.data import transforms
 from utils.data.augment import Crop, ShiftAndFlip, make_augmentation
 from utils.data.batches import Mixing
 from utils.data.draws import Draws
+from utils.data.erasing import Cutout, RandomErasing
 from utils.data.order import Microbatch, Plan
 from utils.data.spec import InputSpec
 from utils.data.transforms import (
     AUTO_AUGMENTS,
     ColorJitter,
-    Cutout,
     RandAugment,
-    RandomErasing,
     ThreeAugment,
     TrivialAugment,
 )

@@ -10,13 +10,8 @@ from helpers.training_runs import ROOT
 
 import train
 from utils.config.cli import parse_args
-from utils.data.order import (
-    Plan,
-    UpdateSampler,
-    evaluation_blocks,
-    fold_in,
-    permutation,
-)
+from utils.data.order import Plan, fold_in, permutation
+from utils.data.samplers import UpdateSampler, evaluation_blocks
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import Stopping
 from utils.settings.train import TrainConfig

@@ -25,7 +25,7 @@ from utils.data.spec import InputSpec
 from utils.data.splits import fingerprint_of, whole_split
 from utils.data.tables import Table
 from utils.settings.train import TrainConfig
-from utils.training.building import resolve_input
+from utils.training.setup import resolve_input
 
 RANDOM = np.random.default_rng(0)
 HEIGHT, WIDTH = 12, 17

@@ -35,7 +35,8 @@ import eval
 import train
 from extras.compare.__main__ import main
 from extras.page.analysis import BINS, MATRIX, analyse, calibration, intervals
-from extras.page.page import line_chart, lines_of, read_run, write_page
+from extras.page.charts import line_chart, lines_of
+from extras.page.page import read_run, write_page
 from extras.page.writing import write_report
 from utils.data.selection import load_data
 from utils.data.splits import Files, Split

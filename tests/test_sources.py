@@ -19,12 +19,12 @@ from pyarrow import parquet as pq
 
 from utils.data.cache import decode_all
 from utils.data.decode import decode_image
-from utils.data.folds import hold_out
+from utils.data.folds import hold_out, random_subset
 from utils.data.selection import load_split, renumber
 from utils.data.sources import check_source
-from utils.data.splits import random_subset, whole_split
+from utils.data.splits import whole_split
 from utils.settings.train import TrainConfig
-from utils.training.building import resolve_input
+from utils.training.setup import resolve_input
 
 ANIMALS = ["cat", "dog", "emu"]
 NAMED = ClassLabel(names=ANIMALS)

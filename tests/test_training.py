@@ -14,7 +14,8 @@ from torch.nn import functional as F
 import train
 from utils.config.cli import parse_args
 from utils.data.cache import decode_all
-from utils.data.order import Plan, UpdateSampler, fold_in
+from utils.data.order import Plan, fold_in
+from utils.data.samplers import UpdateSampler
 from utils.data.selection import load_data
 from utils.models.zoo import build_model, input_spec
 from utils.settings.train import TrainConfig

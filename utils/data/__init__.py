@@ -38,7 +38,10 @@ from utils.data.folders import Scan, files_below, notes
 from utils.data.folds import group_keys
 
 # which samples form which update
-from utils.data.order import Plan, UpdateSampler, evaluation_blocks, fold_in, make_plan
+from utils.data.order import Plan, fold_in, make_plan
+
+# samplers of updates and of evaluation blocks
+from utils.data.samplers import UpdateSampler, evaluation_blocks
 
 # the samples of a run, in its checkpoints
 from utils.data.samples import FILE, SampleList, read_samples

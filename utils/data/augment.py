@@ -15,9 +15,10 @@ from torch import Tensor
 
 from utils.data.decode import center, center_factor, resize
 from utils.data.draws import ALTERNATING, Draws, Transform
+from utils.data.erasing import Cutout, RandomErasing
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
-from utils.data.transforms import AUTO_AUGMENTS, ColorJitter, Cutout, RandomErasing
+from utils.data.transforms import AUTO_AUGMENTS, ColorJitter
 from utils.settings.data import DataSettings
 
 

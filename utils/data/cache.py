@@ -20,7 +20,7 @@ from utils.data.augment import make_augmentation
 from utils.data.datasets import CachedDataset, ImageDataset, PhotoDataset
 from utils.data.decode import VERSION, decode_image, pixels_key
 from utils.data.decoders import DECODERS
-from utils.data.order import BlockSampler
+from utils.data.samplers import BlockSampler
 from utils.data.spec import InputSpec
 from utils.data.splits import Files, Split, fingerprint_of, stamp_of
 from utils.data.workers import choose_workers, move_to_shared_memory, worker_processes

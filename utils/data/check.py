@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 from utils.console import join_names, progress
 from utils.data.decode import Looks, examine, header, reason_of
 from utils.data.decoders import DECODERS
-from utils.data.order import BlockSampler, Microbatch
+from utils.data.order import Microbatch
+from utils.data.samplers import BlockSampler
 from utils.data.splits import Files, Split, fingerprint_of, stamp_of
 from utils.data.workers import worker_processes
 from utils.files import expand, write_file

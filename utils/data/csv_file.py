@@ -7,17 +7,19 @@ from typing import Any
 
 from utils.console import join_names, nfc, printable
 from utils.data.folders import name_splits
+from utils.data.labels import (
+    distinct,
+    indices_in,
+    lacks_class,
+    multi_hot,
+    split_that_defines_classes,
+)
 from utils.data.splits import (
     EVAL_NAMES,
     Files,
     Source,
     Split,
-    distinct,
     fingerprint_of,
-    indices_in,
-    lacks_class,
-    multi_hot,
-    split_that_defines_classes,
     whole_split,
 )
 from utils.errors import UserError, one_line

@@ -91,3 +91,14 @@ def group_keys(split: Split, by: str, class_names: Sequence[str]) -> list[str]:
         pairs = join_names(map(" and ".join, same.items()))
         say(f"--group_by {by}: groups that may be the same are joined: {pairs}")
     return [same.get(key, key) or name for key, name in zip(keys, names, strict=True)]
+
+
+def random_subset(split: Split, count: int | None, seed: int) -> Split:
+    """`count` random samples in their original order; all samples if there are fewer, or if `count`
+    is None.
+    """
+    if count is None or count >= len(split):
+        return split
+    return split.select(
+        np.sort(permutation(len(split), fold_in(seed, "subset", split.name), 0)[:count])
+    )

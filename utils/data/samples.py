@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from utils.console import join_names, nfc
-from utils.data.splits import Files, Split, indices_in, multi_hot
+from utils.data.labels import indices_in, multi_hot
+from utils.data.splits import Files, Split
 from utils.errors import UserError
 from utils.settings.data import DataSettings
 

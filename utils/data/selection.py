@@ -9,7 +9,8 @@ from utils.config import require
 from utils.console import join_names, nfc, say
 from utils.data.check import check_images
 from utils.data.folders import notes
-from utils.data.folds import group_keys, hold_out
+from utils.data.folds import group_keys, hold_out, random_subset
+from utils.data.labels import indices_in
 from utils.data.samples import (
     ListedSplit,
     SampleList,
@@ -20,7 +21,7 @@ from utils.data.samples import (
 )
 from utils.data.sources import open_source
 from utils.data.spelling import doubts
-from utils.data.splits import EVAL_NAMES, Data, Source, Split, indices_in, random_subset
+from utils.data.splits import EVAL_NAMES, Data, Source, Split
 from utils.errors import UserError
 from utils.settings.data import DataSettings
 

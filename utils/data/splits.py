@@ -6,7 +6,7 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -14,8 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from utils.config import require
-from utils.console import join_names, nfc
-from utils.data.order import fold_in, permutation
+from utils.data.order import permutation
 from utils.errors import UserError
 
 EVAL_NAMES = ("validation", "valid", "val", "eval", "test")  # tried in this order
@@ -228,11 +227,6 @@ class Source:
         return self.opened[name]
 
 
-def split_that_defines_classes(names: Collection[str], wanted: str | None) -> str:
-    """`wanted` if it is one of these split names, else train, else the first name."""
-    return next((name for name in (wanted, "train") if name and name in names), next(iter(names)))
-
-
 def whole_split(name: str, images: Images, labels, fingerprint: str, groups=None) -> Split:
     """A split with all images in order; `labels` are classes, [N], or multi-hot, [N, classes]."""
     given = np.asarray(labels)
@@ -240,53 +234,6 @@ def whole_split(name: str, images: Images, labels, fingerprint: str, groups=None
     problem = f"split {name!r} has labels that are not integers"
     require((labels == given).all(), problem, "give class numbers")
     return Split(name, images, labels, np.arange(len(labels)), fingerprint, groups=groups)
-
-
-def multi_hot(counts: np.ndarray, flat: np.ndarray, classes: int) -> np.ndarray:
-    """The multi-hot rows of samples with `counts` [N] classes each, listed one after the other in
-    `flat`.
-    """
-    rows = np.zeros((len(counts), classes), np.uint8)
-    rows[np.repeat(np.arange(len(counts)), counts), flat] = 1
-    return rows
-
-
-def indices_in(names: Sequence, labels: Iterable) -> np.ndarray:
-    """The index in `names` of each label, int64 [n], or of its NFC form; -1 for one that is not
-    there.
-    """
-    number = {nfc(name): index for index, name in enumerate(names)}
-    number |= {name: index for index, name in enumerate(names)}  # two files may differ only in form
-    return np.asarray([number.get(label, number.get(nfc(label), -1)) for label in labels], np.int64)
-
-
-def distinct(names: Iterable) -> list:
-    """The names in their order; of those that are equal in NFC form, the first."""
-    first: dict = {}
-    for name in names:
-        first.setdefault(nfc(name), name)
-    return list(first.values())
-
-
-def lacks_class(label: Any, classes: Iterable, split: str, found: Iterable) -> str:
-    """The problem that the training split has no class of a label, with its classes and those of
-    the label's split.
-    """
-    form = repr if str(label) in map(str, classes) else str  # '0' is not 0
-    only = join_names(map(form, classes))
-    own = join_names(map(form, found))
-    return f"the training split has no class {label!r}, only {only} (split {split!r}: {own})"
-
-
-def random_subset(split: Split, count: int | None, seed: int) -> Split:
-    """`count` random samples in their original order; all samples if there are fewer, or if `count`
-    is None.
-    """
-    if count is None or count >= len(split):
-        return split
-    return split.select(
-        np.sort(permutation(len(split), fold_in(seed, "subset", split.name), 0)[:count])
-    )
 
 
 def fingerprint_of(*parts) -> str:

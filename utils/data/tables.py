@@ -9,15 +9,17 @@ import numpy as np
 
 from utils.config import require
 from utils.console import join_names
-from utils.data.splits import (
-    Source,
-    Split,
+from utils.data.labels import (
     distinct,
-    fingerprint_of,
     indices_in,
     lacks_class,
     multi_hot,
     split_that_defines_classes,
+)
+from utils.data.splits import (
+    Source,
+    Split,
+    fingerprint_of,
     stamp_of,
     whole_split,
 )

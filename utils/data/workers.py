@@ -20,7 +20,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from utils.console import say
 from utils.data.datasets import AnyDataset, Batch, OnDevice
-from utils.data.order import MicrobatchSampler
+from utils.data.samplers import MicrobatchSampler
 from utils.errors import UserError, one_line
 from utils.launch import local_rank_and_size
 from utils.memory import SHM, SHM_FIX, bytes_text, free_shm, usable_physical_cores

@@ -5,7 +5,6 @@ import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,45 +14,29 @@ from torch import nn
 
 from utils.config import PLUGIN, require
 from utils.console import say
-from utils.errors import USER_ERRORS, AgreedError, UserError, as_lost_rank, one_line, split_error
+from utils.errors import USER_ERRORS, AgreedError, as_lost_rank, one_line, split_error
 from utils.launch import (
     Topology,
-    address_of,
     choose_backend,
     choose_device,
     cpu_is_requested,
     end_status,
     gpu_id,
-    is_set,
     launcher,
     set_interface,
     shards_model,
     threads_per_process,
 )
 from utils.memory import keep_freed_memory
+from utils.ranks.connecting import connect
 from utils.ranks.watch import Watch
 from utils.settings.ranks import LaunchConfig
-from utils.waiting import call_with_timeout, wait_for_keys
+from utils.waiting import wait_for_keys
 
 if TYPE_CHECKING:
     from utils.launch.rendezvous import Member
 
 Result = TypeVar("Result")
-
-_PATIENCE = timedelta(days=1)  # for slow work on one rank, such as a download
-# more for NCCL, which prints a dump and aborts: the watch reports a timeout first
-_NCCL_LATER = timedelta(seconds=30)
-_CONNECT = 36.0  # seconds to connect 32 ranks
-
-
-def connect_timeout(backend: str, processes: int, timeout: float) -> float:
-    """The seconds that the processes, which are all running, have to connect."""
-    # ProcessGroupNCCL2 starts NCCL in this time, the older class later
-    if backend == "nccl" and os.environ["TORCH_DIST_USE_NCCL2"] != "0":
-        return timeout
-    # They connect immediately, or one has died. With the time limit of a group, gloo would block
-    # for up to five times as long.
-    return min(timeout, _CONNECT * max(1.0, processes / 32))
 
 
 class Ranks:
@@ -140,39 +123,12 @@ class Ranks:
         seen = [member.master for member in self.members]
         self.interface = set_interface(seen, launch.interface, several_machines)
         self.watch.enter_collective("connecting")
-        limit = connect_timeout(self.backend, topology.world_size, launch.timeout)
-        try:
-            call_with_timeout(lambda: self._connect(store), limit)
-        except (RuntimeError, ValueError) as error:
-            reason = re.sub(r"\[/\S+\] ", "", one_line(error))  # gloo names its source files
-            place = f"from {address_of(self.interface)} on interface {self.interface} of {socket.gethostname()}"
-            raise UserError(
-                f"the processes found each other but could not connect over {self.backend}, {place} ({reason[:160]})",
-                "check --interface, and whether a firewall is between the machines",
-            ) from error
+        self._fast, self._slow = connect(
+            store, topology, self.device, self.backend, launch.timeout, self.interface
+        )
         self.store = dist.PrefixStore("lockstep", store)
         self.watch.enter()
         self.check_same(str(PLUGIN), "another --plugin file")
-
-    def _connect(self, store: dist.Store) -> None:
-        """Create the groups of all ranks.
-
-        Raises RuntimeError or ValueError if they cannot connect.
-        """
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # also in this thread
-        limit = timedelta(seconds=self.launch.timeout)
-        # FSDP with offload keeps its shards on the host, where only gloo can exchange them.
-        offloads = self.backend == "nccl" and shards_model() and is_set("FSDP_OFFLOAD_PARAMS")
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if offloads else self.backend,
-            store=dist.PrefixStore("group", store),
-            rank=self.topology.rank,
-            world_size=self.topology.world_size,
-            timeout=limit + _NCCL_LATER if self.backend == "nccl" else limit,
-        )
-        self._fast = dist.new_group(backend="gloo", timeout=limit)
-        self._slow = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
     @contextmanager
     def agree(self, place: str = "", no_timeout: bool = False) -> Iterator[None]:

@@ -3,8 +3,11 @@
 # the batch sizes of the processes
 from utils.runs.batch_sizes import LARGEST_BATCH, resolve_batch
 
-# finds, saves and deletes the checkpoints of a run
-from utils.runs.checkpoint import CheckpointManager, check_run_folder
+# saves and deletes the checkpoints of a run
+from utils.runs.checkpoint import CheckpointManager
+
+# the folder of a run
+from utils.runs.folder import check_run_folder
 
 # the tensors of a checkpoint
 from utils.runs.loading import extend_save_state, load_weights, make_average, trained_tensors

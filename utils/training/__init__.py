@@ -1,17 +1,6 @@
 """The parts of train.py's loop."""
 
-# from settings to the parts of a run
-from utils.training.building import (
-    TABLES,
-    Setup,
-    adapt_model,
-    check_settings,
-    fill_settings,
-    load_splits,
-    make_datasets,
-    resolve,
-)
-
+# settings that follow from a checkpoint and from the data
 # the samples of a NaN or infinite loss
 from utils.training.divergence import find_samples
 
@@ -33,17 +22,24 @@ from utils.training.loop import (
 # sums over all ranks
 from utils.training.meter import SyncInterval, rounded
 
+# the data sets and the model
+from utils.training.model import adapt_model, make_datasets
+
 # optimizers by name
 from utils.training.optim import OPTIMIZERS, build_optimizer, init_optimizer, set_learning_rate
 
 # default learning rates and weight decays
 from utils.training.rates import RATES, Rates
 
-# all parts of a run; what is printed at its start and end
-from utils.training.run import Run, log_end, log_start
+# all parts of a run
+from utils.training.run import Run
 
 # learning rates by update
 from utils.training.schedule import SCHEDULES, after_warmup, due_after, learning_rate
+from utils.training.setup import TABLES, Setup, check_settings, fill_settings, load_splits, resolve
+
+# what is printed at the start and end of a run
+from utils.training.start_and_end import log_end, log_start
 
 # what is printed about the data
 from utils.training.summary import FEW, always_answering, count_classes

@@ -33,8 +33,8 @@ from utils.memory import bytes_text, free_memory
 from utils.models import hash_tensors
 from utils.models.features import FrozenPart
 from utils.settings.train import GROUPS
-from utils.training.building import Setup
 from utils.training.evaluation import Evaluator, make_eval_loader
+from utils.training.setup import Setup
 
 
 def features_of(

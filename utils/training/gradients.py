@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from utils.data import Batch, DeviceLoader, Plan, fold_in
 from utils.models import is_sharded, restored_buffers, sum_words
 from utils.settings.training import TrainingSettings
-from utils.training.building import Setup
+from utils.training.setup import Setup
 from utils.training.tree_sum import TreeSum, joined, set_parts
 
 _OF_SIZE_1 = (

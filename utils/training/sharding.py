@@ -16,7 +16,7 @@ from utils.console import say
 from utils.memory import bytes_text
 from utils.models import count_units, find_blocks, is_sharded, local
 from utils.ranks import Ranks
-from utils.training.building import Setup
+from utils.training.setup import Setup
 
 
 def get_ready_to_shard(model: nn.Module, setup: Setup) -> None:

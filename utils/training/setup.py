@@ -1,49 +1,36 @@
-"""Build a run: checks before the processes connect, the settings that follow from the data, and the
-model.
+"""The settings of a run: checks before the processes connect, and what follows from the checkpoint
+and from the data.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from accelerate import Accelerator
-from torch import nn
 
-from utils.config import require
-from utils.console import progress
 from utils.data import (
     AUTO_AUGMENTS,
     SMALL,
     SOURCES,
     Data,
-    ImageDataset,
     InputSpec,
     Plan,
     Split,
     absolute_data,
     check_source,
     load_data,
-    make_dataset,
     make_plan,
     sides,
 )
 from utils.models import (
     OWN_MODELS,
-    check_batch_norm,
     check_model,
-    checkpoint_blocks,
-    freeze,
-    has_batch_norm,
-    hash_tensors,
     input_spec,
-    keep_batch_stats,
-    read_weights,
 )
-from utils.ranks import Ranks, check_precision, check_sharding, compile_model
+from utils.ranks import Ranks, check_precision, check_sharding
 from utils.runs import (
-    MODEL,
     TRACKERS,
     Checkpoint,
     TrainState,
@@ -52,12 +39,10 @@ from utils.runs import (
     check_run_folder,
     choose_batch,
     keep_settings,
-    load_weights,
     resolve_batch,
     restore_state,
     resume_lines,
 )
-from utils.settings.shared import BACKBONE
 from utils.settings.train import OF_INPUT, TrainConfig
 from utils.tasks import LOSSES, TASKS, Task, make_task
 from utils.training.defaults import choose_images, choose_sizes
@@ -69,7 +54,6 @@ if TYPE_CHECKING:
 
 TABLES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULES, TRACKERS
 """The names that settings can have. --help lists them."""
-SAME_START = "use the same kind of processor, the same versions and the same files on all machines"
 
 
 def check_settings(config: TrainConfig, ranks: Ranks) -> None:
@@ -123,11 +107,11 @@ def load_splits(config: TrainConfig, saved: Checkpoint | None, ranks: Ranks) -> 
     return data
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Setup:
     """What follows from the processes, the flags, the data and, in a resumed run, the checkpoint.
 
-    Only `state`, `notes` and `changed` grow later.
+    No attribute is replaced; `state`, `notes` and `changed` grow later.
     """
 
     ranks: Ranks
@@ -234,99 +218,3 @@ def resolve_input(
         shape = f"a typical image, whose height is {ratio:.2f} times its width"
         lines.append(f"evaluation uses {share:.0%} of {shape}")
     return config, lines, spec
-
-
-def make_datasets(setup: Setup) -> tuple[ImageDataset, ImageDataset]:
-    """The data sets of training and evaluation; collective.
-
-    The first rank of a machine decodes small images.
-    """
-    config = setup.config
-    data = setup.data
-    spec = setup.spec
-    ranks = setup.ranks
-    bar = progress("decoding")
-    with ranks.local_main_first("decoding images"):
-        train_set = make_dataset(data.train, spec, config, True, bar)
-        return train_set, make_dataset(data.evaluation, spec.for_evaluation(), config, False, bar)
-
-
-def adapt_model(
-    model: nn.Module, setup: Setup, saved: Checkpoint | None
-) -> tuple[nn.Module, nn.Module | None]:
-    """Load the weights of the checkpoint or of --init_from into the bare model, and change its
-    layers; collective.
-
-    --freeze, --grad_checkpointing and --sync_batchnorm change layers, and the accelerate config may
-    compile the model. Returns the model, and its last part if only this is trained, on features.
-    Raises ValueError if weights do not fit, or if a batch is too small for batch statistics.
-    """
-    config = setup.config
-    ranks = setup.ranks
-    accelerator = setup.accelerator
-    with ranks.agree("loading the weights"):
-        new: Mapping[str, str] = {}
-        if saved is not None:
-            load_weights(saved.path, read_weights(saved.path / MODEL), model)
-        elif setup.source is not None:
-            from utils.runs.source import copy_source
-
-            new = copy_source(model, setup.source, setup.data.class_names, config).new
-        if config.freeze:
-            freeze(model, config.freeze, new)
-        if config.keep_batch_stats:
-            keep_batch_stats(model, new)
-        last_part = choose_last_part(model, setup)
-        if config.grad_checkpointing:
-            checkpoint_blocks(model, config.model)
-        if has_batch_norm(model):
-            sharing = ranks.topology.world_size if config.sync_batchnorm else 1
-            check_batch_norm(setup.plan, setup.updates, sharing)
-        if config.sync_batchnorm:
-            # Only mixing with accumulation can leave a microbatch without samples on all ranks.
-            from utils.ranks.batchnorm import convert_batch_norm
-
-            may_be_empty = config.mixes and setup.plan.microbatches > ranks.topology.world_size
-            model = convert_batch_norm(model, ranks.device.type == "cuda" and not may_be_empty)
-        compile_model(accelerator, model)
-    copies = not config.microbatches and last_part is None and not accelerator.is_fsdp2
-    if saved is None and ranks.topology.world_size > 1 and not copies:
-        # DDP copies the parameters of rank 0, but too late for features, and no buffers; FSDP2
-        # copies nothing.
-        weights = hash_tensors([*model.parameters(), *model.buffers()])
-        ranks.check_same(weights, "different weights at the start", SAME_START)
-    return model, last_part
-
-
-def choose_last_part(model: nn.Module, setup: Setup) -> nn.Module | None:
-    """The last part of the model, to train it on cached features; or None, to train on images.
-
-    Raises UserError for settings that need images, and if --feature_views is given but features
-    cannot be cached.
-    """
-    config = setup.config
-    views = setup.config.feature_views
-    if views == 0 or not (views or config.freeze):
-        return None
-    part = None
-    reason = "the model is sharded"
-    if not setup.accelerator.is_fsdp2:
-        from utils.models.features import find_last_part
-
-        part, reason = find_last_part(model, setup.spec)
-    if part is None:
-        problem = f"--feature_views {views}: features cannot be cached, because {reason}"
-        require(views is None, problem, "use --feature_views 0, or try --freeze backbone")
-        if BACKBONE in config.freeze:
-            setup.notes.append(f"features are not cached: {reason}")
-        return None
-    fix = "leave it out, or use --feature_views 0, which computes the frozen layers in each epoch"
-    problem = "--mixup and --cutmix mix images, but the last part is trained on cached features"
-    require(not config.mixes, problem, fix)
-    problem = f"--repeats {config.repeats}: copies of an image would have equal cached features"
-    require(config.repeats <= (views or 1), problem, fix)
-    if config.dry_run:  # the features of all images would take too long
-        faster = "a real run caches the outputs of the frozen layers, so its updates are faster"
-        setup.notes.append(faster)
-        return None
-    return part
