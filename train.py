@@ -23,13 +23,8 @@ from torch.utils.data import DataLoader
 from utils.config import parse_given, require
 from utils.console import say
 from utils.data import (
-    AnyDataset,
-    Batch,
-    UpdateSampler,
-    evaluation_blocks,
-    keep_on_device,
-    make_loaders,
-)
+    AnyDataset, Batch, UpdateSampler, evaluation_blocks, keep_on_device, make_loaders,
+)  # fmt: skip
 from utils.launch import resume_command, typed_command
 from utils.memory import gc_frozen
 from utils.models import build_model
@@ -37,30 +32,11 @@ from utils.ranks import EXIT_RESUME, Ranks, Stopping, distributed_session, make_
 from utils.runs import CheckpointManager, make_average, numbers_to_send
 from utils.settings.train import TrainConfig
 from utils.training import (
-    TABLES,
-    Run,
-    Setup,
-    SyncInterval,
-    adapt_model,
-    build_optimizer,
-    check_settings,
-    clip_gradients,
-    due_after,
-    evaluation_record,
-    fill_settings,
-    init_optimizer,
-    learning_rate,
-    load_splits,
-    log_end,
-    log_start,
-    make_datasets,
-    make_profiler,
-    prepare_save,
-    resolve,
-    set_learning_rate,
-    synchronise,
-    training_record,
-)
+    TABLES, Run, Setup, SyncInterval, adapt_model, build_optimizer, check_settings,
+    clip_gradients, due_after, evaluation_record, fill_settings, init_optimizer, learning_rate,
+    load_splits, log_end, log_start, make_datasets, make_profiler, prepare_save, resolve,
+    set_learning_rate, synchronise, training_record,
+)  # fmt: skip
 
 HAS_EXTRAS = Path(__file__).with_name("extras").joinpath("__init__.py").is_file()
 if HAS_EXTRAS:  # what looks at a run; otherwise, somebody has deleted the folder

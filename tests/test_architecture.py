@@ -10,8 +10,11 @@ import pytest
 from helpers.training_runs import ROOT
 
 FORBIDDEN = {("data", "ranks"), ("models", "ranks")}  # both work without processes
-MOST_PACKAGES = 8
+MOST_PACKAGES = 9
 MOVED = {"report.py", "folds.py"}  # only name the new commands
+OLD_PLACES = {"utils.config.defaults"}  # for plug-ins
+PACKAGES = {path.parent.name for path in (ROOT / "utils").glob("*/__init__.py")}
+PAGE = (ROOT / "docs/architecture.md").read_text()
 
 
 def shown_order(page: str) -> list[str]:
@@ -59,7 +62,8 @@ def faults(parts: list[str]) -> list[str]:
     """
     order = [part.removesuffix(".py").removesuffix("/") for part in parts]
     scripts, wrong = {path.stem for path in ROOT.glob("*.py")}, []
-    for name, target in ((name, target) for name, targets in GRAPH.items() for target in targets):
+    arrows = [(name, to) for name, targets in GRAPH.items() for to in targets]
+    for name, target in (arrow for arrow in arrows if arrow[0] not in OLD_PLACES):
         top, _, rest = target.partition(".")
         if top in scripts:
             wrong.append(f"{name} imports the script {target}")
@@ -74,7 +78,7 @@ def faults(parts: list[str]) -> list[str]:
 
 @pytest.fixture
 def order():
-    return shown_order((ROOT / "docs/architecture.md").read_text())
+    return shown_order(PAGE)
 
 
 def test_imports_point_to_earlier_parts_of_the_page_and_make_no_circle(order):
@@ -90,6 +94,101 @@ def test_the_page_shows_each_part_of_utils_once_and_there_are_few(order):
     packages = {f"{path.parent.name}/" for path in utils.glob("*/*.py")}
     assert sorted(order) == sorted([*files, *packages]) and len(packages) <= MOST_PACKAGES
     assert not list(utils.glob("*/*/*.py"))
+
+
+# Doors
+
+
+def listed_doors() -> set[str]:
+    """The files that architecture.md lists below `## Doors`, such as `data.csv_file`."""
+    section = PAGE.split("## Doors")[1].split("\n## ")[0]
+    named = re.findall(r"`(\w+)/(\w+)\.py`", section)
+    return {f"{package}.{file}" for package, file in named}
+
+
+def past_the_door(text: str, own: str = "") -> list[str]:
+    """The modules of other packages of utils that a file imports without being doors."""
+    wrong = []
+    for node in ast.walk(ast.parse(text)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            top, package, *rest = [*name.split("."), "", ""]
+            is_module = top == "utils" and package in PACKAGES - {own, "settings"} and rest[0]
+            if is_module and f"{package}.{rest[0]}" not in listed_doors():
+                wrong.append(name)
+    return wrong
+
+
+def test_other_packages_are_entered_by_their_doors():
+    files = [*ROOT.glob("*.py"), *ROOT.glob("extras/**/*.py"), *ROOT.glob("utils/**/*.py")]
+    for path in files:
+        parts = path.relative_to(ROOT).parts
+        name = ".".join(parts).removesuffix(".py")
+        if name not in OLD_PLACES:
+            own = parts[1] if len(parts) > 2 and parts[0] == "utils" else ""
+            assert past_the_door(path.read_text(), own) == [], path
+
+
+def test_an_import_past_a_door_is_seen():
+    assert past_the_door("from utils.data.order import Plan", "runs") == ["utils.data.order"]
+    assert past_the_door("def f():\n    import utils.data.order") == ["utils.data.order"]
+    assert past_the_door("from utils.data import Plan\nimport utils.data.csv_file") == []
+
+
+def test_a_door_imports_plainly_and_each_file_has_a_line_before_it():
+    for door in (ROOT / "utils").glob("*/__init__.py"):
+        text = door.read_text()
+        kinds = {type(node) for node in ast.parse(text).body}
+        assert kinds <= {ast.Expr, ast.ImportFrom}
+        assert text.count("\n# ") == text.count("\nfrom utils.")
+    listed = {f"utils/{name.replace('.', '/')}.py" for name in listed_doors()}
+    assert len(listed) > 10 and all((ROOT / file).is_file() for file in listed)
+
+
+# Settings
+
+
+def settings_of(text: str) -> set[str]:
+    """The files of settings/ that a file imports."""
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+    return {
+        name.removeprefix("utils.settings.")
+        for node in nodes
+        if (name := node.module or "").startswith("utils.settings")
+    }
+
+
+def wrong_settings(package: str, text: str) -> set[str]:
+    """The files of settings/ that a file imports, but may not."""
+    more = {"runs": {"train", "scripts"}, "training": {"train"}}.get(package, set())
+    return settings_of(text) - {package, "shared"} - more
+
+
+def test_a_package_knows_only_its_own_settings():
+    for package in PACKAGES - {"settings"}:
+        for path in (ROOT / "utils" / package).glob("*.py"):
+            assert not wrong_settings(package, path.read_text()), path
+    assert wrong_settings("data", "from utils.settings.models import ModelSettings") == {"models"}
+    assert wrong_settings("models", "from utils.settings.train import TrainConfig") == {"train"}
+
+
+def test_few_functions_take_all_settings_and_none_hides_that():
+    count = 0
+    for package in PACKAGES:
+        for path in (ROOT / "utils" / package).glob("*.py"):
+            tree = ast.parse(path.read_text())
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ImportFrom):
+                    assert not [a.name for a in node.names if a.name == "TrainConfig" and a.asname]
+                if isinstance(node, ast.FunctionDef):
+                    every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                    hints = {arg.arg: ast.unparse(arg.annotation or arg) for arg in every}
+                    hints["return"] = ast.unparse(node.returns or node.args)
+                    count += package != "settings" and "TrainConfig" in str(hints)
+                    of_table = package == "config" or node.name == "check"  # knows no setting
+                    assert of_table or hints.get("config") != "Any", (path, node.name)
+    assert count <= 40, count
 
 
 # Extras, which look on
@@ -166,7 +265,7 @@ def test_train_py_is_short_and_enters_few_rooms():
     imports = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     assert sum(name.startswith("utils") for name in imports) <= 30
     lines = text.splitlines()
-    assert len(lines) <= 282 and max(map(len, lines)) <= 100
+    assert len(lines) <= 272 and max(map(len, lines)) <= 100
     assert "Accelerator" in text and "lambda" not in text and "partial" not in text
     (build,) = [node for node in tree.body if getattr(node, "name", "") == "build"]
     bound = [node for node in ast.walk(build) if isinstance(node, ast.Name) and node.id == "config"]

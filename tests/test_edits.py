@@ -36,9 +36,7 @@ def edited(place: str, letter: str, code: str) -> str:
     new = indent + code
     assert CODE.count(f"\n{line}\n") == 1
     text = CODE.replace(f"\n{line}\n", f"\n{line}\n{new}\n" if place == "after" else f"\n{new}\n")
-    return text.replace("import math\n", "import math\nimport random\nimport torch\n", 1).replace(
-        "from utils.launch.command", "from utils.console import say\nfrom utils.launch.command", 1
-    )
+    return text.replace("import math\n", "import math\nimport random\nimport torch\n", 1)
 
 
 class Reads(TorchDispatchMode):

@@ -8,6 +8,7 @@ from utils.config import (
     FractionBelow1,
     NonNegativeFloat,
     NonNegativeInt,
+    NotEmpty,
     PositiveInt,
     exclude,
     require,
@@ -104,7 +105,7 @@ class EvalConfig(LoadingConfig, InferenceConfig):
     split: str | None = None
     """Split to evaluate (default: as in the run; for other data, validation, else test, else the
     training split)."""
-    data: str | None = None
+    data: NotEmpty | None = None
     """Other data to evaluate on, named as in train.py (default: the data of the run)."""
     data_subset: str | None = None
     """Configuration of a Hub data set that has several (default: as in the run)."""

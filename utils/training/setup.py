@@ -87,11 +87,12 @@ def fill_settings(
         if before and given is not None:
             config = keep_settings(config, given, before, begun is not None)
             check_settings(config, ranks)
-        check_model(config)
-        check_source(config)
-        for names in TABLES:
-            names.check(config)
-        choose_batch(config, saved, ranks.topology.world_size)
+        if before or config.resume or given is None:  # train.py has checked those of a new run
+            check_model(config)
+            check_source(config)
+            for names in TABLES:
+                names.check(config)
+            choose_batch(config, saved, ranks.topology.world_size)
     if config.init_from is None and not (saved and saved.config.init_from):
         return config, None
     from utils.runs.source import load_initial_weights
