@@ -58,7 +58,7 @@ def run_rank(folder: Path, argv: list[str]) -> None:
     at, peak = {"begun": BEGUN}, {"RssAnon": 0, "RssFile": 0}
     sys.path.insert(0, str(ROOT))
     import train
-    from utils.training import building
+    from utils.training import setup
 
     at["imported"] = time.time()
     threading.Thread(target=sample_memory, args=(peak,), daemon=True).start()
@@ -66,7 +66,7 @@ def run_rank(folder: Path, argv: list[str]) -> None:
     def note(name: str, now: float) -> None:
         at[name] = at.get(name, now) if name.endswith("called") else now
 
-    note_times(building, "load_data", note)
+    note_times(setup, "load_data", note)
     for name in ("make_datasets", "train", "train_update"):
         note_times(train, name, note)
     train.main(argv)

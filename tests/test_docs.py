@@ -26,8 +26,9 @@ from torch.distributed.run import get_args_parser
 import eval as eval_script
 import predict
 import train
-from utils.config import scripts, settings
 from utils.config.cli import parse_args
+from utils.settings import scripts
+from utils.settings import train as settings
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 WHY = ("needs ", "takes hours", "installs packages")

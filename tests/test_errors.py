@@ -96,13 +96,13 @@ def test_python_s_none_is_null():
 
 
 def _train_in_a_folder_made_meanwhile(flags):
-    create = checkpoint._create_folder
+    create = checkpoint.create_folder
 
     def late(config):
         Path("runs/run").mkdir(parents=True)
         return create(config)
 
-    checkpoint._create_folder = late
+    checkpoint.create_folder = late
     train.main([*TINY, *flags])
 
 

@@ -28,7 +28,7 @@ from torch.distributed import TCPStore
 
 import train
 from utils.errors import is_lost_rank
-from utils.training import building
+from utils.training import setup
 
 ENDLESS = [*FLAGS, "--max_steps", "1000000"]
 
@@ -117,7 +117,7 @@ def test_a_rank_that_dies_while_it_connects_ends_the_others_long_before_the_time
 
 
 def _load_slowly():
-    load_data = building.load_data
+    load_data = setup.load_data
 
     def slow(*arguments):
         if os.environ["RANK"] == "1":  # rank 0 goes first
@@ -125,7 +125,7 @@ def _load_slowly():
             time.sleep(600)
         return load_data(*arguments)
 
-    building.load_data = slow
+    setup.load_data = slow
     train.main(FLAGS)
 
 
@@ -226,5 +226,5 @@ def _attempt_that_cannot_load(*arguments):
     def fail(config):
         raise RuntimeError("planted")
 
-    building.load_data = fail
+    setup.load_data = fail
     _attempt(*arguments)

@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode
 
 from utils.config.cli import parse_args
-from utils.data import transforms
+from utils.data import erasing
 from utils.data.augment import Crop, ShiftAndFlip, make_augmentation
 from utils.data.batches import Mixing
 from utils.data.draws import Draws
@@ -177,7 +177,7 @@ def box_of(changed):
 
 def test_random_erasing_has_the_boxes_of_torchvision():
     # a chi-square test does not see 1/3 instead of 0.33
-    assert tuple(v2.RandomErasing().scale) == transforms._AREA
+    assert tuple(v2.RandomErasing().scale) == erasing._AREA
     image = np.full((9, 31, 3), 255, np.uint8)
     ours = results(RandomErasing(spec_of(9, 31, 3), 0.6), image, 3000)
     theirs = torchvision_results(v2.RandomErasing(0.6, value=0), image, 3000)

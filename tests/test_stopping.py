@@ -31,7 +31,7 @@ from helpers.waiting import error_lines, has_logged, newest, until
 import train
 from utils.launch.command import resume_command
 from utils.runs.manifest import sha256_of
-from utils.training import building
+from utils.training import setup
 
 
 def check_stopped(outcomes: list[Outcome], reason: str) -> None:
@@ -187,13 +187,13 @@ def test_a_signal_before_training_is_one_line(number, code):
 
 
 def _start_slowly(number):
-    load_data = building.load_data
+    load_data = setup.load_data
 
     def interrupted(*arguments):
         kill_myself(number)
         return load_data(*arguments)
 
-    building.load_data = interrupted
+    setup.load_data = interrupted
     train.main(["--run_name", "run", *FLAGS])
 
 

@@ -18,7 +18,7 @@ from helpers.waiting import SOON, has_ended, has_logged, until
 
 import train
 from utils.ranks.watch import Watch
-from utils.training import building
+from utils.training import setup
 
 TIMEOUT = 8
 ENDLESS = [*FLAGS, "--max_steps", "1000000", "--timeout"]
@@ -84,8 +84,8 @@ def stuck(where: str, rank: str):
         time.sleep(600)
 
     if where == "loading":
-        load = building.load_data
-        building.load_data = for_ever if os.environ["RANK"] == rank else load
+        load = setup.load_data
+        setup.load_data = for_ever if os.environ["RANK"] == rank else load
     else:
         update = train.train_update
 
