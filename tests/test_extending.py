@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 from hashlib import sha256
+from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,6 +115,43 @@ def test_one_and_two_processes_train_the_parts_of_a_plug_in_with_equal_bits(runs
     assert "grad_norm" not in log[0]  # only known with --clip_norm
     (state,) = Path("runs/two/checkpoints").glob("*8/state.json")
     assert json.loads(state.read_text())["versions"]["lab.py"] == sha256(LAB.encode()).hexdigest()
+
+
+OLD_PATHS = {
+    "utils.models.zoo": "OWN_MODELS",
+    "utils.tasks.classification": "LOSSES Classification",
+    "utils.tasks.table": "TASKS",
+    "utils.training.optim": "OPTIMIZERS",
+    "utils.training.schedule": "SCHEDULES after_warmup",
+    "utils.data.sources": "SOURCES",
+    "utils.data.splits": "Source fingerprint_of whole_split",
+    "utils.data.augment": "AUGMENTATIONS Transform",
+}
+
+
+def test_the_paths_that_earlier_versions_named_lead_to_the_same_objects():
+    for path, names in OLD_PATHS.items():
+        door = import_module(path.rpartition(".")[0])
+        for name in names.split():
+            assert getattr(import_module(path), name) is getattr(door, name)
+            assert name in LAB
+    assert import_module("utils.config.defaults").RATES is import_module("utils.training").RATES
+
+
+@pytest.mark.full
+def test_a_plug_in_with_the_old_paths_trains_the_same_bits(runs):
+    text = LAB
+    for path, names in OLD_PATHS.items():
+        for name in names.split():
+            text = f"from {path} import {name}\n{text}"
+    text, count = re.subn(r"^from utils\.\w+ import .*\n", "", text, flags=re.M)
+    assert count >= 7
+    Path("old").mkdir()
+    Path("old/lab.py").write_text(text)
+    flags = [*FLAGS, "--run_name", "old"]
+    flags[flags.index("lab.py")] = "old/lab.py"
+    returned(1, train.main, flags)
+    assert same_run("old", "one")
 
 
 @pytest.mark.parametrize(("main", "flags"), SCRIPTS)

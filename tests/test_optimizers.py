@@ -412,3 +412,23 @@ def test_sgd_has_the_momentum_of_every_parameter_before_the_first_update_also_wi
 def test_a_model_without_hidden_matrices_cannot_use_muon_and_names_are_found_in_any_case():
     error = refused(train.main, *words("--model mlp --optimizer Muon --max_steps 1"))
     assert "--optimizer muon: this model has no hidden matrices to train; use adamw" in error
+
+
+def test_an_optimizer_of_a_plug_in_adds_to_the_groups_of_parameters(monkeypatch):
+    class Own(torch.optim.SGD):
+        """SGD, faster for biases."""
+
+        def __init__(self, groups, config):
+            super().__init__(groups, lr=config.lr)
+
+        @staticmethod
+        def groups(model):
+            names = [name for name, _ in model.named_parameters()]
+            return {name: {"nesterov": False, "boost": name.endswith("bias")} for name in names}
+
+    monkeypatch.setitem(OPTIMIZERS, "own", Own)
+    model = small_cnn()
+    optimizer = build_optimizer(settings("--optimizer", "own", "--weight_decay", "0.1"), model)
+    boosts = {id(p): g["boost"] for g in optimizer.param_groups for p in g["params"]}
+    biases = {id(p): name.endswith("bias") for name, p in model.named_parameters()}
+    assert boosts == biases and set(boosts.values()) == {True, False}
