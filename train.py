@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from utils.config import parse_given, require
 from utils.console import say
 from utils.data import (
-    AnyDataset, Batch, UpdateSampler, evaluation_blocks, keep_on_device, make_loaders,
+    Batch, ImageDataset, UpdateSampler, evaluation_blocks, keep_on_device, make_loaders,
 )  # fmt: skip
 from utils.launch import resume_command, typed_command
 from utils.memory import gc_frozen
@@ -106,12 +106,11 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     model, last_part = adapt_model(model, setup, saved)  # with its final weights
     optimizer = build_optimizer(config, model)
     # if only the last part is trained, the outputs of the other layers are computed once
-    sets: Sequence[AnyDataset] = images
     if last_part is not None:
         from utils.training.features import features_of
 
-        sets = features_of(*images, model, last_part, setup)
-    train_loader, eval_loader = build_loaders(sets, setup)
+        images = features_of(*images, model, last_part, setup)
+    train_loader, eval_loader = build_loaders(images, setup)
     if accelerator.is_fsdp2:
         from utils.training.sharding import get_ready_to_shard
 
@@ -138,11 +137,12 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     )
 
 
-def build_loaders(sets: Sequence[AnyDataset], setup: Setup) -> list[DataLoader]:
+def build_loaders(sets: Sequence[ImageDataset], setup: Setup) -> list[DataLoader]:
     """The training and evaluation loaders, with the batches of all ranks, for `prepare`."""
     config, state, ranks = setup.config, setup.state, setup.ranks
     with ranks.agree():
-        train_set, eval_set = keep_on_device(sets, config, ranks.device)
+        keep_on_device(sets, config, ranks.device)
+    train_set, eval_set = sets
     updates = max(1, setup.updates - state.step)  # one, even if the run is complete, for a dry run
     order = UpdateSampler(setup.plan, ranks.topology.world_size, updates, state.step)
     blocks = evaluation_blocks(len(eval_set), config.eval_batch_size)

@@ -23,6 +23,7 @@ range.
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,8 +39,7 @@ from torchvision.transforms import v2
 
 sys.path.insert(0, str(ROOT))
 from utils.data import (
-    CachedDataset,
-    DeviceDataset,
+    ArrayDataset,
     DeviceLoader,
     Files,
     InputSpec,
@@ -144,8 +144,9 @@ def small(side: int, channels: int, padding: int, batch_size: int, flip: bool) -
     tensors = list(torch.from_numpy(some).permute(0, 3, 1, 2).contiguous())
     on_pil = InMemory(pictures, [*change, v2.PILToTensor(), *normalise])
     augmentation = make_augmentation(config, spec, training=True)
-    mine = CachedDataset(pixels, np.zeros(len(pixels), np.int64), augmentation)
-    on_device = DeviceDataset(mine, DEVICE)
+    mine = ArrayDataset(pixels, np.zeros(len(pixels), np.int64), augmentation)
+    on_device = replace(mine)
+    on_device.move(DEVICE)
     return {
         "ours": ours(mine, spec, batch_size, config),
         "ours, --data_on_device yes": ours(on_device, spec, batch_size, config),

@@ -3,12 +3,14 @@
 import io
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from utils.console import say
-from utils.data import Batch, Features
+from utils.data import ArrayDataset, Batch, Microbatch
 from utils.errors import one_line
 from utils.files import write_file
 from utils.training import Run
@@ -36,12 +38,29 @@ def picture(run: Run, batch: Batch) -> bytes:
     """The first images of a batch and their classes, as the bytes of a PNG file."""
     dataset = run.train_batches.dataset
     spec = run.spec
-    if isinstance(dataset, Features):
-        pixels = dataset.pixels(batch.microbatch, _MOST)
+    if dataset.source is not None:
+        pixels = pixels_of(dataset, batch.microbatch)
     else:
         unit = batch.images[:_MOST].permute(0, 2, 3, 1).cpu() * torch.tensor(spec.std)
         pixels = (unit + torch.tensor(spec.mean)).mul(255).round().clamp(0, 255).byte()
     return draw(pixels.numpy(), batch.labels[:_MOST].tolist(), run.data.class_names)
+
+
+def pixels_of(features: ArrayDataset, microbatch: Microbatch) -> Tensor:
+    """The images of the first features of a microbatch, uint8 [n, H, W, C]."""
+    source: Any = features.source
+    places = microbatch.indices
+    if features.source_rows is not None:
+        places = features.source_rows[places]
+    views = (features.row_of(microbatch) // len(features)).tolist()
+    pixels = []
+    for place, view in zip(places[:_MOST, None], views, strict=False):
+        one = Microbatch(0, view, 0, place)  # view v has the random numbers of epoch v
+        images = source.__getitems__(one).images
+        if not source.in_loader:
+            images = source.augmentation.apply(images, source.augmentation.draw(one))
+        pixels.append(images)
+    return torch.cat(pixels)
 
 
 def draw(pixels: np.ndarray, labels: Sequence, names: Sequence[str]) -> bytes:

@@ -14,7 +14,7 @@ from torchvision.transforms.v2 import functional as F
 from utils.data.augment import AUGMENTATIONS, Center, crop_box, make_augmentation
 from utils.data.batches import DeviceLoader
 from utils.data.cache import make_dataset
-from utils.data.datasets import CachedDataset, DeviceDataset
+from utils.data.datasets import ArrayDataset
 from utils.data.decode import LARGE
 from utils.data.draws import Draws
 from utils.data.erasing import Cutout
@@ -79,7 +79,7 @@ def both_ends(augmentation, images, microbatch):
     for place, pixels in enumerate(changed):
         own = [numbers[[place]] for numbers in random]
         single[place] = augmentation.apply(pixels[None].clone(), own)[0]
-    dataset = CachedDataset(images.numpy(), np.arange(len(images)), augmentation)
+    dataset = ArrayDataset(images.numpy(), np.arange(len(images)), augmentation)
     if not dataset.in_loader:
         return single, augmentation.apply(changed, random)
     return single, dataset.__getitems__(microbatch).images
@@ -158,7 +158,7 @@ def test_small_images_and_photographs_are_changed_by_the_same_flags_in_the_same_
     split = whole_split("train", images, np.arange(30), "made")
     dataset = make_dataset(split, spec, config, True, iter)
     if place == "device":
-        dataset = DeviceDataset(dataset, CPU.device)
+        dataset.move(CPU.device)
     order = np.random.default_rng(0).permutation(30)
     parts = enumerate(np.split(order, [12]))
     microbatches = [Microbatch(0, 2, number, part) for number, part in parts]

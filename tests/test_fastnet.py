@@ -12,7 +12,7 @@ from helpers.training_runs import same_tensors, train_run, weights, words
 from torch import nn
 
 import eval
-from utils.data.datasets import CachedDataset
+from utils.data.datasets import ArrayDataset
 from utils.data.spec import InputSpec
 from utils.errors import UserError
 from utils.models.fastnet import FastNet, some_images
@@ -106,7 +106,7 @@ def test_it_learns_in_few_updates_to_the_same_bits_on_two_processes_and_after_a_
     flags = [*RUN, *words("--threads 1 --microbatches 4 --eval_every 24 --max_steps 24 --keep 9")]
     log = train_run(1, "one", *flags)
     assert log[-1]["accuracy"] > 0.9
-    pixels = some_images(CachedDataset(np.arange(2500).reshape(-1, 1, 1, 1), np.zeros(2500)))
+    pixels = some_images(ArrayDataset(np.arange(2500).reshape(-1, 1, 1, 1), np.zeros(2500)))
     assert pixels.ravel().tolist() == list(range(0, 2500, 3))  # evenly
     train_run(2, "two", *flags)
     path = "runs/two/checkpoints/step-00000012"

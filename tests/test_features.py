@@ -37,8 +37,9 @@ import export
 import predict
 import replay
 import train
+from extras import first_batch
 from utils.data.augment import Augmentation, ShiftAndFlip
-from utils.data.datasets import CachedDataset, Features
+from utils.data.datasets import ArrayDataset
 from utils.data.decoders import DECODERS
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
@@ -356,13 +357,14 @@ def test_the_last_part_has_all_trained_parameters_and_computes_the_logits(
     assert features[0].shape == (3, *shape) and torch.equal(found(features[0]), logits)
 
 
-def test_a_sample_that_is_drawn_again_takes_the_next_view():
+def test_a_sample_that_is_drawn_again_takes_the_next_view(monkeypatch):
     """The features are the pixels themselves."""
+    monkeypatch.setattr(first_batch, "_MOST", 4)
     augmentation = Augmentation(3, [ShiftAndFlip(2, True)])
-    images, everything = CachedDataset(pictures(10), np.arange(10), augmentation), np.arange(10)
+    images, everything = ArrayDataset(pictures(10), np.arange(10), augmentation), np.arange(10)
     draws = [augmentation.draw(Microbatch(0, epoch, 0, everything)) for epoch in range(3)]
-    views = [augmentation.apply(torch.from_numpy(images.pixels), draw) for draw in draws]
-    features = Features(torch.stack(views).float().numpy(), images, None, "")
+    views = [augmentation.apply(torch.from_numpy(images.rows), draw) for draw in draws]
+    features = ArrayDataset(torch.cat(views).float().numpy(), images.labels, source=images)
     indices, occurrences = np.array([4, 9, 4, 0, 4]), np.array([0, 0, 1, 0, 2])
     for epoch, again in product(range(7), (None, occurrences)):
         batch = features.__getitems__(Microbatch(5, epoch, 0, indices, again))
@@ -371,7 +373,7 @@ def test_a_sample_that_is_drawn_again_takes_the_next_view():
         expected = torch.stack([views[turn][index] for turn, index in chosen])
         assert torch.equal(batch.images, expected.float())
         assert batch.labels.tolist() == indices.tolist()
-        assert torch.equal(features.pixels(batch.microbatch, 4), expected[:4])
+        assert torch.equal(first_batch.pixels_of(features, batch.microbatch), expected[:4])
 
 
 @pytest.mark.full

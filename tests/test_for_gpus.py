@@ -464,7 +464,7 @@ def test_updates_that_fp16_skips_are_counted(fused):
 
 def test_a_gpu_normalises_in_one_operation():
     spec = InputSpec(4, 64, 3, [0.1, 0.45, 0.9], [0.2, 0.3, 0.7])
-    loader = SimpleNamespace(dataset=SimpleNamespace(labels=[]))
+    loader = SimpleNamespace(dataset=SimpleNamespace(labels=[], source=None))
     with fake_gpu() as gpu:
         batches = uploads.DeviceLoader(loader, spec, TrainConfig(), CUDA, training=False)
         images = torch.empty(5, 4, 64, 3, dtype=torch.uint8, device=CUDA)
@@ -496,7 +496,8 @@ def test_a_batch_is_handed_over_before_the_next_one_is_fetched(monkeypatch):
 
 @pytest.mark.parametrize(("device", "expected"), [(CUDA, 2), (torch.device("cpu"), 4)])
 def test_fewer_batches_are_in_page_locked_memory(device, expected):
-    part = SimpleNamespace(in_loader=True, image_bytes=1, largest=1)  # data set and sampler
+    # data set and sampler
+    part = SimpleNamespace(in_loader=True, image_bytes=1, largest=1, on_device=None)
     (loader,) = workers.make_loaders([(part, part)], TrainConfig(num_workers=2), 1, device)
     assert loader.prefetch_factor == expected
 

@@ -17,7 +17,7 @@ from torchvision.transforms.v2 import functional as F
 
 from utils.data import workers as worker_process
 from utils.data.batches import DeviceLoader
-from utils.data.datasets import CachedDataset
+from utils.data.datasets import ArrayDataset
 from utils.data.decode import resize
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
@@ -40,7 +40,7 @@ def test_pixels_are_scaled_like_torchvision_does_it_whatever_their_layout(channe
 def test_large_batches_are_normalised_like_single_images(channels_last):
     pixels, spec = pictures(300, (40, 30)), InputSpec(40, 30, 3, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
     config, given = TrainConfig(channels_last=channels_last), [Microbatch(0, 0, 0, np.arange(300))]
-    parts = [(CachedDataset(pixels, np.arange(300)), given)]
+    parts = [(ArrayDataset(pixels, np.arange(300)), given)]
     (loader,) = make_loaders(parts, config, CPU.threads, CPU.device)
     (batch,) = DeviceLoader(loader, spec, config, CPU.device, training=False)
     mean, std = torch.tensor(spec.mean), torch.tensor(spec.std)

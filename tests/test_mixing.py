@@ -8,7 +8,7 @@ from helpers.make_data import CPU, pictures
 from scipy import stats
 
 from utils.data.batches import DeviceLoader, Mixing
-from utils.data.datasets import CachedDataset, DeviceDataset
+from utils.data.datasets import ArrayDataset
 from utils.data.order import Microbatch, Plan, fold_in
 from utils.data.samplers import UpdateSampler
 from utils.data.spec import InputSpec
@@ -40,7 +40,7 @@ def read(dataset, microbatches, spec=SPEC, **settings):
 
 @pytest.fixture
 def images():
-    return CachedDataset(pictures(40, (10, 12)), LABELS)
+    return ArrayDataset(pictures(40, (10, 12)), LABELS)
 
 
 def mixed_by_hand(pixels, first, second, occurrence, mixup=0, cutmix=0, mix_prob=1.0):
@@ -79,21 +79,22 @@ def test_images_and_targets_are_those_of_the_formulas(images, kind, resident):
     order[8:10] = order[0:2]  # drawn again
     occurrences = np.zeros(23, np.int64)
     occurrences[8:10] = 1
-    dataset = DeviceDataset(images, CPU.device) if resident else images
-    (batch,) = read(dataset, [microbatch(order, occurrences)], **kind)
+    if resident:
+        images.move(CPU.device)
+    (batch,) = read(images, [microbatch(order, occurrences)], **kind)
     assert batch.labels.dtype == batch.images.dtype == torch.float32
     mixed = 0
     for place in range(0, 22, 2):
         first, second = order[place : place + 2].tolist()
         again = int(occurrences[place])
-        expected = mixed_by_hand(images.pixels, first, second, again, **kind)
+        expected = mixed_by_hand(images.rows, first, second, again, **kind)
         found = *batch.images[place : place + 2], *batch.labels[place : place + 2]
         for mine, theirs in zip(found, expected, strict=True):
             np.testing.assert_allclose(mine.numpy(), theirs, atol=2e-6)
         mixed += bool((batch.labels[place] < 1).all())
     assert 11 * kind.get("mix_prob", 1) - 5 < mixed <= 11
     last = int(order[22])
-    alone, _, label, _ = mixed_by_hand(images.pixels, last, last, 0, mix_prob=0)
+    alone, _, label, _ = mixed_by_hand(images.rows, last, last, 0, mix_prob=0)
     np.testing.assert_allclose(batch.images[22].numpy(), alone, atol=2e-6)
     assert batch.labels[22].tolist() == label.tolist()
 

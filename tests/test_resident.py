@@ -2,6 +2,7 @@
 same weights.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,16 +14,11 @@ from helpers.training_runs import records, same_tensors, train_run, weights, wor
 
 import eval
 import utils.data.datasets as resident
+from extras.first_batch import pixels_of
 from utils.data.augment import make_augmentation
 from utils.data.batches import DeviceLoader
 from utils.data.cache import make_dataset
-from utils.data.datasets import (
-    CachedDataset,
-    DeviceDataset,
-    Features,
-    describe_place,
-    keep_on_device,
-)
+from utils.data.datasets import ArrayDataset, describe_place, keep_on_device
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
 from utils.data.splits import whole_split
@@ -51,7 +47,9 @@ def read(dataset, microbatches=MICROBATCHES, training=True, **settings):
 def assert_same(dataset, **settings):
     """The batches of a data set, which are the same if it is on the device."""
     expected = read(dataset, **settings)
-    found = read(DeviceDataset(dataset, CPU.device), **settings)
+    moved = replace(dataset)
+    moved.move(CPU.device)
+    found = read(moved, **settings)
     assert len(found) == len(expected) == len(MICROBATCHES)
     for one, other in zip(found, expected, strict=True):
         assert (one.update, one.number, one.error) == (other.update, other.number, other.error)
@@ -64,13 +62,13 @@ def assert_same(dataset, **settings):
 
 @pytest.fixture
 def images():
-    return CachedDataset(pictures(60, (10, 12)), np.arange(60) % 7)
+    return ArrayDataset(pictures(60, (10, 12)), np.arange(60) % 7)
 
 
 def test_rows_of_several_labels_and_planes_are_drawn_on_the_device_too():
     rows = np.random.default_rng(0).integers(0, 2, (60, 4), np.uint8)
     first = np.ascontiguousarray(pictures(60, (10, 12)).transpose(0, 3, 1, 2))
-    for batch in assert_same(CachedDataset(first.transpose(0, 2, 3, 1), rows)):
+    for batch in assert_same(ArrayDataset(first.transpose(0, 2, 3, 1), rows)):
         assert batch.labels.dtype == torch.float32
         assert np.array_equal(batch.labels.numpy(), rows[batch.indices.numpy()])
 
@@ -90,12 +88,12 @@ def test_microbatches_are_the_same_in_groups_of_any_size(training, most, images,
 def test_features_on_the_device_are_those_of_the_view_of_each_sample(images, monkeypatch):
     monkeypatch.setattr(resident, "_GROUP", 30 * 4 * 4)
     values = np.random.default_rng(0).random((3, 60, 2, 2), np.float32)
-    features = Features(values, images, None, "computed")
-    features.image_rows = np.arange(60)[::-1]  # as with --fold
-    sets = keep_on_device([features], TrainConfig(data_on_device="yes"), CPU.device)
-    assert describe_place([*sets, *sets]).endswith("features of each view, 0.0 MB on cpu")
-    for dataset in (features, *sets):
-        (loader,) = make_loaders([(dataset, MICROBATCHES)], TrainConfig(), 1, CPU.device)
+    features = ArrayDataset(values.reshape(-1, 2, 2), images.labels, origin="computed")
+    features.source, features.source_rows = images, np.arange(60)[::-1]  # as with --fold
+    for how, place in (("no", "cached"), ("yes", "on cpu")):
+        keep_on_device([features], TrainConfig(data_on_device=how), CPU.device)
+        assert describe_place([features, features]) == f"computed, 0.0 MB {place}"
+        (loader,) = make_loaders([(features, MICROBATCHES)], TrainConfig(), 1, CPU.device)
         found = DeviceLoader(loader, SPEC, TrainConfig(), CPU.device, True)
         for batch, part in zip(found, MICROBATCHES, strict=True):
             again = 0 if part.occurrences is None else part.occurrences
@@ -104,17 +102,17 @@ def test_features_on_the_device_are_those_of_the_view_of_each_sample(images, mon
             # otherwise bits would depend on the group
             assert batch.images.storage_offset() * 4 % 256 == 0
             assert np.array_equal(batch.labels, images.labels[part.indices])
-        shown = dataset.pixels(MICROBATCHES[0], 2)
-        assert np.array_equal(shown, images.pixels[59 - MICROBATCHES[0].indices[:2]])
+        shown = pixels_of(features, MICROBATCHES[0])
+        assert np.array_equal(shown, images.rows[59 - MICROBATCHES[0].indices])
 
 
 def test_images_that_loader_processes_augment_stay_with_them(images):
     config = TrainConfig(data_on_device="yes", color_jitter=0.4)
-    split = whole_split("train", images.pixels.transpose(0, 3, 1, 2), images.labels, "made")
+    split = whole_split("train", images.rows.transpose(0, 3, 1, 2), images.labels, "made")
     sets = [make_dataset(split, SPEC, config, training, iter) for training in (True, False)]
-    kept, drawn = keep_on_device(sets, config, CPU.device)
-    assert kept is sets[0] and isinstance(drawn, DeviceDataset)
-    assert describe_place([kept, drawn]).endswith("MB on cpu")
+    keep_on_device(sets, config, CPU.device)
+    assert [bool(each.on_device) for each in sets] == [False, True]
+    assert describe_place(sets).endswith("MB on cpu")
 
 
 @pytest.mark.parametrize(
@@ -133,8 +131,8 @@ def test_images_go_to_a_gpu_if_they_take_a_quarter_of_its_free_memory(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free, 10**9))
     monkeypatch.setattr(torch.Tensor, "to", lambda self, _device: self)  # there is no GPU here
     monkeypatch.setattr(torch, "tensor", lambda values, device: torch.from_numpy(values))
-    (made,) = keep_on_device([images], TrainConfig(data_on_device=setting), gpu)
-    assert isinstance(made, DeviceDataset) == kept
+    keep_on_device([images], TrainConfig(data_on_device=setting), gpu)
+    assert bool(images.on_device) == kept
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (21599, 10**9))
     with pytest.raises(
         UserError, match=r"^--data_on_device yes: 0\.0 MB of images or features, but "
@@ -144,10 +142,12 @@ def test_images_go_to_a_gpu_if_they_take_a_quarter_of_its_free_memory(
 
 def test_on_a_cpu_images_stay_where_they_are_unless_asked(images):
     cpu = CPU.device
-    assert keep_on_device([images], TrainConfig(), cpu) == [images]
-    (made,) = keep_on_device([images], TrainConfig(data_on_device="yes"), cpu)
-    assert made.on_device.data_ptr() == images.pixels.ctypes.data  # not copied
-    assert describe_place([made, made]) == "decoded, 0.0 MB on cpu"
+    keep_on_device([images], TrainConfig(), cpu)
+    assert images.on_device is None
+    assert describe_place([images, images]) == "decoded, 0.0 MB in host memory"
+    keep_on_device([images], TrainConfig(data_on_device="yes"), cpu)
+    assert images.on_device[0].data_ptr() == images.rows.ctypes.data  # not copied
+    assert describe_place([images, images]) == "decoded, 0.0 MB on cpu"
 
 
 # 241 images in updates of 120: the third of each epoch has one image, so rank 1 has none.

@@ -28,7 +28,7 @@ from helpers.training_runs import (
 import eval
 import train
 import utils.training.meter
-from utils.data.datasets import CachedDataset
+from utils.data.datasets import ArrayDataset
 from utils.runs.state import TrainState
 from utils.settings.train import TrainConfig, read_config
 from utils.training.schedule import due_after
@@ -118,14 +118,14 @@ def test_a_resume_reads_no_sample_to_skip_it():
 
 
 def _samples_read(flags):
-    read, get = [], CachedDataset.__getitems__
+    read, get = [], ArrayDataset.__getitems__
 
     def watched(dataset, microbatch):
         if len(dataset) == 480:  # the training split
             read.extend(microbatch.indices)
         return get(dataset, microbatch)
 
-    CachedDataset.__getitems__ = watched
+    ArrayDataset.__getitems__ = watched
     train.main(flags)
     return len(read)
 

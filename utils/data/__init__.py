@@ -14,11 +14,8 @@ from utils.data.check import check_images
 
 # data sets that return one microbatch at a time
 from utils.data.datasets import (
-    AnyDataset,
+    ArrayDataset,
     Batch,
-    CachedDataset,
-    DeviceDataset,
-    Features,
     ImageDataset,
     PhotoDataset,
     describe_place,
@@ -38,7 +35,7 @@ from utils.data.folders import Scan, files_below, notes
 from utils.data.folds import group_keys
 
 # which samples form which update
-from utils.data.order import Plan, fold_in, make_plan
+from utils.data.order import Microbatch, Plan, fold_in, make_plan
 
 # samplers of updates and of evaluation blocks
 from utils.data.samplers import UpdateSampler, evaluation_blocks

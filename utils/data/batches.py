@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from utils.data.augment import Augmentation
-from utils.data.datasets import Batch, Features, OnDevice
+from utils.data.datasets import Batch
 from utils.data.draws import Draws
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
@@ -144,8 +144,9 @@ class DeviceLoader:
         self.device = device
         self.error: Exception | None = None
         self.what = "a training batch" if training else "an evaluation batch"
-        self.dataset: Any = self.loader.dataset  # its `labels` are those of the whole split
-        self.no_labels = torch.tensor(self.dataset.labels[:0], device=device)  # type: ignore[attr-defined]
+        dataset: Any = loader.dataset
+        self.dataset = dataset  # its `labels` are those of the whole split
+        self.no_labels = torch.tensor(dataset.labels[:0], device=device)
         # Accelerate would copy on the compute stream; `_upload` copies instead
         self.loader.device = None
         self.mixing = Mixing(config, spec, outputs) if training and config.mixes else None
@@ -157,8 +158,8 @@ class DeviceLoader:
         self.scale, self.shift = scale.repeat(spec.width), shift.repeat(spec.width)
         self.channels = spec.channels
         shape = (spec.channels, spec.height, spec.width)
-        if isinstance(self.dataset, Features):
-            shape = self.dataset.views.shape[2:]
+        if dataset.source is not None:  # features
+            shape = dataset.rows.shape[1:]
         self.no_images = torch.empty(0, *shape, device=device)  # an empty input of the model
 
     def check(self) -> None:
@@ -171,8 +172,7 @@ class DeviceLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         loaded = wait_for_items(self.loader, self.what)
-        is_resident = isinstance(self.dataset, OnDevice)
-        for batch in self._drawn(loaded) if is_resident else self._streamed(loaded):
+        for batch in self._drawn(loaded) if self.dataset.on_device else self._streamed(loaded):
             self.error = batch.error or self.error
             mix = None
             labels = batch.labels
@@ -195,10 +195,11 @@ class DeviceLoader:
 
     def _drawn(self, loaded: Iterator[Batch]) -> Iterator[Batch]:
         """Batches drawn from images on the device, augmented, from batches without pixels."""
+        all_rows, all_labels = self.dataset.on_device
+        augmentation = self.dataset.augmentation
         for joined, parts in _upload(self.dataset.groups(loaded), self.device):
-            images = self.dataset.on_device.index_select(0, joined.indices)
-            labels = self.dataset.targets.index_select(0, joined.indices)
-            augmentation = self.dataset.augmentation
+            images = all_rows.index_select(0, self.dataset.row_of(joined))
+            labels = all_labels.index_select(0, joined.indices)
             images = augmentation.apply(images, augmentation.draw(joined))
             sizes = [len(part.indices) for part in parts]
             yield from map(Batch, images.split(sizes), labels.split(sizes), parts)

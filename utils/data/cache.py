@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from torchvision.transforms.v2.functional import resize
 
 from utils.data.augment import make_augmentation
-from utils.data.datasets import CachedDataset, ImageDataset, PhotoDataset
+from utils.data.datasets import ArrayDataset, ImageDataset, PhotoDataset
 from utils.data.decode import VERSION, decode_image, pixels_key
 from utils.data.decoders import DECODERS
 from utils.data.samplers import BlockSampler
@@ -96,7 +96,7 @@ def make_dataset(
     augmentation = make_augmentation(config, spec, training)
     if spec.small:
         pixels = decode_all(split, *spec.size, spec.channels, config.cache_dir, progress)
-        return CachedDataset(pixels, split.labels, augmentation)
+        return ArrayDataset(pixels, split.labels, augmentation)
     split = shrink(split, spec, config.shrink, f"{expand(config.cache_dir)}/shrunk")
     return PhotoDataset(split, spec, augmentation)
 

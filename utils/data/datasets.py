@@ -1,5 +1,5 @@
-"""Data sets that return one microbatch at a time: small images that are already decoded, also on
-the device, photographs, and features of images.
+"""Data sets that return one microbatch at a time: decoded small images or features of images, also
+on the device, and photographs.
 """
 
 import warnings
@@ -58,27 +58,31 @@ class Batch(NamedTuple):
         return Batch(self.images[:0].clone(), self.labels[:0].clone(), microbatch, error)
 
 
-class _Labelled(Dataset):
-    """A data set whose length is that of its labels."""
-
-    labels: np.ndarray
-    thumbnails: Any = None  # small grey images of the samples, float32 [N, D], where they are known
-
-    def __len__(self) -> int:
-        return len(self.labels)
+_SHARE = 1 / 4  # of a GPU's free memory that --data_on_device auto uses at most
+_GROUP = 2**25  # most bytes of pixels that are drawn together
 
 
 @dataclass(eq=False)
-class CachedDataset(_Labelled):
-    """Images decoded beforehand, uint8 [N, H, W, C]; a batch is one indexed copy.
+class ArrayDataset(Dataset):
+    """Decoded images, uint8 [N, H, W, C], or features: the outputs of frozen layers for V views of
+    each image, float32 [V * N, ...], all samples of the first view first.
 
-    The batch is augmented on the device, or `in_loader` if the augmentation has transforms of
-    single images.
+    A sample has view (epoch + occurrence) modulo V; its occurrence in the epoch counts from 0. A
+    batch is one indexed copy. It is augmented on the device, or `in_loader` if the augmentation has
+    transforms of single images.
     """
 
-    pixels: np.ndarray
-    labels: np.ndarray
+    rows: np.ndarray
+    labels: np.ndarray  # of the N samples
     augmentation: Augmentation = field(default_factory=Augmentation)
+    origin: str = "decoded"  # how the rows were made, or where they were found
+    source: "ImageDataset | None" = None  # of features: the images that they were computed from
+    source_rows: np.ndarray | None = None  # the samples' positions in `source`, if others than here
+    thumbnails: Any = None  # small grey images of the samples, float32 [N, D], where they are known
+    on_device: tuple[Tensor, Tensor] | None = None  # the rows and labels, after `move`
+
+    def __len__(self) -> int:
+        return len(self.labels)
 
     @property
     def in_loader(self) -> bool:
@@ -86,33 +90,83 @@ class CachedDataset(_Labelled):
 
     @property
     def image_bytes(self) -> int:
-        return self.pixels[:1].nbytes
-
-    @property
-    def nbytes(self) -> int:
-        return self.pixels.nbytes
+        return self.rows[:1].nbytes
 
     @property
     def place(self) -> str:
+        where = "in host memory" if self.source is None else "cached"
+        if self.on_device:
+            where = f"on {self.on_device[0].device}"
         how = ", augmented by loader processes" if self.in_loader else ""
-        return f"decoded, {bytes_text(self.nbytes)} in host memory{how}"
+        return f"{self.origin}, {bytes_text(self.rows.nbytes)} {where}{how}"
+
+    def row_of(self, microbatch: Microbatch) -> Any:
+        """The row of each sample, int64 [n], an array or a tensor like its indices."""
+        if len(self.rows) == len(self):
+            return microbatch.indices
+        views = len(self.rows) // len(self)
+        turns = 0 if microbatch.occurrences is None else microbatch.occurrences
+        return (microbatch.epoch + turns) % views * len(self) + microbatch.indices
 
     def __getitems__(self, microbatch: Microbatch) -> Batch:
-        images = torch.from_numpy(self.pixels[microbatch.indices])
+        if self.on_device:  # drawn there, in groups
+            return Batch(torch.empty(0), torch.empty(0), microbatch)
+        images = torch.from_numpy(self.rows[self.row_of(microbatch)])
         if self.in_loader:
             images = self.augmentation.apply(images, self.augmentation.draw(microbatch))
         return Batch(images, torch.from_numpy(self.labels[microbatch.indices]), microbatch)
 
+    def move(self, device: torch.device) -> None:
+        """Copy the rows and labels to the device. From now on, batches are loaded without them."""
+        with warnings.catch_warnings():
+            # the map of the cache; it is only read
+            warnings.filterwarnings("ignore", message=".*not writable")
+            rows = torch.from_numpy(self.rows).to(device).contiguous()
+        self.on_device = rows, torch.tensor(self.labels, device=device)
 
-class PhotoDataset(_Labelled):
+    def groups(self, batches: Iterable[Batch]) -> Iterator[tuple[Microbatch, list[Microbatch]]]:
+        """Groups of microbatches of one epoch, to be drawn on the device: joined into one, with its
+        samples as tensors, and as a list.
+
+        Drawing takes about fifty kernels. For a single microbatch, a GPU would run them faster than
+        the host launches them, so consecutive microbatches share them.
+        """
+        most = _GROUP // max(1, self.image_bytes)
+        group: list[Microbatch] = []
+        count = 0  # samples in the group
+        for microbatch in (batch.microbatch for batch in batches):
+            count += len(microbatch.indices)
+            if group and (microbatch.epoch != group[0].epoch or count > most):
+                yield _joined(group), group
+                group = []
+                count = len(microbatch.indices)
+            group.append(microbatch)
+        if group:
+            yield _joined(group), group
+
+
+def _joined(group: list[Microbatch]) -> Microbatch:
+    """The microbatches as one, with its samples as tensors."""
+    joined: dict = {"indices": torch.from_numpy(np.concatenate([part.indices for part in group]))}
+    if group[0].occurrences is not None:  # those of all microbatches, or of none
+        occurrences = [np.asarray(part.occurrences) for part in group]
+        joined["occurrences"] = torch.from_numpy(np.concatenate(occurrences))
+    return group[0]._replace(**joined)
+
+
+class PhotoDataset(Dataset):
     """Photographs, decoded and augmented for each batch; by default, their centre."""
 
     in_loader = True
     place = "decoded for each batch"
+    source = thumbnails = on_device = None  # as in ArrayDataset
 
     def __init__(self, split: Split, spec: InputSpec, augmentation: Augmentation | None = None):
         self.split, self.spec, self.labels = split, spec, split.labels
         self.augmentation = augmentation or Augmentation(0, [Center(spec)])
+
+    def __len__(self) -> int:
+        return len(self.labels)
 
     @property
     def image_bytes(self) -> int:
@@ -137,182 +191,30 @@ class PhotoDataset(_Labelled):
         return batch._replace(images=self.augmentation.apply(images, random, 1))
 
 
-_SHARE = 1 / 4  # of a GPU's free memory that --data_on_device auto uses at most
-_GROUP = 2**25  # most bytes of pixels that are drawn together
-
-
-class OnDevice(_Labelled):
-    """Decoded images or features on the device. Microbatches are loaded without them, and drawn
-    there in groups.
-
-    Drawing takes about fifty kernels. For a single microbatch, a GPU would run them faster than the
-    host launches them, so consecutive microbatches share them.
-    """
-
-    def keep(self, rows: np.ndarray, labels: np.ndarray, device: torch.device) -> None:
-        """Copy the images or features, and as many labels, to the device."""
-        with warnings.catch_warnings():
-            # the map of the cache; it is only read
-            warnings.filterwarnings("ignore", message=".*not writable")
-            self.on_device = torch.from_numpy(rows).to(device).contiguous()
-        self.targets = torch.tensor(labels, device=device)
-
-    def rows(self, microbatch: Microbatch) -> np.ndarray:
-        """The row of each sample on the device, int64 [n]."""
-        return microbatch.indices
-
-    @property
-    def where(self) -> str:
-        return f"{bytes_text(self.on_device.nbytes)} on {self.on_device.device}"
-
-    def __getitems__(self, microbatch: Microbatch) -> Batch:
-        return Batch(torch.empty(0), torch.empty(0), microbatch)
-
-    def groups(self, batches: Iterable[Batch]) -> Iterator[tuple[Microbatch, list[Microbatch]]]:
-        """Groups of microbatches of one epoch: joined into one, with its samples as tensors, and as
-        a list.
-        """
-        most = _GROUP // max(1, self.on_device[:1].nbytes)
-        group: list[Microbatch] = []
-        count = 0  # samples in the group
-        for microbatch in (batch.microbatch for batch in batches):
-            count += len(microbatch.indices)
-            if group and (microbatch.epoch != group[0].epoch or count > most):
-                yield self._joined(group), group
-                group = []
-                count = len(microbatch.indices)
-            group.append(microbatch)
-        if group:
-            yield self._joined(group), group
-
-    def _joined(self, group: list[Microbatch]) -> Microbatch:
-        """The microbatches as one, with its rows on the device as tensors."""
-        joined: dict = {"indices": torch.from_numpy(np.concatenate([*map(self.rows, group)]))}
-        if group[0].occurrences is not None:  # those of all microbatches, or of none
-            occurrences = [np.asarray(part.occurrences) for part in group]
-            joined["occurrences"] = torch.from_numpy(np.concatenate(occurrences))
-        return group[0]._replace(**joined)
-
-
-class DeviceDataset(OnDevice, CachedDataset):
-    """Decoded images on the device."""
-
-    def __init__(self, decoded: CachedDataset, device: torch.device):
-        CachedDataset.__init__(self, decoded.pixels, decoded.labels, decoded.augmentation)
-        self.keep(decoded.pixels, decoded.labels, device)
-
-    @property
-    def place(self) -> str:
-        return f"decoded, {self.where}"
-
-
-ImageDataset = CachedDataset | PhotoDataset
-
-
-class Features(_Labelled):
-    """The outputs of frozen layers for K views of the images of a split, float32 [K, N, ...].
-
-    A sample has view (epoch + occurrence) modulo K; its occurrence in the epoch counts from 0.
-    `images` is the data set from which the features were computed; `image_rows`, if it is not None,
-    are the positions of the samples in it. `origin` describes the views, and says whether they were
-    computed or found in the cache.
-    """
-
-    in_loader = False
-    image_rows: np.ndarray | None = None
-    augmentation = Augmentation()
-    image_bytes = 0  # not sent between processes
-
-    def __init__(self, views: np.ndarray, images: ImageDataset, thumbnails: Any, origin: str):
-        self.views, self.images, self.labels, self.origin = views, images, images.labels, origin
-        self.thumbnails = thumbnails
-
-    @property
-    def place(self) -> str:
-        numbers = " x ".join(map(str, self.views.shape[2:]))
-        return f"{self.origin}, {numbers} features of each view, {self.where}"
-
-    @property
-    def nbytes(self) -> int:
-        return self.views.nbytes
-
-    @property
-    def where(self) -> str:
-        return f"{bytes_text(self.nbytes)} cached"
-
-    def __getitems__(self, microbatch: Microbatch) -> Batch:
-        indices = microbatch.indices
-        rows = torch.from_numpy(self.views[self._choose(microbatch), indices])
-        return Batch(rows, torch.from_numpy(self.labels[indices]), microbatch)
-
-    def pixels(self, microbatch: Microbatch, most: int) -> Tensor:
-        """The images from which the first features of a microbatch were computed, uint8 [n, H, W,
-        C], n <= `most`.
-        """
-        indices = microbatch.indices
-        if self.image_rows is not None:
-            indices = self.image_rows[indices]
-        chosen = zip(indices[:most, None], self._choose(microbatch).tolist(), strict=False)
-        return torch.cat([self._image(Microbatch(0, view, 0, index)) for index, view in chosen])
-
-    def _image(self, microbatch: Microbatch) -> Tensor:
-        images = self.images.__getitems__(microbatch).images
-        augmentation = self.images.augmentation
-        if self.images.in_loader:
-            return images
-        return augmentation.apply(images, augmentation.draw(microbatch))
-
-    def _choose(self, microbatch: Microbatch) -> np.ndarray:
-        """The view of each sample, int64 [n]."""
-        occurrences = 0 if microbatch.occurrences is None else microbatch.occurrences
-        zeros = np.zeros_like(microbatch.indices)
-        return (microbatch.epoch + occurrences + zeros) % len(self.views)
-
-
-class DeviceFeatures(OnDevice, Features):
-    """Features on the device, float32 [K * N, ...]."""
-
-    def __init__(self, cached: Features, device: torch.device):
-        vars(self).update(vars(cached))
-        views = cached.views
-        labels = np.concatenate([cached.labels] * len(views))
-        self.keep(views.reshape(-1, *views.shape[2:]), labels, device)
-
-    def rows(self, microbatch: Microbatch) -> np.ndarray:
-        return self._choose(microbatch) * len(self.labels) + microbatch.indices
-
-
-AnyDataset = ImageDataset | Features
+ImageDataset = ArrayDataset | PhotoDataset
 
 
 def keep_on_device(
-    sets: Sequence[AnyDataset], config: DataSettings, device: torch.device
-) -> list[AnyDataset]:
-    """The data sets of a run, with decoded images and features on the device as --data_on_device
-    says.
+    sets: Sequence[ImageDataset], config: DataSettings, device: torch.device
+) -> None:
+    """Move the decoded images and features of a run to the device, as --data_on_device says.
 
     Images that loader processes augment stay in host memory.
     """
-    kept = [
-        each for each in sets if isinstance(each, CachedDataset | Features) and not each.in_loader
-    ]
-    size = sum(each.nbytes for each in kept)
+    kept = [each for each in sets if isinstance(each, ArrayDataset) and not each.in_loader]
+    size = sum(each.rows.nbytes for each in kept)
     how = config.data_on_device
     # on a CPU they are already there
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else size
     if how == "no" or (how == "auto" and size > _SHARE * free):
-        return list(sets)
+        return
     problem = f"{bytes_text(size)} of images or features, but {device} has {bytes_text(free)} free"
     require(size <= free, f"--data_on_device yes: {problem}", "use auto or no")
-    return [_on_device(each, device) if each in kept else each for each in sets]
+    for each in kept:
+        each.move(device)
 
 
-def _on_device(dataset: Any, device: torch.device) -> AnyDataset:
-    kind = DeviceFeatures if isinstance(dataset, Features) else DeviceDataset
-    return kind(dataset, device)
-
-
-def describe_place(sets: Sequence[AnyDataset]) -> str:
+def describe_place(sets: Sequence[ImageDataset]) -> str:
     """Where the images or features of training and evaluation are, for the table at the start."""
     places = [each.place for each in sets]
     if len(set(places)) == 1:

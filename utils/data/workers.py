@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from utils.console import say
-from utils.data.datasets import AnyDataset, Batch, OnDevice
+from utils.data.datasets import Batch, ImageDataset
 from utils.data.samplers import MicrobatchSampler
 from utils.errors import UserError, one_line
 from utils.launch import local_rank_and_size
@@ -143,7 +143,7 @@ def _await_parents_sigterm(parent: int) -> None:
 
 
 def make_loaders(
-    parts: Sequence[tuple[AnyDataset, MicrobatchSampler]],
+    parts: Sequence[tuple[ImageDataset, MicrobatchSampler]],
     config: DataSettings,
     threads: int,
     device: torch.device,
@@ -175,7 +175,7 @@ def make_loaders(
             collate_fn=move_to_shared_memory,
             **worker_processes(workers, ahead),
             persistent_workers=workers > 0,
-            pin_memory=on_gpu and not isinstance(dataset, OnDevice),
+            pin_memory=on_gpu and not dataset.on_device,
         )
         loaders.append(loader)
     return loaders

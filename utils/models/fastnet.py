@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.config import require
-from utils.data import CachedDataset, ImageDataset, InputSpec
+from utils.data import ArrayDataset, ImageDataset, InputSpec
 
 _IMAGES = 1000  # the first layer is computed from at most this many training images
 _EPS = 5e-4  # added to the variances of patches, as in the paper, so that noise is not amplified
@@ -101,5 +101,5 @@ def some_images(dataset: ImageDataset) -> np.ndarray:
     """Evenly spaced training images to initialise the network with, uint8 [n, H, W, C]; the same on
     every rank.
     """
-    assert isinstance(dataset, CachedDataset)  # the network takes small images only
-    return dataset.pixels[np.arange(0, len(dataset), -(-len(dataset) // _IMAGES))]
+    assert isinstance(dataset, ArrayDataset)  # the network takes small images only
+    return dataset.rows[np.arange(0, len(dataset), -(-len(dataset) // _IMAGES))]

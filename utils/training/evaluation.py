@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from utils.console import progress
-from utils.data import AnyDataset, DeviceLoader, InputSpec, evaluation_blocks, make_loaders
+from utils.data import DeviceLoader, ImageDataset, InputSpec, evaluation_blocks, make_loaders
 from utils.errors import UserError
 from utils.launch import fix_for_memory
 from utils.models import forget_whole_weights, is_sharded
@@ -186,7 +186,7 @@ class Evaluator:
 
 
 def make_eval_loader(
-    dataset: AnyDataset, config: TrainConfig, ranks: Ranks, epoch: int = 0
+    dataset: ImageDataset, config: TrainConfig, ranks: Ranks, epoch: int = 0
 ) -> DataLoader:
     """The loader of the evaluation blocks of all ranks, for `Accelerator.prepare`."""
     blocks = evaluation_blocks(len(dataset), config.eval_batch_size, epoch)

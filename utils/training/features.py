@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from utils.config import PLUGIN, require
 from utils.data import (
-    Features,
+    ArrayDataset,
     ImageDataset,
     InputSpec,
     Split,
@@ -43,7 +43,7 @@ def features_of(
     model: nn.Module,
     last_part: nn.Module,
     setup: Setup,
-) -> tuple[Features, Features]:
+) -> tuple[ArrayDataset, ArrayDataset]:
     """The features of the training and evaluation images; collective. From now on, the model takes
     features, the input of its `last_part`, instead of images.
 
@@ -89,7 +89,7 @@ class FeatureCache:
 
     def load(
         self, images: ImageDataset, split: Split, spec: InputSpec, views: int, augmented: list
-    ) -> Features:
+    ) -> ArrayDataset:
         """The features of a split, which are computed if they are not cached; collective."""
         config = self.setup.config
         ranks = self.setup.ranks
@@ -102,9 +102,14 @@ class FeatureCache:
                 dataset = make_dataset(whole, spec, config, bool(augmented), iter)
             shared = self.load(dataset, whole, spec, views, augmented)
             rows = np.searchsorted(index, split.image_index)
-            own = Features(shared.views[:, rows], images, shared.thumbnails[rows], shared.origin)
-            own.images, own.image_rows = dataset, rows
-            return own
+            of_views = np.arange(views)[:, None] * len(index) + rows
+            return replace(
+                shared,
+                rows=shared.rows[of_views.reshape(-1)],
+                labels=images.labels,
+                source_rows=rows,
+                thumbnails=shared.thumbnails[rows],
+            )
         start = time.perf_counter()
         folder = expand(config.cache_dir) / "features"
         block_size = evaluation_blocks(len(images), config.eval_batch_size).block_size
@@ -122,7 +127,10 @@ class FeatureCache:
             origin = f"computed in {time.perf_counter() - start:.1f} s"
         assert array is not None
         view = f"augmented views: {views}" if augmented else "centre"
-        return Features(array, images, small, f"{view}, {origin}")
+        numbers = " x ".join(map(str, array.shape[2:]))
+        origin = f"{view}, {origin}, {numbers} features of each view"
+        rows = array.reshape(-1, *array.shape[2:])
+        return ArrayDataset(rows, images.labels, origin=origin, source=images, thumbnails=small)
 
     @cached_property
     def _key(self) -> list[Any]:

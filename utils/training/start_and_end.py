@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from utils.console import printable, say, table
-from utils.data import Features, describe_place, has_columns, suggest_shrink
+from utils.data import describe_place, has_columns, suggest_shrink
 from utils.files import size_of, write_file
 from utils.launch import (
     begin_status,
@@ -88,7 +88,7 @@ def advice_lines(run: Run) -> list[str]:
         has_columns=has_columns(config.data),
         processes=run.accelerator.num_processes,
         has_momentum=any("momentum" in group for group in run.optimizer.param_groups),
-        cached=isinstance(images, Features),
+        cached=images.source is not None,
     )
     if images.in_loader and not config.shrink:
         lines += suggest_shrink(data.train, run.updates * run.plan.global_batch_size)
