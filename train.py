@@ -50,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     command = typed_command(argv)
     if config.seeds:
         given.add("seed")
-    with distributed_session("train.py", config) as ranks, Stopping(ranks) as stopping:
+    fixed_order = config.microbatches is not None
+    session = distributed_session("train.py", config, fixed_order)
+    with session as ranks, Stopping(ranks) as stopping:
         is_plain = not (config.seeds or config.dry_run)
         if not HAS_EXTRAS:
             say("the folder extras/ is missing: no page, no first_batch.png, no search for copies")

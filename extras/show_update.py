@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from extras.digest import differing
 from extras.first_batch import label_lines, picture
 from utils.console import table
 from utils.data import Batch
 from utils.files import expand, write_file
 from utils.models import main_output, restored_buffers
 from utils.runs import read_log
-from utils.runs.digest import differing
 from utils.settings.scripts import ReplayConfig
 from utils.training import Run, rounded
 

@@ -4,6 +4,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from extras.digest import (
+    choose_updates,
+    differing,
+    digests_of,
+    parts_to_compute,
+)
 from utils.config import require
 from utils.console import join_names, say
 from utils.data import load_data
@@ -25,12 +31,6 @@ from utils.runs import (
     read_settings,
     step_of,
     versions,
-)
-from utils.runs.digest import (
-    choose_updates,
-    differing,
-    digests_of,
-    parts_to_compute,
 )
 from utils.settings.scripts import ReplayConfig
 from utils.training import Run, find_samples

@@ -34,10 +34,10 @@ from safetensors.torch import load_file, save_file
 
 import replay
 import train
+from extras.digest import choose_updates, parts_to_compute
 from utils.config.cli import parse_args
 from utils.data.order import permutation
 from utils.data.selection import load_data
-from utils.runs.digest import choose_updates, parts_to_compute
 from utils.runs.manifest import sha256_of
 from utils.settings.train import TrainConfig
 from utils.training.tree_sum import TreeSum

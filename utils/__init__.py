@@ -1,4 +1,4 @@
-"""The parts of a training run.
+"""The parts of a training run, and what the other scripts share with it.
 
 Importing any of them sets these variables, unless the user has set them. PyTorch reads the first
 two when it is loaded, and the others for the first process group. Results do not change.

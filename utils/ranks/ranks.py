@@ -48,14 +48,20 @@ class Ranks:
     `finish`.
     """
 
-    def __init__(self, topology: Topology, launch: LaunchConfig, prog: str = "train.py"):
+    def __init__(
+        self,
+        topology: Topology,
+        launch: LaunchConfig,
+        prog: str = "train.py",
+        fixed_order: bool = False,
+    ):
         self.topology = topology
         self.launch = launch
         self.prog = prog
         self.device = choose_device(topology, launch.cpu)
         # The number of threads changes the bits of sums on the CPU, so with --microbatches it must
         # not follow from the number of processes.
-        fixed = self.device.type == "cpu" and getattr(launch, "microbatches", None)
+        fixed = fixed_order and self.device.type == "cpu"
         self.threads = launch.threads or (1 if fixed else threads_per_process(topology))
         # not at the field: a checkpoint's settings are those of another machine
         cores = os.cpu_count() or 1

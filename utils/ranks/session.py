@@ -52,15 +52,17 @@ from utils.waiting import wait_for_keys
 
 
 @contextmanager
-def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
-    """A context with the ranks of this launch.
+def distributed_session(
+    prog: str, launch: LaunchConfig, fixed_order: bool = False
+) -> Iterator[Ranks]:
+    """A context with the ranks of this launch; `fixed_order` with --microbatches.
 
     After an error, all exit with code 2, and one rank prints one line.
     """
     topology = ranks = None
     try:
         topology = read_topology(init_method=launch.init_method)
-        ranks = Ranks(topology, launch, prog)
+        ranks = Ranks(topology, launch, prog, fixed_order)
         ranks.watch.start()
         yield ranks
         ranks.finish()

@@ -2,7 +2,7 @@
 
 A setting is one field with its help text below it, in the file of the package that reads it. Its
 type says what values it takes and, if it is special, how it is saved and resumed
-(`config/bounds.py`).
+(`config/bounds.py`). Its name is in `GROUPS`, which has the order of --help and config.yaml.
 """
 
 from dataclasses import asdict, dataclass, replace

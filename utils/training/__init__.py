@@ -1,6 +1,5 @@
-"""The parts of train.py's loop."""
+"""What train.py puts together: settings, model, optimizer, gradients, evaluation."""
 
-# settings that follow from a checkpoint and from the data
 # the samples of a NaN or infinite loss
 from utils.training.divergence import find_samples
 
@@ -36,6 +35,8 @@ from utils.training.run import Run
 
 # learning rates by update
 from utils.training.schedule import SCHEDULES, after_warmup, due_after, learning_rate
+
+# settings that follow from a checkpoint and from the data
 from utils.training.setup import TABLES, Setup, check_settings, fill_settings, load_splits, resolve
 
 # what is printed at the start and end of a run
