@@ -34,7 +34,7 @@ from utils.runs.inference import (
 from utils.runs.source import find_inference
 from utils.settings.scripts import EvalConfig
 from utils.tasks import Predictions, Task, make_task
-from utils.training import Evaluator, check_outputs, make_eval_loader, model_rate
+from utils.training import Evaluator, check_finite, make_eval_loader, model_rate
 
 HAS_EXTRAS = Path(__file__).with_name("extras").joinpath("__init__.py").is_file()
 if HAS_EXTRAS:  # what looks at a run; otherwise, somebody has deleted the folder
@@ -127,7 +127,7 @@ def evaluate(
     evaluator = Evaluator(ranks, accelerator, model, loader, spec, task, config)
     rows = evaluator.rows(keep=config.report or flags.predictions is not None)
     result = evaluator.metrics(accelerator.gather(rows))
-    check_outputs(result["loss"], found.path)
+    check_finite(result["loss"], found.path)
     if flags.tta:
         result["tta"] = flags.tta
     if flags.throughput:

@@ -38,7 +38,7 @@ from utils.runs.inference import (
 from utils.settings.scripts import PredictConfig
 from utils.settings.train import TrainConfig
 from utils.tasks import Task, make_task
-from utils.training import Evaluator, check_outputs, make_eval_loader
+from utils.training import Evaluator, check_finite, make_eval_loader
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
@@ -115,7 +115,7 @@ def predict(
     rows = evaluator.collect(lambda outputs, _: task.most_likely(outputs, flags.top))
     _, *kept = evaluator.in_order(accelerator.gather(rows))
     top, scores = [kept[0][:, :0], *kept][-2:]  # some tasks have no `top`
-    check_outputs(scores, found.path)
+    check_finite(scores, found.path)
     if not ranks.is_main:
         return []
     good, bad = iter(make_rows(task, top, scores, flags.top)), split.errors

@@ -33,7 +33,7 @@ from utils.runs import CheckpointManager, make_average, numbers_to_send
 from utils.settings.train import TrainConfig
 from utils.training import (
     TABLES, Run, Setup, SyncInterval, adapt_model, build_optimizer, check_settings,
-    clip_gradients, due_after, evaluation_record, fill_settings, init_optimizer, learning_rate,
+    clip_gradients, due_after, evaluation_record, fill_settings, unwrap_optimizer, learning_rate,
     load_splits, log_end, log_start, make_datasets, make_profiler, prepare_save, resolve,
     set_learning_rate, synchronise, training_record,
 )  # fmt: skip
@@ -122,7 +122,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     model, optimizer, train_loader, eval_loader = accelerator.prepare(
         model, optimizer, train_loader, eval_loader
     )  # fmt: skip
-    optimizer = init_optimizer(optimizer, accelerator)  # without the wrapper, unless fp16
+    optimizer = unwrap_optimizer(optimizer, accelerator)  # without the wrapper, unless fp16
     average = make_average(module, config.ema_decay)  # of `prepare`'s weights
     folder = checkpoints.restore(config, saved, accelerator, module, optimizer, average)
     loaders = train_loader, eval_loader

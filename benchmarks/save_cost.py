@@ -24,9 +24,9 @@ from utils.data import InputSpec
 from utils.files import put_in_place, sync, write_file
 from utils.models import build_model
 from utils.runs import (
-    MANIFEST,
-    complete_files,
+    MANIFEST_FILE,
     extend_save_state,
+    finish_partial,
     manifest_text,
     new_partial,
     partial_of,
@@ -64,11 +64,11 @@ def measure(
         partial = partial_of(folder, step)
         new_partial(folder, step, need=0)
         results["write"].append(seconds(accelerator.save_state, partial))
-        complete_files(partial, {})
+        finish_partial(partial, {})
         files = sorted(partial.iterdir())
         results["hash"].append(sum(seconds(sha256_of, path) for path in files))
         results["fsync"].append(sum(seconds(sync, path) for path in files))
-        manifest = seconds(write_file, partial / MANIFEST, manifest_text({}))
+        manifest = seconds(write_file, partial / MANIFEST_FILE, manifest_text({}))
         renaming = seconds(put_in_place, partial, folder / f"step-{step:08d}")
         results["rename"].append(manifest + renaming)
         size = sum(path.stat().st_size for path in (folder / f"step-{step:08d}").iterdir()) / 1e6

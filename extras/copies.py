@@ -32,11 +32,11 @@ def copies_of(run: Run) -> tuple[list[Copy], list[str]]:
     with run.ranks.agree("looking for copies", no_timeout=True):
         if run.ranks.is_main:
             batches = run.train_batches, run.evaluator.batches
-            copies = find_copies(run.data, *(each.dataset.thumbnails for each in batches))
+            copies = find_duplicates(run.data, *(each.dataset.thumbnails for each in batches))
     return copies, describe_copies(copies)
 
 
-def find_copies(data: Data, train_thumbnails: Any, eval_thumbnails: Any) -> list[Copy]:
+def find_duplicates(data: Data, train_thumbnails: Any, eval_thumbnails: Any) -> list[Copy]:
     """The images of evaluation that are also in training, and those with two classes in one split;
     those with two classes come first.
 

@@ -19,8 +19,8 @@ from utils.models import distinct_state, hash_tensors, read_weights
 from utils.ranks import Ranks, leave_run
 from utils.replacing import RESULT, check_output
 from utils.runs import (
-    AVERAGE,
-    MODEL,
+    EMA_FILE,
+    WEIGHTS_FILE,
     beginnings,
     checkpoints_of,
     damage_of,
@@ -33,7 +33,7 @@ from utils.runs import (
     versions,
 )
 from utils.settings.scripts import ReplayConfig
-from utils.training import Run, find_samples
+from utils.training import Run, samples_of_update
 
 
 def verify(flags: ReplayConfig, ranks: Ranks, begin: Callable, recompute: Callable) -> None:
@@ -121,7 +121,7 @@ def changed(run: Run, checkpoint: Path) -> str | None:
     if found := damage_of(checkpoint):
         return found
     average = run.average.state_dict() if run.average else {}
-    for file, own in ((MODEL, distinct_state(run.module)), (AVERAGE, average)):
+    for file, own in ((WEIGHTS_FILE, distinct_state(run.module)), (EMA_FILE, average)):
         saved = read_weights(checkpoint / file) if file in files_of(checkpoint) else {}
         ours = map(own.__getitem__, saved)
         if saved.keys() != own.keys() or hash_tensors(saved.values()) != hash_tensors(ours):
@@ -134,7 +134,7 @@ def difference(run: Run, update: int, what: str, folder: Path) -> UserError:
     changed in the data since the run listed it.
     """
     problem = f"update {update} differs ({what}); its samples: "
-    problem += join_names(find_samples(run, update - 1))
+    problem += join_names(samples_of_update(run, update - 1))
     try:
         load_data(run.config, read_checkpoint(find_checkpoint(folder)).samples)
     except UserError as error:

@@ -11,7 +11,7 @@ from helpers.training_runs import records, words
 from PIL import Image
 
 import train
-from extras.copies import find_copies
+from extras.copies import find_duplicates
 from utils.data.selection import load_data
 from utils.settings.train import TrainConfig
 
@@ -79,4 +79,4 @@ def test_files_that_differ_only_in_the_middle_are_no_copies_also_in_a_table():
     )
     data = load_data(TrainConfig(data="tables"))
     pair = "image 8 of split 'test'", "=", "image 8 of split 'train'"
-    assert find_copies(data, None, None) == [(True, False, *pair)]
+    assert find_duplicates(data, None, None) == [(True, False, *pair)]

@@ -41,7 +41,7 @@ from safetensors.torch import load_file
 import train
 import utils.files
 import utils.runs.checkpoint
-from utils.runs.manifest import MODEL, verify
+from utils.runs.manifest import WEIGHTS_FILE, verify
 from utils.runs.writing import update_pointers
 
 FLAGS = [*MLP, *words("--max_steps 12 --save_every 3 --eval_every 6 --log_every 2 --keep 9")]
@@ -114,7 +114,7 @@ def check_intact(expected: Path, *steps: int) -> None:
     for name in folders:
         verify(CHECKPOINTS / name)
         places = CHECKPOINTS, expected / "checkpoints"
-        assert same_tensors(*(load_file(place / name / MODEL) for place in places))
+        assert same_tensors(*(load_file(place / name / WEIGHTS_FILE) for place in places))
 
 
 def check_log(expected: Path) -> None:

@@ -248,7 +248,7 @@ def _end_before_operations(first: int) -> int:
 
     safetensors.torch.serialize_file = counted(safetensors.torch.serialize_file)
     torch.save = counted(torch.save)
-    complete, training_runs.complete_files = training_runs.complete_files, as_with_fsdp
+    complete, training_runs.finish_partial = training_runs.finish_partial, as_with_fsdp
 
     def save(step, is_best=False):
         write(folder, step)

@@ -41,7 +41,7 @@ from utils.training.groups import (
     parameter_groups,
 )
 from utils.training.muon import hidden_matrices
-from utils.training.optim import OPTIMIZERS, build_optimizer, init_optimizer, set_learning_rate
+from utils.training.optim import OPTIMIZERS, build_optimizer, set_learning_rate, unwrap_optimizer
 from utils.training.schedule import learning_rate
 
 TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 12, "depth": 2, "num_heads": 2}
@@ -405,7 +405,7 @@ def test_sgd_has_the_momentum_of_every_parameter_before_the_first_update_also_wi
     wrapped = SimpleNamespace(optimizer=optimizer)  # as Accelerate wraps it
     for scaler, expected in ((None, optimizer), (1, wrapped)):
         accelerator = SimpleNamespace(scaler=scaler, is_fsdp2=False, device=torch.device("cpu"))
-        assert init_optimizer(wrapped, accelerator) is expected
+        assert unwrap_optimizer(wrapped, accelerator) is expected
     assert all(optimizer.state[p]["momentum_buffer"].shape == p.shape for p in model.parameters())
 
 

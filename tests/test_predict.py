@@ -375,8 +375,8 @@ def _stop_at(main, place: str, number: int, flags: list[str]) -> None:
 
 
 STOPS = [(signal.SIGTERM, 75), (signal.SIGINT, 130)]
-PLACES = [(predict.main, "load_images"), (predict.main, "check_outputs")]
-PLACES += [(eval.main, "make_eval_loader"), (eval.main, "check_outputs")]
+PLACES = [(predict.main, "load_images"), (predict.main, "check_finite")]
+PLACES += [(eval.main, "make_eval_loader"), (eval.main, "check_finite")]
 
 
 @pytest.mark.parametrize(("number", "code"), STOPS)

@@ -28,7 +28,7 @@ from helpers.training_runs import (
 import eval
 import train
 import utils.data.sources as sources
-from utils.data.samples import FILE, read_samples
+from utils.data.samples import SAMPLES_FILE, read_samples
 from utils.runs.manifest import write_manifest
 
 FLAGS = ["--data", "data", *RUN, "--max_steps"]
@@ -126,7 +126,7 @@ def test_an_evaluation_reports_changed_images_and_goes_on(trained):
 
 
 def test_an_evaluation_reports_missing_files_and_leaves_them_out_only_on_request(trained):
-    gone = Path("data", read_samples(checkpoint() / FILE).evaluation.names[2])
+    gone = Path("data", read_samples(checkpoint() / SAMPLES_FILE).evaluation.names[2])
     gone.unlink()
     line = refused(eval.main, "--ckpt", "runs/run")
     assert "1 of 6 images of split 'hold-out of train' cannot be read" in line
@@ -145,7 +145,7 @@ def test_a_data_set_that_moved_is_still_the_run_s_own(trained):
 
 def test_images_to_evaluate_on_that_the_run_trained_on_are_counted(trained):
     os.rename("data", "elsewhere")
-    held = read_samples(checkpoint() / FILE).evaluation.names
+    held = read_samples(checkpoint() / SAMPLES_FILE).evaluation.names
     Path("elsewhere", held[0]).unlink()
     record, out = evaluated("--data", "elsewhere")
     assert record["count"] == 59
@@ -255,7 +255,7 @@ HOSTILE = {
 
 
 def change_list(change):
-    path = checkpoint() / FILE
+    path = checkpoint() / SAMPLES_FILE
     values = json.loads(gzip.decompress(path.read_bytes()))
     path.write_bytes(change(values) or gzip.compress(json.dumps(values).encode()))
     (checkpoint() / "manifest.json").unlink()
@@ -265,7 +265,7 @@ def change_list(change):
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_stranger_s_list_is_refused_in_one_line(trained, name):
     change_list(HOSTILE[name])
-    assert f"{FILE}: damaged" in refused(eval.main, "--ckpt", "runs/run")
+    assert f"{SAMPLES_FILE}: damaged" in refused(eval.main, "--ckpt", "runs/run")
 
 
 def test_names_in_a_stranger_s_list_open_no_file_outside_the_data(trained):

@@ -26,7 +26,7 @@ from extras.doctor.machine import GB
 from utils.files import check_output_folder, expand
 from utils.launch import address_of, nccl_version, nvidia_smi
 from utils.memory import free_memory
-from utils.models import whole
+from utils.models import full_tensor
 from utils.ranks import Ranks, compile_model, make_accelerator
 from utils.settings.ranks import RankSettings
 from utils.settings.scripts import DoctorConfig
@@ -235,5 +235,5 @@ def gradients(ranks: Ranks) -> Finding:
 def _gradient(module: nn.Module) -> Tensor:
     """All gradients of a module, concatenated, on the CPU; collective if the module is sharded."""
     return torch.cat(
-        [whole(p.grad).flatten().cpu() for p in module.parameters() if p.grad is not None]
+        [full_tensor(p.grad).flatten().cpu() for p in module.parameters() if p.grad is not None]
     )

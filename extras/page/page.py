@@ -21,7 +21,7 @@ from utils.files import read_json, write_file
 from utils.runs import read_log
 from utils.settings.train import OF_THIS_MACHINE, TrainConfig
 from utils.tasks import TASKS
-from utils.training import FEW
+from utils.training import FEW_IMAGES
 
 PAGE = "report.html"
 ANALYSIS = "report.json"
@@ -45,7 +45,7 @@ def write_page(
     if len({run["metric"] for run in runs}) == 1:
         runs.sort(key=itemgetter("rank"))
     words = {name: word for run in runs for name, word in run["shown"].items()}
-    rows = {"settings": settings_of(runs), "metrics": metrics_of(runs, words), "few": FEW}
+    rows = {"settings": settings_of(runs), "metrics": metrics_of(runs, words), "few": FEW_IMAGES}
     rows |= {"charts": charts(runs, words), "compared": compared}
     write_file(out, render("page.html", runs=runs, **rows))
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from utils.config import require
 from utils.console import join_names, printable
-from utils.data import Files, Scan, Split, files_below, fingerprint_of, notes, whole_split
+from utils.data import Files, Scan, Split, files_below, fingerprint_of, left_out_notes, whole_split
 from utils.tasks import Predictions, Task
-from utils.training import TOP
+from utils.training import TOP_CLASSES
 
 
 def find_images(given: Sequence[str]) -> Split:
@@ -38,7 +38,9 @@ def find_images(given: Sequence[str]) -> Split:
             if os.path.isdir(path):
                 scan = Scan()
                 found += scan.images(files_below(path))
-                lines += notes(path, {"files of unsupported types are left out": scan.kinds()})
+                lines += left_out_notes(
+                    path, {"files of unsupported types are left out": scan.kinds()}
+                )
             else:
                 found.append(path)
     problem = "; ".join([f"{join_names(given)}: no images", *lines])
@@ -95,13 +97,13 @@ def rows_of_split(task: Task, split: Split, found: Predictions) -> list[dict]:
     names = task.class_names
     images = split.images
     rows = []
-    made = make_rows(task, found.top, found.scores, TOP)
+    made = make_rows(task, found.top, found.scores, TOP_CLASSES)
     places = split.image_index[found.indices].tolist()
     losses = found.values[:, 0]
     for place, label, row, loss in zip(places, found.labels, made, losses, strict=True):
         image = {"path": images.names[place]} if isinstance(images, Files) else {"index": place}
         own = [*compress(names, label)] if np.ndim(label) else names[label]
-        cells = row.cells(min(TOP, len(names)))
+        cells = row.cells(min(TOP_CLASSES, len(names)))
         rows.append({**image, "label": own, **cells, "loss": rounded(loss)})
     return rows
 

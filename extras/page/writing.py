@@ -27,7 +27,7 @@ from utils.console import say
 from utils.data import Split, fingerprint_of, group_keys
 from utils.errors import one_line
 from utils.files import whole_file, write_file
-from utils.runs import finite
+from utils.runs import nan_to_none
 from utils.tasks import Predictions, Task
 from utils.training import Run, always_answering
 
@@ -124,7 +124,7 @@ def write_report(
         if common in names and found.labels.ndim == 1:
             share = float((found.labels == names.index(common)).mean())
             analysis["always"] = {"class": common, "accuracy": share}
-        analysis["record"] = without_places(finite(record))
+        analysis["record"] = without_places(nan_to_none(record))
         with whole_file(folder / PREDICTIONS) as file:
             origin = fingerprint_of(split.label_fingerprint, split.content, *names)
             kept = {"images": split.image_index[found.indices], "classes": names, "origin": origin}

@@ -23,7 +23,7 @@ from helpers.waiting import PATIENCE, records_so_far, until
 from utils.models.weight_average import WeightAverage
 from utils.runs.loading import extend_save_state
 from utils.runs.manifest import NEEDED, OPTIMIZER, checkpoint_of, write_manifest
-from utils.runs.writing import complete_files, new_partial, partial_of, publish
+from utils.runs.writing import finish_partial, new_partial, partial_of, publish
 
 template("page.html")  # compiled once, before ranks are forked
 ROOT = Path(__file__).parents[2]
@@ -189,7 +189,7 @@ def make_saver(
     def save(folder: Path, step: int) -> Path:
         new_partial(folder, step, 0)
         accelerator.save_state(partial_of(folder, step))
-        complete_files(partial_of(folder, step), dict.fromkeys(NEEDED[1:], b"{}"))
+        finish_partial(partial_of(folder, step), dict.fromkeys(NEEDED[1:], b"{}"))
         publish(folder, step)
         return checkpoint_of(folder, step)
 

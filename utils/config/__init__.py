@@ -29,10 +29,10 @@ from utils.config.bounds import (
 )
 
 # settings from a YAML file and flags
-from utils.config.cli import OTHER_FORMAT, Settings, parse_args, parse_given, read_file
+from utils.config.cli import FORMAT_FIX, Settings, parse_args, parse_given, read_file
 
 # --plugin
-from utils.config.plugin import PLUGIN, check_plugin, load_plugin
+from utils.config.plugin import PLUGIN_HASHES, check_plugin, load_plugin
 
 # functions by name, for settings such as --optimizer
 from utils.config.table import Table, suggestion

@@ -23,7 +23,7 @@ from utils.config.yaml_text import load_yaml, read_yaml
 from utils.errors import UserError, one_line
 from utils.launch import exit_with_error, reports_for_machine, with_rank
 
-OTHER_FORMAT = "use the version of Lockstep that wrote it"
+FORMAT_FIX = "use the version of Lockstep that wrote it"
 PATHS = "paths"  # the field for words of the command line that are not flags
 _NUMBER = re.compile(r"[-+]?\.?(\d|inf|nan)")  # how the values of numbers begin
 
@@ -234,7 +234,7 @@ def read_file(path: Path, cls: type[Settings]) -> dict:
         problem = (
             f"{path}: has format {str(found)[:40]}, but this version reads format {cls.file_format}"
         )
-        raise UserError(problem, OTHER_FORMAT)
+        raise UserError(problem, FORMAT_FIX)
     names = [setting.name for setting in fields(cls)]
     for name in values:
         if name not in names:

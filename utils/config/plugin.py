@@ -17,7 +17,7 @@ from utils.console import say
 from utils.errors import UserError, one_line
 from utils.files import expand
 
-PLUGIN: dict[str, str] = {}
+PLUGIN_HASHES: dict[str, str] = {}
 """The SHA-256 of the plug-in of this process, if it has one, by its file name; `versions` has it."""
 
 
@@ -29,7 +29,7 @@ def load_plugin(file: str) -> None:
     require(is_module, f"--plugin {file}: is not a name for a Python module", "rename the file")
     content = sha256(path.read_bytes()).hexdigest()
     problem = f"--plugin {file}: has changed since it was imported"
-    require(PLUGIN.get(path.name, content) == content, problem, "restart Python")
+    require(PLUGIN_HASHES.get(path.name, content) == content, problem, "restart Python")
     sys.path.append(str(path.parent))  # also for loader processes that import it by its name
     try:
         module = import_module(path.stem)
@@ -42,7 +42,7 @@ def load_plugin(file: str) -> None:
         ends = 'put code that ends the program below if __name__ == "__main__":'
         fix = "correct it" if isinstance(error, Exception) else ends
         raise UserError(problem, fix) from error
-    PLUGIN[path.name] = content
+    PLUGIN_HASHES[path.name] = content
 
 
 def check_plugin(path: Path, versions: Mapping[str, str]) -> None:
@@ -52,8 +52,8 @@ def check_plugin(path: Path, versions: Mapping[str, str]) -> None:
     The main process prints a line if the file has changed.
     """
     for name in map(os.path.basename, versions):  # a checkpoint may suggest no folder
-        fits = not name.endswith(".py") or name in PLUGIN
+        fits = not name.endswith(".py") or name in PLUGIN_HASHES
         require(fits, f"{path}: was made with the plug-in {name}", f"add --plugin {name}")
-    for name, content in PLUGIN.items():
+    for name, content in PLUGIN_HASHES.items():
         if versions.get(name) != content:
             say(f"{path}: was not made with this version of --plugin {name}")

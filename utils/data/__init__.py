@@ -29,7 +29,7 @@ from utils.data.decode import decode_image, pixels_key
 from utils.data.decoders import DECODERS
 
 # image folders
-from utils.data.folders import Scan, files_below, notes
+from utils.data.folders import Scan, files_below, left_out_notes
 
 # groups of samples that stay together
 from utils.data.folds import group_keys
@@ -41,7 +41,7 @@ from utils.data.order import Microbatch, Plan, fold_in, make_plan
 from utils.data.samplers import UpdateSampler, evaluation_blocks
 
 # the samples of a run, in its checkpoints
-from utils.data.samples import FILE, SampleList, read_samples
+from utils.data.samples import SAMPLES_FILE, SampleList, read_samples
 
 # the samples to train and evaluate on
 from utils.data.selection import load_data, load_split

@@ -131,7 +131,7 @@ def _find_splits(
         known = join_names((word for words in _WORDS.values() for word in words), 99)
         line = f"folders next to the splits are not used (split names are {known})"
         folders = {names[name]: _without_repeat(children[name]) for name in splits}
-        return folders, names, notes(path, {line: join_names(others)})
+        return folders, names, left_out_notes(path, {line: join_names(others)})
     if len(children) == 1:
         ((name, only),) = children.items()
         folders, names, lines = _find_splits(only, config)
@@ -178,7 +178,7 @@ def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
     }
     fingerprint = fingerprint_of(folder.resolve())
     split = whole_split(name, Files(paths, str(folder)), labels, fingerprint)
-    return replace(split, notes=notes(folder, left_out))
+    return replace(split, notes=left_out_notes(folder, left_out))
 
 
 def _no_images(folder: Path, loose: int, scan: Scan) -> UserError:
@@ -201,7 +201,7 @@ def _no_images(folder: Path, loose: int, scan: Scan) -> UserError:
     return UserError(f"{folder}: {problem}", fix)
 
 
-def notes(folder: str | Path, left_out: dict[str, object]) -> tuple[str, ...]:
+def left_out_notes(folder: str | Path, left_out: dict[str, object]) -> tuple[str, ...]:
     """Lines to print about what a user may have meant as samples."""
     return tuple(f"{folder}: {line}: {found}" for line, found in left_out.items() if found)
 

@@ -23,7 +23,7 @@ from utils.data.splits import Files, Split
 from utils.errors import UserError
 from utils.settings.data import DataSettings
 
-FILE = "samples.json.gz"
+SAMPLES_FILE = "samples.json.gz"
 _LARGEST = 2**30  # most bytes of the unpacked file; enough for ten million samples with long names
 # The settings that decide which samples are in a split.
 _CHOICES = ("train_split", "eval_split", "eval_fraction", "fold", "group_by", "seed")

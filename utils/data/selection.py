@@ -8,7 +8,7 @@ import numpy as np
 from utils.config import require
 from utils.console import join_names, nfc, say
 from utils.data.check import check_images
-from utils.data.folders import notes
+from utils.data.folders import left_out_notes
 from utils.data.folds import group_keys, hold_out, random_subset
 from utils.data.labels import indices_in
 from utils.data.samples import (
@@ -115,7 +115,7 @@ def _open_checked(config: DataSettings, samples: SampleList | None) -> Source:
     # all must be known before samples are counted
     full = config.check_images == "full" or config.bad_images == "skip"
     found = wanted = source.class_names
-    source.notes += notes(f"--data {config.data}", doubts(found))
+    source.notes += left_out_notes(f"--data {config.data}", doubts(found))
     if samples and sorted(map(nfc, found)) == sorted(map(nfc, samples.class_names)):
         source.class_names = wanted = samples.class_names
     source.check = lambda split: check_images(

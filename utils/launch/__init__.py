@@ -3,7 +3,7 @@
 # the command that started this process
 from utils.launch.command import (
     elastic_nodes,
-    launcher,
+    launcher_pid,
     precision_is_chosen,
     resume_command,
     script_command,
@@ -25,7 +25,7 @@ from utils.launch.environment import (
     Topology,
     attempts_left,
     can_be_restarted,
-    compiler,
+    compile_backend,
     is_launched,
     is_set,
     local_rank_and_size,

@@ -113,7 +113,7 @@ def precision_is_chosen() -> bool:
     return False
 
 
-def launcher() -> int | None:
+def launcher_pid() -> int | None:
     """The process ID of the launcher; None if there is no launcher, 0 if it has already exited."""
     if not is_launched():
         return None

@@ -39,7 +39,7 @@ _EXPORT = {
 }
 
 
-def compiler() -> str:
+def compile_backend() -> str:
     """The backend of torch.compile that the accelerate config asks for; empty if none."""
     backend = environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     return "" if backend == "no" else backend

@@ -28,11 +28,11 @@ from utils.models.sharded import (
     copy_into,
     count_units,
     distinct_state,
-    forget_whole_weights,
+    full_tensor,
     is_sharded,
-    local,
+    local_shard,
+    reshard,
     tied_names,
-    whole,
 )
 
 # --ema_decay

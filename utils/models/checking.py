@@ -14,7 +14,7 @@ from utils.config import require
 from utils.data import InputSpec, Plan
 from utils.errors import UserError, one_line
 from utils.models.layers import main_output, restored_buffers
-from utils.models.sharded import local
+from utils.models.sharded import local_shard
 from utils.settings.models import ModelSettings
 
 # smaller images are enlarged to it; 32 for other models
@@ -85,7 +85,7 @@ def bad_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
     device = next(iter(floats.values())).device
     # waits only once
     good = torch.stack(
-        [_is_finite(local(tensor)).to(device) for tensor in floats.values()]
+        [_is_finite(local_shard(tensor)).to(device) for tensor in floats.values()]
     ).tolist()
     return [name for name, is_good in zip(floats, good, strict=True) if not is_good]
 

@@ -24,13 +24,13 @@ def count_units(model: nn.Module) -> int:
 
 
 @torch.no_grad()
-def local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """The rows of this rank, in the memory of `tensor`."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor, with the rows of all ranks; collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -45,10 +45,10 @@ def copy_into(target: Tensor, tensor: Tensor) -> None:
         mesh = target.device_mesh
         blocks, rank = tensor.chunk(mesh.size()), mesh.get_local_rank()  # as FSDP2 divides the rows
         tensor = blocks[rank] if rank < len(blocks) else tensor[:0]  # the last ranks may have none
-    local(target).copy_(tensor)
+    local_shard(target).copy_(tensor)
 
 
-def forget_whole_weights(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """Free the full parameters that FSDP2 keeps after a forward pass without a backward pass.
 
     Otherwise the next forward pass would use them, even if the weights have changed meanwhile.

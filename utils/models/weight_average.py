@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.config import require
-from utils.models.sharded import copy_into, distinct_state, local
+from utils.models.sharded import copy_into, distinct_state, local_shard
 
 
 class WeightAverage:
@@ -25,9 +25,9 @@ class WeightAverage:
         self.decay, self._module = decay, module
         own = self._own()
         self._state = {name: tensor.clone() for name, tensor in own.items()}
-        self._weights = [*map(local, own.values())]  # in the memory of the model
+        self._weights = [*map(local_shard, own.values())]  # in the memory of the model
         self._is_checked = False
-        self._averages = [*map(local, self._state.values())]
+        self._averages = [*map(local_shard, self._state.values())]
         self._copied = sum(not tensor.is_floating_point() for tensor in self._weights)
 
     def _own(self) -> dict[str, Tensor]:
@@ -36,7 +36,7 @@ class WeightAverage:
 
     def _check(self) -> None:
         # Once, after the first update: FSDP2 with offload replaces memory that is not page-locked.
-        now = map(local, self._own().values())
+        now = map(local_shard, self._own().values())
         same = all(a.data_ptr() == b.data_ptr() for a, b in zip(now, self._weights, strict=True))
         fix = "use fsdp_offload_params: false, or leave out --ema_decay"
         require(same, "--ema_decay: the weights have other memory after an update", fix)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from utils.config import PLUGIN, require
+from utils.config import PLUGIN_HASHES, require
 from utils.console import say
 from utils.errors import USER_ERRORS, AgreedError, as_lost_rank, one_line, split_error
 from utils.launch import (
@@ -22,7 +22,7 @@ from utils.launch import (
     cpu_is_requested,
     end_status,
     gpu_id,
-    launcher,
+    launcher_pid,
     set_interface,
     shards_model,
     threads_per_process,
@@ -76,7 +76,7 @@ class Ranks:
             keep_freed_memory()
         # A launcher that is killed cannot stop its processes, so they check for it. A shell may
         # exit, as with nohup.
-        self._launcher = launcher()
+        self._launcher = launcher_pid()
         self.interface = ""
         self.members: list[Member] = []
         self.expects_peers = False  # whether `join` has begun to look for other processes
@@ -134,7 +134,7 @@ class Ranks:
         )
         self.store = dist.PrefixStore("lockstep", store)
         self.watch.enter()
-        self.check_same(str(PLUGIN), "another --plugin file")
+        self.check_same(str(PLUGIN_HASHES), "another --plugin file")
 
     @contextmanager
     def agree(self, place: str = "", no_timeout: bool = False) -> Iterator[None]:

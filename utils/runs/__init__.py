@@ -1,7 +1,7 @@
 """What a run leaves on disk, and how it resumes."""
 
 # the batch sizes of the processes
-from utils.runs.batch_sizes import LARGEST_BATCH, resolve_batch
+from utils.runs.batch_sizes import DEFAULT_BATCH, resolve_batch
 
 # saves and deletes the checkpoints of a run
 from utils.runs.checkpoint import CheckpointManager
@@ -10,16 +10,21 @@ from utils.runs.checkpoint import CheckpointManager
 from utils.runs.folder import check_run_folder
 
 # the tensors of a checkpoint
-from utils.runs.loading import extend_save_state, load_weights, make_average, trained_tensors
+from utils.runs.loading import (
+    extend_save_state,
+    load_weights,
+    make_average,
+    parameters_and_optimizer_state,
+)
 
 # log.jsonl
-from utils.runs.log import RunLog, check_log, finite, read_log
+from utils.runs.log import RunLog, check_log, nan_to_none, read_log
 
 # the files of a checkpoint, with their hashes
 from utils.runs.manifest import (
-    AVERAGE,
-    MANIFEST,
-    MODEL,
+    EMA_FILE,
+    MANIFEST_FILE,
+    WEIGHTS_FILE,
     beginnings,
     checkpoints_of,
     damage_of,
@@ -57,4 +62,4 @@ from utils.runs.state import TrainState
 from utils.runs.trackers import TRACKERS, RunTrackers, numbers_to_send
 
 # folders of checkpoints that are being written
-from utils.runs.writing import complete_files, new_partial, partial_of
+from utils.runs.writing import finish_partial, new_partial, partial_of

@@ -3,11 +3,11 @@
 from utils.errors import UserError
 from utils.settings.train import TrainConfig
 
-LARGEST_BATCH = 128  # of the default
+DEFAULT_BATCH = 128  # of the default
 
 
 def resolve_batch(
-    config: TrainConfig, processes: int, default: int = LARGEST_BATCH
+    config: TrainConfig, processes: int, default: int = DEFAULT_BATCH
 ) -> tuple[int, int, int]:
     """Return (batch_size, grad_accum, global_batch_size). The last is the product of the first two
     and `processes`.

@@ -41,9 +41,9 @@ from utils.runs.metadata import Checkpoint, check_identity, read_checkpoint
 from utils.runs.state import TrainState
 from utils.runs.writing import (
     clean_up,
-    complete_files,
     delete_after,
     delete_failed,
+    finish_partial,
     new_partial,
     partial_of,
     publish,
@@ -215,7 +215,7 @@ class CheckpointManager:
         folder = self.folder / "checkpoints"
         partial = partial_of(folder, step)
         try:
-            complete_files(partial, files)
+            finish_partial(partial, files)
             publish(folder, step, tied)
         except Exception as error:
             raise delete_failed(partial, error) from error

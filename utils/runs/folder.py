@@ -52,7 +52,7 @@ def find_start(
         if config.resume == "auto" or (before and stored(f"started-{config.run_name}")):
             checkpoint = newest_good(path)
             if checkpoint is None:
-                checkpoint, begun = beginning(path)
+                checkpoint, begun = origin_of_run(path)
     if checkpoint is None and config.resume not in (None, "auto"):
         named = expand(config.resume)
         checkpoint = newest_good(named)
@@ -66,7 +66,7 @@ def find_start(
     return path, checkpoint, begun
 
 
-def beginning(folder: Path) -> tuple[Path | None, TrainConfig | None]:
+def origin_of_run(folder: Path) -> tuple[Path | None, TrainConfig | None]:
     """The checkpoint of another run that a run without checkpoints started from, and the settings of
     the run; None for each that it has not written.
     """

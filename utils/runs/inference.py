@@ -16,7 +16,7 @@ from utils.files import expand
 from utils.models import TestTimeAugmentation, build_model, read_weights, resize_input
 from utils.ranks import Ranks, compile_model
 from utils.runs.loading import load_weights
-from utils.runs.manifest import AVERAGE, MODEL, files_of, find_checkpoint, verify
+from utils.runs.manifest import EMA_FILE, WEIGHTS_FILE, files_of, find_checkpoint, verify
 from utils.runs.metadata import read_checkpoint
 from utils.settings.scripts import EvalConfig, PredictConfig
 from utils.settings.train import OF_ONE_START, TrainConfig
@@ -62,7 +62,7 @@ def find_saved(ckpt: str, kind: str | None, ranks: Ranks, tries: int = 10) -> In
 def _read(path: Path, kind: str | None) -> Inference:
     """The weights of a verified checkpoint: by default the average, if it has one."""
     saved = read_checkpoint(path)
-    has_average = AVERAGE in files_of(path)
+    has_average = EMA_FILE in files_of(path)
     fix = "use --weights raw, or train with --ema_decay"
     require(has_average or kind != "ema", f"{path}: has no average of the weights", fix)
     kind = kind or ("ema" if has_average else "raw")
@@ -70,7 +70,7 @@ def _read(path: Path, kind: str | None) -> Inference:
     origin = {"checkpoint": str(path.absolute()), "step": state.step, "epoch": state.epochs_begun}
     # With an average, those of the average.
     known = state.evaluation.get("step") == state.step and (kind == "ema" or not has_average)
-    tensors = read_weights(path / (AVERAGE if kind == "ema" else MODEL))
+    tensors = read_weights(path / (EMA_FILE if kind == "ema" else WEIGHTS_FILE))
     return Inference(
         path,
         saved.config,

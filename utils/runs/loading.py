@@ -23,15 +23,15 @@ from utils.models import (
     bad_tensors,
     copy_into,
     distinct_state,
+    full_tensor,
     is_sharded,
     load_pickled,
-    local,
+    local_shard,
     read_weights,
     shape_of,
     tied_names,
-    whole,
 )
-from utils.runs.manifest import AVERAGE, MANIFEST, OPTIMIZER, SCALER, files_of
+from utils.runs.manifest import EMA_FILE, MANIFEST_FILE, OPTIMIZER, SCALER, files_of
 
 
 def make_average(module: nn.Module, decay: float | None) -> WeightAverage | None:
@@ -60,11 +60,11 @@ def extend_save_state(
             weights[:] = [{name: _plain(tensor) for name, tensor in distinct_state(module).items()}]
         averages: dict[str, Tensor] = {}
         for name, tensor in (average.state_dict() if average else {}).items():
-            full = whole(tensor)
+            full = full_tensor(tensor)
             if accelerator.is_main_process:
                 averages[name] = _plain(full)
         if averages:
-            save_file(averages, Path(folder) / AVERAGE)
+            save_file(averages, Path(folder) / EMA_FILE)
 
     accelerator.register_save_state_pre_hook(before_saving)
 
@@ -98,7 +98,9 @@ def check_savable(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def trained_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def parameters_and_optimizer_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
     """The parameters, and the tensors of the optimizer's state, which are named PARAMETER, KEY."""
     own = _unwrapped(optimizer)
     tensors = dict[str, Tensor](module.named_parameters())
@@ -138,9 +140,9 @@ def load_average(checkpoint: Path, average: WeightAverage | None) -> None:
 
     Raises ValueError if it does not fit, or is not finite.
     """
-    if average is not None and AVERAGE in files_of(checkpoint):
-        tensors = read_weights(checkpoint / AVERAGE)
-        _check_weights(checkpoint / AVERAGE, tensors, average.state_dict())
+    if average is not None and EMA_FILE in files_of(checkpoint):
+        tensors = read_weights(checkpoint / EMA_FILE)
+        _check_weights(checkpoint / EMA_FILE, tensors, average.state_dict())
         average.load_state_dict(tensors)
 
 
@@ -179,7 +181,7 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
     # Not `Accelerator.load_state`: it unpickles random states, matches the state by position, and
     # replaces the settings of the groups. With FSDP2 it also needs a state for each parameter.
     path = checkpoint / OPTIMIZER
-    problem = f"{checkpoint / MANIFEST}: does not name {OPTIMIZER}"
+    problem = f"{checkpoint / MANIFEST_FILE}: does not name {OPTIMIZER}"
     require(OPTIMIZER in files_of(checkpoint), problem, "use another checkpoint")
     try:
         _copy_state(*read_optimizer(checkpoint), _unwrapped(optimizer))
@@ -246,12 +248,12 @@ def _by_name(groups: list[dict]) -> dict:
 @torch.no_grad()
 def _step_with_zeros(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
     """Take a step with zero gradients, then restore the values of the parameters."""
-    before = [local(parameter).clone() for parameter in parameters]
+    before = [local_shard(parameter).clone() for parameter in parameters]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     for parameter, values in zip(parameters, before, strict=True):
-        local(parameter).copy_(values)
+        local_shard(parameter).copy_(values)
         parameter.grad = None
 
 

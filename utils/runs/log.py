@@ -41,7 +41,7 @@ class RunLog:
         """Append a record to log.jsonl, then show it. `check` raises its error."""
         if not self.is_main or self.error:
             return
-        line = json.dumps({"kind": kind, **finite(values)}, allow_nan=False).encode() + b"\n"
+        line = json.dumps({"kind": kind, **nan_to_none(values)}, allow_nan=False).encode() + b"\n"
         try:
             with naming_file(self.path):
                 while line:
@@ -70,7 +70,7 @@ class RunLog:
             os.close(self.file)
 
 
-def finite(record: Mapping) -> dict:
+def nan_to_none(record: Mapping) -> dict:
     """The record with None for NaN and infinity, which JSON lacks."""
     bad = {k for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
     return {**record, **dict.fromkeys(bad)}

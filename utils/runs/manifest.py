@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from utils.config import require
-from utils.data import FILE as SAMPLES
+from utils.data import SAMPLES_FILE as SAMPLES
 from utils.errors import UserError, split_error
 from utils.files import read_json, read_text, write_file
 
-MANIFEST = "manifest.json"
+MANIFEST_FILE = "manifest.json"
 # as Accelerate's `save_state` names them
-MODEL = "model.safetensors"
+WEIGHTS_FILE = "model.safetensors"
 OPTIMIZER = "optimizer.bin"
 SCALER = "scaler.pt"
-AVERAGE = "ema.safetensors"  # of the weights, with --ema_decay
+EMA_FILE = "ema.safetensors"  # of the weights, with --ema_decay
 ORIGIN = "resumed_from.txt"  # in the run folder
 # a resume also needs OPTIMIZER
-NEEDED = (MODEL, "state.json", "config.yaml", SAMPLES)
+NEEDED = (WEIGHTS_FILE, "state.json", "config.yaml", SAMPLES)
 
 
 def checkpoint_of(folder: Path, step: int | None) -> Path:
@@ -71,7 +71,7 @@ def find_checkpoint(path: Path) -> Path:
     Raises ValueError if there is none.
     """
     require(path.exists(), f"{path}: no such checkpoint or run folder", "correct the path")
-    if (path / MANIFEST).is_file() or is_checkpoint_name(path.name):
+    if (path / MANIFEST_FILE).is_file() or is_checkpoint_name(path.name):
         return path
     folder = path if checkpoints_of(path) else path / "checkpoints"
     # a training run may move it and delete its checkpoint
@@ -98,7 +98,7 @@ def files_of(checkpoint: Path) -> dict[str, dict]:
 
     Raises ValueError if the manifest is damaged.
     """
-    path = checkpoint / MANIFEST
+    path = checkpoint / MANIFEST_FILE
     manifest = read_json(path)
     files = manifest.get("files") if isinstance(manifest, dict) else None
     if not isinstance(files, dict) or path.read_bytes() != manifest_text(files).encode():
@@ -108,7 +108,7 @@ def files_of(checkpoint: Path) -> dict[str, dict]:
 
 def damage_of(checkpoint: Path) -> str | None:
     """A description of the first file that differs from the manifest; None if there is none."""
-    path = checkpoint / MANIFEST
+    path = checkpoint / MANIFEST_FILE
     try:
         files = files_of(checkpoint)
         if left_out := [name for name in NEEDED if name not in files]:
@@ -129,7 +129,7 @@ def damage_of(checkpoint: Path) -> str | None:
 def write_manifest(folder: Path) -> None:
     """Write the manifest of all files in `folder`."""
     entries = {path.name: entry_of(path) for path in sorted(folder.iterdir())}
-    write_file(folder / MANIFEST, manifest_text(entries))
+    write_file(folder / MANIFEST_FILE, manifest_text(entries))
 
 
 def manifest_text(files: dict) -> str:

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 import torchvision
 
-from utils.config import OTHER_FORMAT, PLUGIN, Bound, check_plugin, read_fields, require
-from utils.data import DECODERS, FILE, Data, InputSpec, Plan, SampleList, read_samples
+from utils.config import FORMAT_FIX, PLUGIN_HASHES, Bound, check_plugin, read_fields, require
+from utils.data import DECODERS, SAMPLES_FILE, Data, InputSpec, Plan, SampleList, read_samples
 from utils.errors import UserError
 from utils.files import read_json
-from utils.launch import compiler
+from utils.launch import compile_backend
 from utils.ranks import Ranks
-from utils.runs.manifest import MODEL, checkpoint_of, checkpoints_of, damage_of
+from utils.runs.manifest import WEIGHTS_FILE, checkpoint_of, checkpoints_of, damage_of
 from utils.runs.state import TrainState
 from utils.settings.train import (
     FORMAT,
@@ -61,7 +61,7 @@ class StateFile:
         values = read_json(path)
         found = values.get("format") if isinstance(values, dict) else None
         problem = f"{path}: has format {found}, but this version reads format {FORMAT}"
-        require(found == FORMAT, problem, OTHER_FORMAT)
+        require(found == FORMAT, problem, FORMAT_FIX)
         try:
             return read_fields(cls, values)
         except ValueError as error:
@@ -80,7 +80,7 @@ class Checkpoint:
     state = property(lambda self: self.state_file.state)
     spec = property(lambda self: self.state_file.input)
     class_names = property(lambda self: self.state_file.class_names)
-    weight_bytes = property(lambda self: (self.path / MODEL).stat().st_size)
+    weight_bytes = property(lambda self: (self.path / WEIGHTS_FILE).stat().st_size)
 
     def is_in(self, run: Path | None) -> bool:
         """Whether this is a checkpoint of the folder of a run."""
@@ -95,7 +95,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     state_file = StateFile.read(path / "state.json")
     check_plugin(path, state_file.versions)
-    return Checkpoint(path, read_settings(path), state_file, read_samples(path / FILE))
+    return Checkpoint(path, read_settings(path), state_file, read_samples(path / SAMPLES_FILE))
 
 
 def check_identity(saved: Checkpoint) -> None:
@@ -132,7 +132,7 @@ def make_files(
     return {
         "state.json": json.dumps(asdict(state_file), indent=1, allow_nan=False).encode(),
         "config.yaml": config_to_save(config).encode(),
-        FILE: data.samples.data,
+        SAMPLES_FILE: data.samples.data,
     }
 
 
@@ -157,8 +157,8 @@ def versions() -> dict[str, str]:
         **{each.__name__: each.__version__ for each in (torch, torchvision, accelerate, np)},
         **DECODERS,
         "python": platform.python_version(),
-        **({"compiler": compiler()} if compiler() else {}),
-        **PLUGIN,
+        **({"compiler": compile_backend()} if compile_backend() else {}),
+        **PLUGIN_HASHES,
     }
 
 

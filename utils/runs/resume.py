@@ -15,7 +15,7 @@ import torch
 from utils.config import require
 from utils.data import DECODERS, Data, Plan
 from utils.errors import UserError, shorten
-from utils.launch import compiler, elastic_nodes, local_rank_and_size, precision_is_chosen
+from utils.launch import compile_backend, elastic_nodes, local_rank_and_size, precision_is_chosen
 from utils.runs.batch_sizes import resolve_batch
 from utils.runs.metadata import Checkpoint
 from utils.runs.state import TrainState
@@ -180,7 +180,7 @@ def resume_lines(
     before = vars(saved.config) | {"processes": there.processes, "threads": there.threads}
     before["compiler"] = there.versions.get("compiler", "none")
     now = vars(resolved) | {"processes": processes, "threads": threads}
-    now["compiler"] = compiler() or "none"
+    now["compiler"] = compile_backend() or "none"
     ignored = {*OF_THIS_MACHINE, "batch_size", "grad_accum"} - {"threads"}
     changed = [name for name in now if name not in ignored and before[name] != now[name]]
     lines = [f"resuming from {saved.path}"]

@@ -29,7 +29,7 @@ from utils.models.published import (
 )
 from utils.ranks import Ranks
 from utils.runs.inference import Inference, find_saved, given_settings
-from utils.runs.manifest import MANIFEST, MODEL, is_checkpoint_name
+from utils.runs.manifest import MANIFEST_FILE, WEIGHTS_FILE, is_checkpoint_name
 from utils.runs.metadata import Checkpoint
 from utils.settings.scripts import EvalConfig
 from utils.settings.train import TrainConfig
@@ -118,8 +118,8 @@ def fill_input(config: TrainConfig, found: Mapping) -> TrainConfig:
 def _is_run(where: str) -> bool:
     """Whether --init_from names a run or a checkpoint."""
     path = expand(where)
-    is_checkpoint = (path / MANIFEST).exists() or is_checkpoint_name(path.name)
-    return path.is_dir() and (is_checkpoint or not (path / MODEL).is_file())
+    is_checkpoint = (path / MANIFEST_FILE).exists() or is_checkpoint_name(path.name)
+    return path.is_dir() and (is_checkpoint or not (path / WEIGHTS_FILE).is_file())
 
 
 def _find(flag: str, where: str) -> str:
@@ -143,10 +143,11 @@ def _download(flag: str, where: str) -> Path:
     repository, _, commit = where.removeprefix(_HUB).partition("@")
     try:
         use_hub()
-        path = hf_hub_download(repository, MODEL, revision=commit or None)
+        path = hf_hub_download(repository, WEIGHTS_FILE, revision=commit or None)
     except Exception as error:  # of many classes
-        problem = f"{flag} {where}: {MODEL} of {repository} cannot be downloaded ({one_line(error)[:160]})"
-        fix = f"correct the name, or, without a network, run `hf download {repository} {MODEL} config.json` elsewhere"
+        problem = f"{flag} {where}: {WEIGHTS_FILE} of {repository} cannot be downloaded ({one_line(error)[:160]})"
+        command = f"hf download {repository} {WEIGHTS_FILE} config.json"
+        fix = f"correct the name, or, without a network, run `{command}` elsewhere"
         raise UserError(problem, f"{fix} and copy the files to {HF_HUB_CACHE}") from error
     with suppress(EntryNotFoundError):
         hf_hub_download(repository, "config.json", revision=Path(path).parent.name)
@@ -168,9 +169,11 @@ def _of_run(saved: Inference) -> InitialWeights:
 def _read(flag: str, found: str, model: str | None) -> InitialWeights:
     """The weights in the file or folder that `_find` has found. Nothing in it is executed."""
     path = _download(flag, found) if found.startswith(_HUB) else Path(found)
-    file = path / MODEL if path.is_dir() else path
+    file = path / WEIGHTS_FILE if path.is_dir() else path
     tensors, inside = read_any(file)
-    names, values = _read_config(file.with_name("config.json")) if file.name == MODEL else ([], {})
+    names, values = (
+        _read_config(file.with_name("config.json")) if file.name == WEIGHTS_FILE else ([], {})
+    )
     model = model or values.get("model")
     if not model:
         raise UserError(

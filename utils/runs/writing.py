@@ -18,10 +18,10 @@ from utils.files import naming_file, put_in_place, write_file
 from utils.launch import is_out_of_memory
 from utils.models import load_pickled
 from utils.runs.manifest import (
-    AVERAGE,
-    MODEL,
+    EMA_FILE,
     OPTIMIZER,
     SCALER,
+    WEIGHTS_FILE,
     checkpoint_of,
     checkpoints_of,
     damage_of,
@@ -60,13 +60,13 @@ def delete_failed(partial: Path, error: Exception) -> Exception:
     return UserError(problem, "check the disk, and how much of it is free")
 
 
-def complete_files(partial: Path, files: Mapping[str, bytes]) -> None:
+def finish_partial(partial: Path, files: Mapping[str, bytes]) -> None:
     """Delete the files of `save_state` that a checkpoint does not need, then write its small files.
 
     Random states are not needed: the random numbers of a run follow from its seed.
     """
     for path in partial.iterdir():
-        if path.name not in (MODEL, OPTIMIZER, SCALER, AVERAGE, _OF_FSDP):
+        if path.name not in (WEIGHTS_FILE, OPTIMIZER, SCALER, EMA_FILE, _OF_FSDP):
             path.unlink(missing_ok=True)
     for name, contents in files.items():
         with naming_file(partial / name):
@@ -85,7 +85,7 @@ def publish(folder: Path, step: int, tied: Iterable[str] = ()) -> None:
             for name, tensor in load_pickled(partial / _OF_FSDP).items()
             if name not in tied
         }
-        save_file(weights, partial / MODEL, {"format": "pt"})
+        save_file(weights, partial / WEIGHTS_FILE, {"format": "pt"})
         (partial / _OF_FSDP).unlink()
     write_manifest(partial)
     put_in_place(partial, checkpoint_of(folder, step))

@@ -1,10 +1,16 @@
 """What train.py puts together: settings, model, optimizer, gradients, evaluation."""
 
-# the samples of a NaN or infinite loss
-from utils.training.divergence import find_samples
+# the samples of an update
+from utils.training.divergence import samples_of_update
 
 # evaluations
-from utils.training.evaluation import TOP, Evaluator, check_outputs, make_eval_loader, model_rate
+from utils.training.evaluation import (
+    TOP_CLASSES,
+    Evaluator,
+    check_finite,
+    make_eval_loader,
+    model_rate,
+)
 
 # gradients of an update
 from utils.training.gradients import clip_gradients
@@ -25,7 +31,7 @@ from utils.training.meter import SyncInterval, rounded
 from utils.training.model import adapt_model, make_datasets
 
 # optimizers by name
-from utils.training.optim import OPTIMIZERS, build_optimizer, init_optimizer, set_learning_rate
+from utils.training.optim import OPTIMIZERS, build_optimizer, set_learning_rate, unwrap_optimizer
 
 # default learning rates and weight decays
 from utils.training.rates import RATES, Rates
@@ -43,4 +49,4 @@ from utils.training.setup import TABLES, Setup, check_settings, fill_settings, l
 from utils.training.start_and_end import log_end, log_start
 
 # what is printed about the data
-from utils.training.summary import FEW, always_answering, count_classes
+from utils.training.summary import FEW_IMAGES, always_answering, count_classes

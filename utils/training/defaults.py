@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from utils.runs import LARGEST_BATCH, resolve_batch
+from utils.runs import DEFAULT_BATCH, resolve_batch
 from utils.settings.shared import BACKBONE
 from utils.settings.train import CHOSEN, GROUPS, TrainConfig
 from utils.settings.training import TrainingSettings
@@ -24,7 +24,7 @@ def choose_sizes(
     only with --batch_size, the batch size per process. Raises ValueError if the batch is not
     divisible.
     """
-    batch = LARGEST_BATCH
+    batch = DEFAULT_BATCH
     while batch > _SMALLEST_BATCH and samples <= batch * (_UPDATES_PER_EPOCH - 1):
         batch //= 2
     batch = resolve_batch(config, processes, batch)[2]
@@ -33,7 +33,7 @@ def choose_sizes(
     drop_last = config.drop_last
     chosen: dict = {}
     if drop_last is None:  # a small last batch gives poor batch statistics
-        is_small = is_default and batch < min(LARGEST_BATCH, samples)
+        is_small = is_default and batch < min(DEFAULT_BATCH, samples)
         chosen["drop_last"] = drop_last = is_small and 0 < rest < batch // 2
     per_epoch = samples // batch + (rest > 0 and not drop_last)
     lines = []
@@ -79,7 +79,7 @@ def _choose_rates(config: TrainConfig, batch: int) -> tuple[dict, list[str]]:
         base, start = (own.pretrained, "pretrained") if config.fine_tunes else (own.new, "new")
         if BACKBONE in config.freeze:
             start = "new head of a"
-        chosen["lr"] = base * min(1.0, batch / LARGEST_BATCH) ** own.power
+        chosen["lr"] = base * min(1.0, batch / DEFAULT_BATCH) ** own.power
         lines.append(
             f"lr {chosen['lr']:.3g} ({config.optimizer}, {start} model: {base:g} for batch 128)"
         )

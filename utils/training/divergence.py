@@ -11,7 +11,7 @@ from utils.console import join_names, say
 from utils.errors import UserError
 from utils.launch import script_command
 from utils.models import bad_tensors, is_sharded, sum_bits
-from utils.runs import trained_tensors
+from utils.runs import parameters_and_optimizer_state
 from utils.training.run import Run
 
 _FIX = "increase --warmup_steps or set --clip_norm"
@@ -25,7 +25,7 @@ def report_bad_loss(run: Run, bad: tuple[int, int], rank: int) -> None:
     """
     step, microbatch = bad
     ends = list(accumulate(run.plan.microbatch_sizes(run.plan.at(step)[1]), initial=0))
-    samples = find_samples(run, step)[slice(*ends[microbatch : microbatch + 2])]
+    samples = samples_of_update(run, step)[slice(*ends[microbatch : microbatch + 2])]
     run.log.write("bad_loss", step=step + 1, rank=rank, samples=samples)
     command = script_command("replay.py", run.config.plugin)
     command += ["--run", str(run.folder), "--update", str(step + 1)]
@@ -35,7 +35,7 @@ def report_bad_loss(run: Run, bad: tuple[int, int], rank: int) -> None:
     raise UserError(f"the training loss is NaN or infinite at update {where}", fix)
 
 
-def find_samples(run: Run, step: int) -> list[int]:
+def samples_of_update(run: Run, step: int) -> list[int]:
     """The samples of update `step`, counted from 0, as rows of the data set, in the run's order."""
     epoch, position = run.plan.at(step)
     drawn = run.plan.draws(epoch)[0][position : position + run.plan.update_size(position)]
@@ -63,7 +63,9 @@ def check_weights(run: Run) -> None:
     """Raise ValueError if a weight is NaN or infinite, although all losses were finite."""
     if bad_tensors(run.module.state_dict()):
         step = run.state.step
-        of = f"after update {step} on samples {join_names(find_samples(run, step - 1), _SHOWN)}"
+        of = (
+            f"after update {step} on samples {join_names(samples_of_update(run, step - 1), _SHOWN)}"
+        )
         raise UserError(
             f"weights are NaN or infinite {of}, although its loss was finite", f"lower --lr, {_FIX}"
         )
@@ -81,7 +83,7 @@ def compare_ranks(run: Run) -> None:
     state = run.state
     if ranks.topology.world_size == 1 or is_sharded(run.module):
         return
-    sums = sum_bits(trained_tensors(run.module, run.optimizer))
+    sums = sum_bits(parameters_and_optimizer_state(run.module, run.optimizer))
     found = ranks.gather((ranks.rounding, sums))
     kinds = sorted({kind for kind, _ in found})
     for name in found[0][1]:

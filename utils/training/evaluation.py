@@ -22,13 +22,13 @@ from utils.console import progress
 from utils.data import DeviceLoader, ImageDataset, InputSpec, evaluation_blocks, make_loaders
 from utils.errors import UserError
 from utils.launch import fix_for_memory
-from utils.models import forget_whole_weights, is_sharded
+from utils.models import is_sharded, reshard
 from utils.ranks import Ranks, Stopping
 from utils.settings.train import TrainConfig
 from utils.tasks import Predictions, Task
 from utils.training.meter import SyncInterval, rounded
 
-TOP = 5  # classes that are kept for each sample
+TOP_CLASSES = 5  # classes that are kept for each sample
 
 
 @dataclass
@@ -73,7 +73,11 @@ class Evaluator:
         def step(outputs: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
             values, predicted = task.evaluate(outputs, labels)
             sums.add_(rounded(values.double().sum(0)))
-            kept = (*task.most_likely(outputs, TOP), values) if keep and task.activation else ()
+            kept = (
+                (*task.most_likely(outputs, TOP_CLASSES), values)
+                if keep and task.activation
+                else ()
+            )
             return *([predicted] if self.needs_predictions else []), *kept
 
         rows = self.collect(step, stopping)
@@ -149,7 +153,7 @@ class Evaluator:
             if is_sharded(self.model):  # also without samples, as other ranks have more blocks
                 for _ in range(0 if stopped else len(sizes) - block):
                     self.model(self.batches.no_images)
-                forget_whole_weights(self.model)
+                reshard(self.model)
             rows = fill_up(found, sum(sizes))
         self.model.train(was_training)
         with self.ranks.agree():
@@ -238,7 +242,7 @@ def same_kernels() -> Iterator[None]:
         cudnn.benchmark = before
 
 
-def check_outputs(numbers: Any, checkpoint: Path) -> None:
+def check_finite(numbers: Any, checkpoint: Path) -> None:
     """Raise UserError unless all of these numbers, from the outputs of a model, are finite."""
     if not np.isfinite(numbers).all():
         fix = "try --mixed_precision no, or use another checkpoint"

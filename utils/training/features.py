@@ -13,7 +13,7 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 
-from utils.config import PLUGIN, require
+from utils.config import PLUGIN_HASHES, require
 from utils.data import (
     ArrayDataset,
     ImageDataset,
@@ -151,7 +151,7 @@ class FeatureCache:
         return [
             *model,
             arguments,
-            *PLUGIN.values(),
+            *PLUGIN_HASHES.values(),
             *how,
             *place,
             *(getattr(m, "__version__", "") for m in modules),

@@ -21,7 +21,7 @@ from utils.models import (
 )
 from utils.ranks import compile_model
 from utils.runs import (
-    MODEL,
+    WEIGHTS_FILE,
     Checkpoint,
     load_weights,
 )
@@ -62,7 +62,7 @@ def adapt_model(
     with ranks.agree("loading the weights"):
         new: Mapping[str, str] = {}
         if saved is not None:
-            load_weights(saved.path, read_weights(saved.path / MODEL), model)
+            load_weights(saved.path, read_weights(saved.path / WEIGHTS_FILE), model)
         elif setup.source is not None:
             from utils.runs.source import copy_source
 

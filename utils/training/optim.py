@@ -96,7 +96,7 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
         group["lr"] = lr * group["lr_scale"]
 
 
-def init_optimizer(prepared: AcceleratedOptimizer, accelerator: Accelerator) -> Optimizer:
+def unwrap_optimizer(prepared: AcceleratedOptimizer, accelerator: Accelerator) -> Optimizer:
     """The optimizer that the loop uses, after `Accelerator.prepare`: only fp16 needs its wrapper,
     which is slower.
 

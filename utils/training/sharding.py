@@ -14,7 +14,7 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from utils.console import say
 from utils.memory import bytes_text
-from utils.models import count_units, find_blocks, is_sharded, local
+from utils.models import count_units, find_blocks, is_sharded, local_shard
 from utils.ranks import Ranks
 from utils.training.setup import Setup
 
@@ -47,6 +47,6 @@ def describe_shards(model: nn.Module, ranks: Ranks) -> str:
     parameters = list(model.parameters())
     count = count_units(model)
     total = bytes_text(sum(each.numel() * each.element_size() for each in parameters))
-    most = bytes_text(max(ranks.gather(sum(local(each).nbytes for each in parameters))))
+    most = bytes_text(max(ranks.gather(sum(local_shard(each).nbytes for each in parameters))))
     units = "1 unit" if count == 1 else f"{count} units"
     return f"FSDP2, {units}; parameters {total}, on each rank at most {most}"

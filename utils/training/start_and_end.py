@@ -10,7 +10,7 @@ from utils.data import describe_place, has_columns, suggest_shrink
 from utils.files import size_of, write_file
 from utils.launch import (
     begin_status,
-    compiler,
+    compile_backend,
     end_status,
     inform_launcher,
     script_command,
@@ -108,7 +108,7 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
     most = plan.microbatches
     per_rank = plan.microbatches // len(places)
     interface = f" on {ranks.interface}" if ranks.interface else ""
-    compiled = f", compiled by {compiler()}" if compiler() else ""
+    compiled = f", compiled by {compile_backend()}" if compile_backend() else ""
     model = [config.model, describe_parameters(run.module), run.spec.describe()]
     # only torchvision's models have the first of these, and models whose head was kept the second
     model += [getattr(run.module, name, "") for name in ("stem_change", "head_change")]
