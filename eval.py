@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import utils
 from utils.config import parse_args, require
 from utils.console import printable, progress, say
 from utils.data import Split, absolute_data, check_source, fingerprint_of, load_split, make_dataset
@@ -36,7 +37,7 @@ from utils.settings.scripts import EvalConfig
 from utils.tasks import Predictions, Task, make_task
 from utils.training import Evaluator, check_finite, make_eval_loader, model_rate
 
-HAS_EXTRAS = Path(__file__).with_name("extras").joinpath("__init__.py").is_file()
+HAS_EXTRAS = Path(utils.__file__).parents[1].joinpath("extras", "__init__.py").is_file()
 if HAS_EXTRAS:  # what looks at a run; otherwise, somebody has deleted the folder
     import extras
 
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
             say(line)
         split, class_names = load_eval_split(found, flags, own_data, ranks)
         with ranks.agree():
-            task = make_task(found.config, class_names)
+            _, task = make_task(found.config, class_names)
             if flags.predictions:
                 task.check_predictions()
         record, predictions = evaluate(found, flags, task, split, ranks)
@@ -119,13 +120,16 @@ def evaluate(
     config, spec = found.config, found.spec.for_evaluation()
     with ranks.local_main_first("decoding images"):
         dataset = make_dataset(split, spec, config, False, progress("decoding"))
-    accelerator = make_accelerator(ranks, config, config.microbatches is not None)
+    accelerator = make_accelerator(ranks, config, fixed_order=config.microbatches is not None)
     model = place_model(load_model(found, task, ranks), flags.tta, accelerator)
     loader = make_eval_loader(dataset, config, ranks)
     # Not the model: ranks may have different numbers of batches, which DDP does not allow.
     loader = accelerator.prepare(loader)
     evaluator = Evaluator(ranks, accelerator, model, loader, spec, task, config)
-    rows = evaluator.rows(keep=config.report or flags.predictions is not None)
+    keep = HAS_EXTRAS and (config.report or flags.predictions is not None)
+    if keep:
+        extras.load_page()
+    rows = evaluator.rows(keep=keep)
     result = evaluator.metrics(accelerator.gather(rows))
     check_finite(result["loss"], found.path)
     if flags.tta:

@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from torch.profiler import profile
 from torch.utils.data import DataLoader
 
+import utils
 from utils.config import parse_given, require
 from utils.console import say
 from utils.data import (
@@ -38,7 +39,7 @@ from utils.training import (
     set_learning_rate, synchronise, training_record,
 )  # fmt: skip
 
-HAS_EXTRAS = Path(__file__).with_name("extras").joinpath("__init__.py").is_file()
+HAS_EXTRAS = Path(utils.__file__).parents[1].joinpath("extras", "__init__.py").is_file()
 if HAS_EXTRAS:  # what looks at a run; otherwise, somebody has deleted the folder
     import extras
 
@@ -50,8 +51,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     command = typed_command(argv)
     if config.seeds:
         given.add("seed")
-    fixed_order = config.microbatches is not None
-    session = distributed_session("train.py", config, fixed_order)
+    session = distributed_session("train.py", config, config.microbatches is not None)
     with session as ranks, Stopping(ranks) as stopping:
         is_plain = not (config.seeds or config.dry_run)
         if not HAS_EXTRAS:
@@ -66,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
             name = config.run_name or run.folder.name
             continuing = resume_command(command, config.output_dir, name)
             if not (config.seeds and run.is_complete):  # a finished one is left alone
-                log_start(run, continuing, *(extras.find_copies(run) if HAS_EXTRAS else ([], [])))
+                copies = extras.find_copies(run) if HAS_EXTRAS else ([], [])
+                log_start(run, continuing, *copies)
             if config.dry_run:
                 extras.compute_one_update(run, train_update)
                 return None
@@ -93,8 +94,9 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     checkpoints = CheckpointManager(config, ranks)
     saved = checkpoints.newest()  # None if the run is new
     config, source = fill_settings(config, given, saved, checkpoints.begun, ranks)
+    fixed_order = config.microbatches is not None
     accelerator: Accelerator = make_accelerator(
-        ranks, config, config.microbatches is not None, config.trackers
+        ranks, config, fixed_order=fixed_order, trackers=config.trackers
     )
     data = load_splits(config, saved, ranks)
     with ranks.agree("resolving the settings"):  # the only place where they follow from the data
@@ -237,7 +239,7 @@ def evaluate(run: Run) -> dict | None:
     run.ranks.enter(f"after update {state.step}, evaluating")
     kinds = ["raw", "ema"] if average else ["raw"]
     for weights in kinds:
-        keep = run.config.report and weights == kinds[-1]
+        keep = HAS_EXTRAS and run.config.report and weights == kinds[-1]
         with average.applied() if average and weights == "ema" else nullcontext():
             run.ranks.broadcast_buffers(run.module)
             rows = run.evaluator.rows(run.stopping, keep)

@@ -22,15 +22,24 @@ if TYPE_CHECKING:  # loading them would take seconds, and other modules of extra
 
 def in_turn(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Iterator[TrainConfig]:
     """The settings of each run of a launch with --seeds, or of a dry run; collective."""
+    if not config.seeds:
+        from extras.dry_run import trial
+
+        return iter([trial(config)])
     from extras.seeds import in_turn
 
     return in_turn(config, ranks, stopping)
 
 
+def load_page() -> None:
+    """Load what writes pages, because the code may be another one when a run ends."""
+    import extras.page.writing  # noqa: F401
+
+
 def find_copies(run: Run) -> tuple[Sequence, Sequence[str]]:
     """The images that occur twice in the data of a run, and lines about them; collective."""
-    if run.config.report:  # now, because the code may be another one when the run ends
-        import extras.page.writing  # noqa: F401
+    if run.config.report:
+        load_page()
     from extras.copies import copies_of
 
     return copies_of(run)

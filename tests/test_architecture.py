@@ -111,10 +111,16 @@ def past_the_door(text: str, own: str = "") -> list[str]:
     wrong = []
     for node in ast.walk(ast.parse(text)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+        if isinstance(node, ast.Constant) and re.fullmatch(
+            r"utils\.\w+\.\w+(:\w+)?", f"{node.value}"
+        ):
+            names = [f"{node.value}".partition(":")[0]]
         for name in names:
             top, package, *rest = [*name.split("."), "", ""]
-            is_module = top == "utils" and package in PACKAGES - {own, "settings"} and rest[0]
+            is_module = (ROOT / "utils" / package / f"{rest[0]}.py").is_file()
+            is_module = is_module and top == "utils" and package not in ("", own, "settings")
             if is_module and f"{package}.{rest[0]}" not in listed_doors():
                 wrong.append(name)
     return wrong
@@ -133,6 +139,8 @@ def test_other_packages_are_entered_by_their_doors():
 def test_an_import_past_a_door_is_seen():
     assert past_the_door("from utils.data.order import Plan", "runs") == ["utils.data.order"]
     assert past_the_door("def f():\n    import utils.data.order") == ["utils.data.order"]
+    assert past_the_door("from utils.data import order") == ["utils.data.order"]
+    assert past_the_door("TABLE = {'x': 'utils.data.order:Plan'}") == ["utils.data.order"]
     assert past_the_door("from utils.data import Plan\nimport utils.data.csv_file") == []
 
 
@@ -141,7 +149,9 @@ def test_a_door_imports_plainly_and_each_file_has_a_line_before_it():
         text = door.read_text()
         kinds = {type(node) for node in ast.parse(text).body}
         assert kinds <= {ast.Expr, ast.ImportFrom}
-        assert text.count("\n# ") == text.count("\nfrom utils.")
+        lines = text.splitlines()
+        imports = [n for n, line in enumerate(lines) if line.startswith("from ")]
+        assert all(lines[n - 1].startswith("# ") for n in imports), door
     listed = {f"utils/{name.replace('.', '/')}.py" for name in listed_doors()}
     assert len(listed) > 10 and all((ROOT / file).is_file() for file in listed)
 
@@ -151,12 +161,11 @@ def test_a_door_imports_plainly_and_each_file_has_a_line_before_it():
 
 def settings_of(text: str) -> set[str]:
     """The files of settings/ that a file imports."""
-    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
-    return {
-        name.removeprefix("utils.settings.")
-        for node in nodes
-        if (name := node.module or "").startswith("utils.settings")
-    }
+    nodes = [*ast.walk(ast.parse(text))]
+    names = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    names += [a.name for node in nodes if isinstance(node, ast.Import) for a in node.names]
+    wanted = "utils.settings"
+    return {name.removeprefix(f"{wanted}.") for name in names if name.startswith(wanted)}
 
 
 def wrong_settings(package: str, text: str) -> set[str]:
@@ -171,6 +180,7 @@ def test_a_package_knows_only_its_own_settings():
             assert not wrong_settings(package, path.read_text()), path
     assert wrong_settings("data", "from utils.settings.models import ModelSettings") == {"models"}
     assert wrong_settings("models", "from utils.settings.train import TrainConfig") == {"train"}
+    assert wrong_settings("ranks", "import utils.settings.runs") == {"runs"}
 
 
 def test_few_functions_take_all_settings_and_none_hides_that():
@@ -186,7 +196,7 @@ def test_few_functions_take_all_settings_and_none_hides_that():
                     hints = {arg.arg: ast.unparse(arg.annotation or arg) for arg in every}
                     hints["return"] = ast.unparse(node.returns or node.args)
                     count += package != "settings" and "TrainConfig" in str(hints)
-                    of_table = package == "config" or node.name == "check"  # knows no setting
+                    of_table = package == "config" or path.name == "trackers.py"  # any class
                     assert of_table or hints.get("config") != "Any", (path, node.name)
     assert count <= 40, count
 
@@ -263,9 +273,9 @@ def test_train_py_is_short_and_enters_few_rooms():
     text = (ROOT / "train.py").read_text()
     tree = ast.parse(text)
     imports = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    assert sum(name.startswith("utils") for name in imports) <= 30
+    assert sum(name.startswith("utils") for name in imports) <= 14
     lines = text.splitlines()
-    assert len(lines) <= 274 and max(map(len, lines)) <= 100
+    assert len(lines) <= 276 and max(map(len, lines)) <= 100
     assert "Accelerator" in text and "lambda" not in text and "partial" not in text
     (build,) = [node for node in tree.body if getattr(node, "name", "") == "build"]
     bound = [node for node in ast.walk(build) if isinstance(node, ast.Name) and node.id == "config"]

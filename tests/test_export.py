@@ -258,7 +258,7 @@ def loaded(model: str, spec: InputSpec, classes: int = 3, **settings) -> Loaded:
     """A checkpoint with random weights that is not on disk."""
     names = [str(number) for number in range(classes)]
     config = TrainConfig(model=model, task="classification", **settings)
-    task = make_task(config, names)
+    _, task = make_task(config, names)
     torch.manual_seed(0)
     module = build_model(config, spec, classes).eval().requires_grad_(False)
     module.to(memory_format=torch.contiguous_format)

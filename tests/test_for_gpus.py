@@ -92,7 +92,9 @@ def _ddp_arguments(device_type):
     with distributed_session("train.py", TrainConfig(threads=1)) as ranks:
         ranks.join()
         ranks.device = torch.device(device_type)
-        accelerator = wrapping.make_accelerator(ranks, TrainConfig(mixed_precision="no"))
+        accelerator = wrapping.make_accelerator(
+            ranks, TrainConfig(mixed_precision="no"), fixed_order=False
+        )
         found = {}
         torch.nn.parallel.DistributedDataParallel = lambda net, **given: found.update(given) or net
         for state in (PartialState(), accelerator.state):
@@ -306,7 +308,7 @@ def _precision(device, asked, exported):
     with distributed_session("train.py", config) as ranks:
         ranks.join()
         ranks.device = torch.device(device)
-        return wrapping.make_accelerator(ranks, config).mixed_precision
+        return wrapping.make_accelerator(ranks, config, fixed_order=False).mixed_precision
 
 
 @pytest.mark.parametrize(

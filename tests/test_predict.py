@@ -337,7 +337,7 @@ def test_the_most_likely_class_is_that_of_the_outputs_where_probabilities_are_eq
 
 
 def task_of(name: str, **settings) -> Task:
-    return make_task(TrainConfig(task=name, **settings), ["a", "b", "c"])
+    return make_task(TrainConfig(task=name, **settings), ["a", "b", "c"])[1]
 
 
 def test_the_command_of_the_page_predicts_on_two_processes():

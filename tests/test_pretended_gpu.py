@@ -136,7 +136,9 @@ def accelerator_of_a_compiled_run():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with distributed_session("train.py", TrainConfig()) as ranks:
         ranks.backend = "gloo"
-        accelerator = make_accelerator(ranks, TrainConfig(deterministic=True, mixed_precision="no"))
+        accelerator = make_accelerator(
+            ranks, TrainConfig(deterministic=True, mixed_precision="no"), fixed_order=False
+        )
         precision = torch.get_float32_matmul_precision()
     compiler = accelerator.state.dynamo_plugin.backend
     return torch.backends.cuda.matmul.allow_tf32, precision, compiler, PartialState().backend

@@ -157,15 +157,15 @@ def test_class_weights_have_the_mean_one_over_the_training_samples():
     assert found[labels].mean().item() == pytest.approx(1)
     assert balanced_weights(labels[labels != 1], 3).tolist()[1] == 1
     config = TrainConfig(class_weights="balanced")
-    assert make_task(config, ["a", "b", "c"], labels).weight.tolist() == found.tolist()
-    assert make_task(config, ["a", "b", "c"]).weight is None  # in an evaluation
+    assert make_task(config, ["a", "b", "c"], labels)[1].weight.tolist() == found.tolist()
+    assert make_task(config, ["a", "b", "c"])[1].weight is None  # in an evaluation
     with pytest.raises(ValueError, match="works only with --task classification"):
         make_task(config, ["a", "b"], np.ones((4, 2)))
 
 
 def weighted(**settings):
     """A task with weighted classes, the same without weights, and the weights."""
-    task, plain = (Classification(TrainConfig(**settings), ["a", "b", "c"]) for _ in range(2))
+    task, plain = (Classification(TrainConfig(**settings), ["a", "b", "c"])[1] for _ in range(2))
     task.weight = torch.tensor([0.5, 1.25, 3.0])
     return task, plain, task.weight
 
@@ -240,7 +240,7 @@ def test_whatever_balances_the_classes_the_first_loss_is_that_of_the_samples_tha
         expected, mean_weight = first_loss(config, counts)
         chances = make_plan(config, labels, 8, 1).weights
         chances = np.ones(len(labels)) if chances is None else chances
-        task = make_task(
+        _, task = make_task(
             config, [f"class{n}" for n in range(len(counts))], labels, config.sampler == "balanced"
         )
         scores = torch.zeros(1, task.outputs)

@@ -252,10 +252,11 @@ def test_settings_that_do_not_work_are_refused(text, monkeypatch):
         if name.isupper():
             monkeypatch.setenv(name, value)
     config = TrainConfig(**{name: value for name, value in given.items() if not name.isupper()})
+    more = {"optimizer": config.optimizer, "fixed_order": config.microbatches is not None}
     with pytest.raises(UserError, match=re.escape(text)):
-        check_sharding(config, ranks, config.optimizer, config.microbatches is not None)
+        check_sharding(config, ranks, **more)
     ranks.topology = Topology()
-    check_sharding(config, ranks)  # one process does not shard
+    check_sharding(config, ranks, **more)  # one process does not shard
 
 
 @FULL

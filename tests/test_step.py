@@ -108,7 +108,7 @@ def _precision(natives, asked):
     with distributed_session("train.py", config) as ranks:
         ranks.join()
         accelerator.has_native_bf16 = lambda device: natives[ranks.topology.rank]
-        return accelerator.make_accelerator(ranks, config).mixed_precision
+        return accelerator.make_accelerator(ranks, config, fixed_order=False).mixed_precision
 
 
 @pytest.mark.parametrize(

@@ -283,7 +283,7 @@ def test_scores_with_ties_have_the_metrics_of_scikit_learn_and_nan_has_none():
 def test_any_metric_can_decide_the_best_checkpoint_in_its_own_direction():
     expected = {"loss": False, "accuracy": True, "top5": True, "macro_f1": True}
     for name, higher in expected.items():
-        task = make_task(TrainConfig(best_metric=name), list("abcdefg"), np.arange(7))
+        _, task = make_task(TrainConfig(best_metric=name), list("abcdefg"), np.arange(7))
         assert (task.metric, task.higher_is_better) == (name, higher)
         state = TrainState()
         for step, value in enumerate((0.5, 0.4, 0.6, 0.6, 0.4), 1):
@@ -291,7 +291,7 @@ def test_any_metric_can_decide_the_best_checkpoint_in_its_own_direction():
             state.add_evaluation({name: value}, task.metric, task.higher_is_better)
         # the earliest of equal ones
         assert (state.best, state.best_step) == ((0.6, 3) if higher else (0.4, 2))
-    assert make_task(TrainConfig(), ["a", "b"], multi_hot_rows(range(3))).name == "multilabel"
+    assert make_task(TrainConfig(), ["a", "b"], multi_hot_rows(range(3)))[0] == "multilabel"
 
 
 def test_settings_that_a_task_cannot_have_are_refused(monkeypatch):
@@ -313,7 +313,7 @@ def test_settings_that_a_task_cannot_have_are_refused(monkeypatch):
         with pytest.raises(ValueError, match=text):
             make_task(TrainConfig(**settings), CLASSES, labels)
     Own.lowest_is_best = ("loss", "mae")
-    task = make_task(TrainConfig(task="own", best_metric="mae"), CLASSES, np.arange(4))
+    _, task = make_task(TrainConfig(task="own", best_metric="mae"), CLASSES, np.arange(4))
     assert not task.higher_is_better
 
 
@@ -324,7 +324,7 @@ def test_a_loss_with_an_argument_for_each_class_is_tried_with_the_classes_of_the
     monkeypatch.setitem(LOSSES, "weighted", weighted)
     flags = [*words("--task classification --loss weighted --loss_args"), "{alpha: [1, 2, 4.0]}"]
     config = parse_args(TrainConfig, "train.py", flags, [LOSSES])
-    task = make_task(config, list("abc"), np.arange(3))
+    _, task = make_task(config, list("abc"), np.arange(3))
     assert task.loss(torch.zeros(3, 3), torch.arange(3)).item() == pytest.approx(7 * math.log(3))
     with pytest.raises(ValueError, match="--loss_args for weighted: "):
         make_task(config, list("abcd"), np.arange(4))

@@ -56,6 +56,13 @@ def test_each_setting_of_train_py_is_in_one_group():
     assert sorted(listed) == sorted(field.name for field in fields(TrainConfig))
 
 
+@pytest.mark.parametrize("settings", SCRIPTS.values())
+def test_each_setting_of_a_script_has_a_flag(settings):
+    parser = cli._parser(settings, "x.py", ())
+    flags = {name for action in parser._actions for name in action.option_strings}
+    assert {f"--{field.name}" for field in fields(settings)} - flags <= {"--paths"}
+
+
 VALUES = [-1, 0, 1, 2, 300, 2**40, 0.0, 0.5, 1.0, 1.5, math.inf, True, "", "x", "no", "bf16"]
 VALUES += [
     "error",

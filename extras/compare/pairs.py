@@ -54,7 +54,7 @@ def _compare(groups: list[list[Path]]) -> dict:
         problem = "no seed in common, or evaluated on different images or labels"
         return {"lines": [f"not compared: {problem}; train or evaluate both in the same way"]}
     config = read_config(folders[0] / "config.yaml")
-    task = make_task(config, runs[0].classes.tolist())
+    _, task = make_task(config, runs[0].classes.tolist())
     one, other = np.split(_values(runs, task), 2)
     samples, scale, unit = one - other, 1, task.metric
     if task.higher_is_better:

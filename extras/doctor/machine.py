@@ -42,7 +42,8 @@ def check_launch(config: DoctorConfig) -> tuple[Finding, Topology | None]:
     try:
         topology = read_topology(init_method=config.init_method)
         # raises the same errors as in train.py
-        check_sharding(RankSettings(), Ranks(topology, config, "doctor.py"))
+        ranks = Ranks(topology, config, "doctor.py")
+        check_sharding(RankSettings(), ranks, optimizer="", fixed_order=False)
     except ValueError as error:
         return Finding.of("launch", error), topology
     finally:  # the topology is read again later, from the launcher's variables

@@ -39,7 +39,7 @@ def load(saved: Inference, ranks: Ranks) -> Loaded:
 
     Raises ValueError if they do not fit.
     """
-    task = make_task(saved.config, saved.class_names)
+    _, task = make_task(saved.config, saved.class_names)
     task.check_predictions()
     model = load_model(saved, task, ranks)
     model.requires_grad_(False).to(memory_format=torch.contiguous_format)

@@ -42,7 +42,7 @@ _OF_DDP = "is a setting of DDP, which FSDP replaces"
 
 
 def check_sharding(
-    config: RankSettings, ranks: Ranks, optimizer: str = "", fixed_order: bool = False
+    config: RankSettings, ranks: Ranks, *, optimizer: str, fixed_order: bool
 ) -> None:
     """Raise UserError for settings that do not work with FSDP, if the accelerate config asks for
     it.
@@ -97,7 +97,7 @@ def leave_run() -> None:
 
 
 def make_accelerator(
-    ranks: Ranks, config: RankSettings, fixed_order: bool = False, trackers: Sequence[str] = ()
+    ranks: Ranks, config: RankSettings, *, fixed_order: bool, trackers: Sequence[str] = ()
 ) -> Accelerator:
     """An Accelerator on top of the process group of `ranks`; collective.
 
@@ -111,10 +111,10 @@ def make_accelerator(
         precision = "no" if ranks.any_rank(not has_native_bf16(ranks.device)) else "bf16"
     with ranks.agree():
         accelerator = _accelerator(ranks, config, precision, trackers)
-    # After the constructor, which turns TF32 on if the model is to be compiled in float32.
-    fixed = config.deterministic or (fixed_order and ranks.device.type == "cuda")
-    choose_kernels(ranks.device, fixed, config.tf32)
-    return accelerator
+        # After the constructor, which turns TF32 on if the model is to be compiled in float32.
+        fixed = config.deterministic or (fixed_order and ranks.device.type == "cuda")
+        choose_kernels(ranks.device, fixed, config.tf32)
+        return accelerator
 
 
 def _accelerator(

@@ -10,12 +10,7 @@ from utils.runs.checkpoint import CheckpointManager
 from utils.runs.folder import check_run_folder
 
 # the tensors of a checkpoint
-from utils.runs.loading import (
-    extend_save_state,
-    load_weights,
-    make_average,
-    parameters_and_optimizer_state,
-)
+from utils.runs.loading import load_weights, make_average, parameters_and_optimizer_state
 
 # log.jsonl
 from utils.runs.log import RunLog, check_log, nan_to_none, read_log
@@ -23,15 +18,12 @@ from utils.runs.log import RunLog, check_log, nan_to_none, read_log
 # the files of a checkpoint, with their hashes
 from utils.runs.manifest import (
     EMA_FILE,
-    MANIFEST_FILE,
     WEIGHTS_FILE,
     beginnings,
     checkpoints_of,
     damage_of,
     files_of,
     find_checkpoint,
-    manifest_text,
-    sha256_of,
     step_of,
 )
 
@@ -60,6 +52,3 @@ from utils.runs.state import TrainState
 
 # --report_to
 from utils.runs.trackers import TRACKERS, RunTrackers, numbers_to_send
-
-# folders of checkpoints that are being written
-from utils.runs.writing import finish_partial, new_partial, partial_of

@@ -19,7 +19,7 @@ from utils.launch import compile_backend, elastic_nodes, local_rank_and_size, pr
 from utils.runs.batch_sizes import resolve_batch
 from utils.runs.metadata import Checkpoint
 from utils.runs.state import TrainState
-from utils.settings.train import CHOSEN, FIXED, OF_THIS_MACHINE, TrainConfig
+from utils.settings.train import CHOSEN, FIXED, NAMES, OF_THIS_MACHINE, TrainConfig
 
 _VARIABLES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_WORKER_IDENTICAL=1"
 
@@ -182,7 +182,8 @@ def resume_lines(
     now = vars(resolved) | {"processes": processes, "threads": threads}
     now["compiler"] = compile_backend() or "none"
     ignored = {*OF_THIS_MACHINE, "batch_size", "grad_accum"} - {"threads"}
-    changed = [name for name in now if name not in ignored and before[name] != now[name]]
+    names = [name for name in (*NAMES, "processes", "compiler") if name not in ignored]
+    changed = [name for name in names if before[name] != now[name]]
     lines = [f"resuming from {saved.path}"]
     lines += [f"{name} was {before[name]} in the checkpoint, now {now[name]}" for name in changed]
     lines += [

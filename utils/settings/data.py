@@ -27,7 +27,51 @@ CheckImages = Literal["quick", "full"]
 
 
 @dataclass(kw_only=True)
-class DataSettings(SharedSettings):
+class AugmentationSettings:
+    """Augmentation of training images; random views of features depend on all of it."""
+
+    crop_padding: Annotated[NonNegativeInt, at_most(1024)] = 0
+    """Shift training images at random by up to this many pixels, and fill the border with black."""
+    flip: Chosen[bool | Literal["alternate"]] = FROM_DATA
+    """Mirror training images left to right: true mirrors a random half, alternate each image in
+    every other epoch (default: true for photographs)."""
+    min_scale: Fraction | None = None
+    """Smallest area of a random training crop, as a fraction of the image. With 1 there are no random
+    crops, and photographs are cropped to their centre (default: 1 for images up to 96 pixels, 0.35
+    to fine-tune more than the head, else 0.08)."""
+    auto_augment: str | None = None
+    """Change colours and shapes of training images by a policy."""
+    auto_augment_args: Arguments = field(default_factory=dict)
+    """Keyword arguments of the policy, such as '{magnitude: 7}'."""
+    color_jitter: Annotated[NonNegativeFloat, at_most(100)] = 0.0
+    """Multiply brightness, contrast and saturation of training images by random factors within this
+    number of 1."""
+    random_erasing: Probability = 0.0
+    """Probability of filling a random box, 2 to 33 percent of a training image, with the mean
+    colour."""
+    cutout: Annotated[NonNegativeInt, at_most(2**16 - 1)] = 0
+    """Side in pixels of a square to fill with the mean colour, at a random place of each training
+    image."""
+    mixup: Annotated[NonNegativeFloat, at_most(1000)] = 0.0
+    """Average the images of each pair of neighbouring training samples, and their targets, with a
+    weight drawn from Beta(A, A), where A is this number, usually 0.1 to 1; 0 turns it off."""
+    cutmix: Annotated[NonNegativeFloat, at_most(1000)] = 0.0
+    """Swap a random box between the images of each pair, and mix their targets by its share of the
+    area, drawn from Beta(A, A), where A is this number, usually 1; 0 turns it off. With --mixup,
+    each pair gets one of the two."""
+    mix_prob: Probability = 1.0
+    """Fraction of the pairs that --mixup and --cutmix mix."""
+    mix_off_epoch: NonNegativeInt | None = None
+    """First epoch, counted from 0, in which nothing is mixed (default: none)."""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether training images are mixed."""
+        return self.mixup > 0 or self.cutmix > 0
+
+
+@dataclass(kw_only=True)
+class DataSettings(AugmentationSettings, SharedSettings):
     """What `utils.data` reads."""
 
     data_subset: str | None = None
@@ -82,39 +126,6 @@ class DataSettings(SharedSettings):
     """Keep decoded small images and cached features in the memory of the device, and draw batches
     there; auto does so on a GPU if they take at most a quarter of its free memory. The images are
     the same either way."""
-    crop_padding: Annotated[NonNegativeInt, at_most(1024)] = 0
-    """Shift training images at random by up to this many pixels, and fill the border with black."""
-    flip: Chosen[bool | Literal["alternate"]] = FROM_DATA
-    """Mirror training images left to right: true mirrors a random half, alternate each image in
-    every other epoch (default: true for photographs)."""
-    min_scale: Fraction | None = None
-    """Smallest area of a random training crop, as a fraction of the image. With 1 there are no random
-    crops, and photographs are cropped to their centre (default: 1 for images up to 96 pixels, 0.35
-    to fine-tune more than the head, else 0.08)."""
-    auto_augment: str | None = None
-    """Change colours and shapes of training images by a policy."""
-    auto_augment_args: Arguments = field(default_factory=dict)
-    """Keyword arguments of the policy, such as '{magnitude: 7}'."""
-    color_jitter: Annotated[NonNegativeFloat, at_most(100)] = 0.0
-    """Multiply brightness, contrast and saturation of training images by random factors within this
-    number of 1."""
-    random_erasing: Probability = 0.0
-    """Probability of filling a random box, 2 to 33 percent of a training image, with the mean
-    colour."""
-    cutout: Annotated[NonNegativeInt, at_most(2**16 - 1)] = 0
-    """Side in pixels of a square to fill with the mean colour, at a random place of each training
-    image."""
-    mixup: Annotated[NonNegativeFloat, at_most(1000)] = 0.0
-    """Average the images of each pair of neighbouring training samples, and their targets, with a
-    weight drawn from Beta(A, A), where A is this number, usually 0.1 to 1; 0 turns it off."""
-    cutmix: Annotated[NonNegativeFloat, at_most(1000)] = 0.0
-    """Swap a random box between the images of each pair, and mix their targets by its share of the
-    area, drawn from Beta(A, A), where A is this number, usually 1; 0 turns it off. With --mixup,
-    each pair gets one of the two."""
-    mix_prob: Probability = 1.0
-    """Fraction of the pairs that --mixup and --cutmix mix."""
-    mix_off_epoch: NonNegativeInt | None = None
-    """First epoch, counted from 0, in which nothing is mixed (default: none)."""
     sampler: Literal["shuffle", "balanced"] = "shuffle"
     """How the samples of an epoch are drawn: shuffle draws each one once; balanced draws with
     replacement, all classes equally often. An epoch always has as many draws as samples."""
@@ -127,8 +138,3 @@ class DataSettings(SharedSettings):
     """With --microbatches: the number of microbatches that each rank computes, such as 11,5 if rank
     0 has the faster device (default: equal numbers). The trained weights are the same, bit for
     bit."""
-
-    @property
-    def mixes(self) -> bool:
-        """Whether training images are mixed."""
-        return self.mixup > 0 or self.cutmix > 0

@@ -15,12 +15,9 @@ InitMatch = Literal["name", "order"]
 
 
 @dataclass(kw_only=True)
-class ModelSettings(SharedSettings):
-    """What `utils.models` reads."""
+class InputSettings:
+    """The input of the model."""
 
-    pretrained: bool = False
-    """Start from the published weights of the model; their head is kept if it has all classes of
-    the data."""
     eval_size: Size = None
     """--image_size of evaluation; a larger size than in training is often more accurate (default:
     as in training)."""
@@ -41,6 +38,15 @@ class ModelSettings(SharedSettings):
     std: Std | None = None
     """Standard deviation per channel to divide by (default: that of the pretrained weights, else
     0.5)."""
+
+
+@dataclass(kw_only=True)
+class ModelSettings(InputSettings, SharedSettings):
+    """What `utils.models` reads."""
+
+    pretrained: bool = False
+    """Start from the published weights of the model; their head is kept if it has all classes of
+    the data."""
     model_args: Arguments = field(default_factory=dict)
     """Keyword arguments of the model, such as '{dropout: 0.2}'."""
     init_from: str | None = None

@@ -5,7 +5,7 @@ type says what values it takes and, if it is special, how it is saved and resume
 (`config/bounds.py`). Its name is in `GROUPS`, which has the order of --help and config.yaml.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -25,9 +25,9 @@ from utils.config import (
     require,
 )
 from utils.errors import UserError
-from utils.settings.data import DataSettings
-from utils.settings.models import ModelSettings
-from utils.settings.ranks import LAUNCH_GROUP, RankSettings
+from utils.settings.data import AugmentationSettings, DataSettings
+from utils.settings.models import InputSettings, ModelSettings
+from utils.settings.ranks import LAUNCH_GROUP, LaunchConfig, RankSettings
 from utils.settings.runs import RunSettings
 from utils.settings.shared import BACKBONE
 from utils.settings.tasks import TaskSettings
@@ -82,7 +82,10 @@ GROUPS = {
         "report", "dry_run", "profile",
     ],
 }  # fmt: skip
-"""The groups of --help, and the order of config.yaml."""
+"""The groups of --help."""
+
+NAMES = [name for names in GROUPS.values() for name in names]
+"""All settings, in the order of config.yaml."""
 
 FORMAT = 5
 """The format of config.yaml and state.json. A new field that files may lack does not change it."""
@@ -166,17 +169,20 @@ class TrainConfig(
         return bool(self.pretrained or self.init_from) and BACKBONE not in self.freeze
 
 
-FIXED = find_marked(TrainConfig, Fixed)
+FIXED = sorted(find_marked(TrainConfig, Fixed), key=NAMES.index)
 """Settings of a resumed run that must equal those of its checkpoint."""
 
 CHOSEN = find_marked(TrainConfig, Chosen)
 """Settings that follow from the data if they have their defaults. In a resumed run, they then have
 the values of the checkpoint."""
 
-OF_INPUT = "model", "pretrained", "image_size", *GROUPS["model input"]
+OF_INPUT = "model", "pretrained", "image_size", *(each.name for each in fields(InputSettings))
 """Settings that the model's input depends on."""
 
-OF_ONE_START = *GROUPS["processes and devices"], *find_marked(TrainConfig, OneStart)
+OF_AUGMENTATION = tuple(each.name for each in fields(AugmentationSettings))
+"""Settings that random views of an image depend on."""
+
+OF_ONE_START = *(each.name for each in fields(LaunchConfig)), *find_marked(TrainConfig, OneStart)
 """Settings that belong to one start and are not saved with the run."""
 
 OF_THIS_MACHINE = OF_ONE_START + find_marked(TrainConfig, Machine)
@@ -187,8 +193,7 @@ may come from someone else."""
 def to_yaml(config: TrainConfig) -> str:
     """The settings as a YAML file that --config reads."""
     values = asdict(config)
-    ordered = {name: values[name] for names in GROUPS.values() for name in names}
-    return dump_yaml({"format": FORMAT} | ordered)
+    return dump_yaml({"format": FORMAT} | {name: values[name] for name in NAMES})
 
 
 def read_config(path: Path) -> TrainConfig:

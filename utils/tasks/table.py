@@ -28,8 +28,8 @@ def make_task(
     class_names: list[str],
     labels: np.ndarray | None = None,
     balanced: bool = False,
-) -> Task:
-    """The task of --task, whose `metric` is that of --best_metric.
+) -> tuple[str, Task]:
+    """The name of the task, and the task, whose `metric` is that of --best_metric.
 
     `labels` are those of the training split, as in Split; None in eval.py. If the classes are drawn
     `balanced`, the task gets each label once, so that balanced weights are 1.
@@ -44,10 +44,9 @@ def make_task(
     if labels is not None and balanced:
         labels = np.unique(labels)
     task = TASKS.choose(name)(config, class_names, labels)
-    task.name = name
     task.metric = config.best_metric or task.metric
     found = [*task.summary(dict.fromkeys(task.evaluation, 1.0), 1.0), *task.gathered]
     known = [each for each in found if each in (*task.highest_is_best, *task.lowest_is_best)]
     fix = f"use one of {', '.join(known)}, or add it to lowest_is_best of {type(task).__name__}"
     require(task.metric in known, f"--best_metric {task.metric}: no such metric", fix)
-    return task
+    return name, task

@@ -34,8 +34,6 @@ class Task:
     microbatches, ranks and resumes. Batches may be empty.
     """
 
-    name: str
-    """As in --task."""
     class_names: list[str]
     outputs: int
     """Outputs of the model for each image."""

@@ -32,7 +32,7 @@ from utils.launch import local_rank_and_size
 from utils.memory import bytes_text, free_memory
 from utils.models import hash_tensors
 from utils.models.features import FrozenPart
-from utils.settings.train import GROUPS
+from utils.settings.train import OF_AUGMENTATION
 from utils.training.evaluation import Evaluator, make_eval_loader
 from utils.training.setup import Setup
 
@@ -56,8 +56,7 @@ def features_of(
     cache = FeatureCache(setup, FrozenPart(model.to(setup.accelerator.device), last_part))
     augmented: list = []  # what random views depend on
     if config.feature_views:
-        names = GROUPS["augmentation of training images"]
-        augmented = [config.seed, *(vars(config)[name] for name in names)]
+        augmented = [config.seed, *(vars(config)[name] for name in OF_AUGMENTATION)]
     else:
         train_set = copy(train_set)
         train_set.augmentation = make_augmentation(config, spec, False)

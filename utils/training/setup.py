@@ -59,13 +59,23 @@ TABLES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULE
 def check_settings(config: TrainConfig, ranks: Ranks) -> None:
     """Raise ValueError or OSError for settings that do not work on this machine; not collective."""
     check_precision(config, ranks)
-    check_sharding(config, ranks, config.optimizer, config.microbatches is not None)
+    fixed_order = config.microbatches is not None
+    check_sharding(config, ranks, optimizer=config.optimizer, fixed_order=fixed_order)
     check_run_folder(config)
     check_elastic(config)
     if config.resume is None:  # otherwise later: the checkpoint may need a plug-in
-        check_model(config)
-        check_source(config)
+        check_choices(config)
         resolve_batch(config, ranks.topology.world_size)
+
+
+def check_choices(config: TrainConfig) -> None:
+    """Raise ValueError or OSError for a model, data or another name that does not exist, or does
+    not accept its arguments.
+    """
+    for names in TABLES:
+        names.check(config)
+    check_model(config)
+    check_source(config)
 
 
 def fill_settings(
@@ -87,11 +97,9 @@ def fill_settings(
         if before and given is not None:
             config = keep_settings(config, given, before, begun is not None)
             check_settings(config, ranks)
-        if before or config.resume or given is None:  # train.py has checked those of a new run
-            check_model(config)
-            check_source(config)
-            for names in TABLES:
-                names.check(config)
+        # for a new run, train.py has checked them
+        if before or config.resume or config.dry_run or given is None:
+            check_choices(config)
             choose_batch(config, saved, ranks.topology.world_size)
     if config.init_from is None and not (saved and saved.config.init_from):
         return config, None
@@ -156,10 +164,10 @@ def resolve(
     config, images, spec = resolve_input(config, saved, train)
     with accelerator.device:  # the weights of classes are there
         balanced = config.sampler == "balanced"
-        task = make_task(config, data.class_names, train.labels, balanced)
+        name, task = make_task(config, data.class_names, train.labels, balanced)
     final = replace(
         config,
-        task=task.name,
+        task=name,
         best_metric=task.metric,
         global_batch_size=batch,
         batch_size=None,
