@@ -122,8 +122,8 @@ def past_the_door(text: str, own: str = "") -> list[str]:
             is_module = (ROOT / "utils" / package / f"{rest[0]}.py").is_file()
             is_module = is_module and top == "utils" and package not in ("", own, "settings")
             if is_module and f"{package}.{rest[0]}" not in listed_doors():
-                wrong.append(name)
-    return wrong
+                wrong.append(f"{top}.{package}.{rest[0]}")
+    return [*dict.fromkeys(wrong)]
 
 
 def test_other_packages_are_entered_by_their_doors():

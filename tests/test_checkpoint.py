@@ -71,7 +71,8 @@ def test_a_checkpoint_holds_all_that_evaluation_on_another_machine_needs(tmp_pat
     }  # fmt: skip
     # as the umask says
     assert {stat.S_IMODE(path.stat().st_mode) for path in checkpoint.iterdir()} == {0o640}
-    assert read_config(checkpoint / "config.yaml").crop_padding == 1
+    saved = read_config(checkpoint / "config.yaml")
+    assert (saved.crop_padding, saved.task, saved.best_metric) == (1, "classification", "accuracy")
     model, file = MnistCNN(InputSpec(12, 12, 1, [0.5], [0.5]), 10), checkpoint / "model.safetensors"
     load_checkpoint_and_dispatch(model, str(file))
     assert same_tensors(dict(model.state_dict()), load_file(file))

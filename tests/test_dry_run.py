@@ -1,5 +1,6 @@
 """--dry_run computes one update, says how much memory it needs, and leaves nothing behind."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,16 @@ def _out_of_memory(flags: list[str]) -> None:
     when = flags[0] == "True"
     watch_model(lambda module, *_: torch.empty(2**45) if module.training is when else None)
     train.main(flags[1:])
+
+
+@pytest.mark.parametrize(
+    "flags, problem",
+    [
+        ("--data ./missing", "--data ./missing: no such file, folder or data set"),
+        ("--lr_schedule cosin", "--lr_schedule cosin: no such lr schedule"),
+        ("--optimizer_args '{nesterv: true}'", "unknown argument nesterv"),
+    ],
+)
+def test_a_dry_run_of_a_resume_without_a_run_checks_its_settings_before_the_model(flags, problem):
+    more = shlex.split(flags) + words("--run_name new --resume auto --dry_run")
+    assert problem in refused(train.main, *FLAGS[:4], *more)

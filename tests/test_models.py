@@ -16,7 +16,7 @@ from utils.data.order import fold_in
 from utils.data.spec import InputSpec
 from utils.errors import UserError
 from utils.models.layers import freeze
-from utils.models.zoo import build_model, check_model, input_spec, torchvision_models
+from utils.models.zoo import OWN_MODELS, build_model, check_model, input_spec, torchvision_models
 from utils.settings.train import TrainConfig
 
 FAMILIES = ["mnist_cnn", "mlp", "fastnet", "resnet18", "mobilenet_v3_small", "squeezenet1_0"]
@@ -332,3 +332,20 @@ def test_a_model_that_cannot_take_an_empty_batch_computes_an_image_of_zeros_with
     before = {name: value.clone() for name, value in batch_norm.state_dict().items()}
     batch_norm(torch.zeros(0, 3, 64, 64)).sum().backward()
     assert same_tensors(batch_norm.state_dict(), before) and batch_norm.training
+
+
+def test_a_model_of_a_plug_in_gets_the_training_images_before_weights_are_loaded(monkeypatch):
+    class Own(nn.Sequential):
+        """Counts the images."""
+
+        def __init__(self, spec, classes):
+            super().__init__(nn.Flatten(), nn.Linear(spec.height * spec.width, classes))
+
+        def initialise(self, images):
+            nn.init.constant_(self[1].bias, len(images))
+
+    monkeypatch.setitem(OWN_MODELS, "own", Own)
+    config = TrainConfig(model="own")
+    model = build_model(config, spec_of(8, 1), 3, images=range(50))
+    assert model[1].bias.tolist() == [50] * 3
+    assert build_model(config, spec_of(8, 1), 3)[1].bias.tolist() != [50] * 3
