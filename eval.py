@@ -37,8 +37,9 @@ from utils.settings.scripts import EvalConfig
 from utils.tasks import Predictions, Task, make_task
 from utils.training import Evaluator, check_finite, make_eval_loader, model_rate
 
+# not by trying an import: Python would also import an empty folder
 HAS_EXTRAS = Path(utils.__file__).parents[1].joinpath("extras", "__init__.py").is_file()
-if HAS_EXTRAS:  # what looks at a run; otherwise, somebody has deleted the folder
+if HAS_EXTRAS:
     import extras
 
 
@@ -120,7 +121,7 @@ def evaluate(
     config, spec = found.config, found.spec.for_evaluation()
     with ranks.local_main_first("decoding images"):
         dataset = make_dataset(split, spec, config, False, progress("decoding"))
-    accelerator = make_accelerator(ranks, config, fixed_order=config.microbatches is not None)
+    accelerator = make_accelerator(ranks, config, fixed_order=config.fixed_order)
     model = place_model(load_model(found, task, ranks), flags.tta, accelerator)
     loader = make_eval_loader(dataset, config, ranks)
     # Not the model: ranks may have different numbers of batches, which DDP does not allow.

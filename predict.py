@@ -106,7 +106,7 @@ def predict(
     # A loader process decodes whole blocks, so for a single block it would save no time.
     if len(dataset) <= config.eval_batch_size:
         config = replace(config, num_workers=0)
-    accelerator = make_accelerator(ranks, config, fixed_order=config.microbatches is not None)
+    accelerator = make_accelerator(ranks, config, fixed_order=config.fixed_order)
     model = place_model(load_model(found, task, ranks), flags.tta, accelerator)
     loader = make_eval_loader(dataset, config, ranks)
     # Not the model: ranks may have different numbers of batches, which DDP does not allow.

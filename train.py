@@ -34,13 +34,14 @@ from utils.runs import CheckpointManager, make_average, numbers_to_send
 from utils.settings.train import TrainConfig
 from utils.training import (
     TABLES, Run, Setup, SyncInterval, adapt_model, build_optimizer, check_settings,
-    clip_gradients, due_after, evaluation_record, fill_settings, unwrap_optimizer, learning_rate,
-    load_splits, log_end, log_start, make_datasets, make_profiler, prepare_save, resolve,
-    set_learning_rate, synchronise, training_record,
+    clip_gradients, due_after, evaluation_record, fill_settings, learning_rate, load_splits,
+    log_end, log_start, make_datasets, make_profiler, prepare_save, resolve, set_learning_rate,
+    synchronise, training_record, unwrap_optimizer,
 )  # fmt: skip
 
+# not by trying an import: Python would also import an empty folder
 HAS_EXTRAS = Path(utils.__file__).parents[1].joinpath("extras", "__init__.py").is_file()
-if HAS_EXTRAS:  # what looks at a run; otherwise, somebody has deleted the folder
+if HAS_EXTRAS:
     import extras
 
 
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     command = typed_command(argv)
     if config.seeds:
         given.add("seed")
-    session = distributed_session("train.py", config, config.microbatches is not None)
+    session = distributed_session("train.py", config, config.fixed_order)
     with session as ranks, Stopping(ranks) as stopping:
         is_plain = not (config.seeds or config.dry_run)
         if not HAS_EXTRAS:
@@ -66,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
             name = config.run_name or run.folder.name
             continuing = resume_command(command, config.output_dir, name)
             if not (config.seeds and run.is_complete):  # a finished one is left alone
-                copies = extras.find_copies(run) if HAS_EXTRAS else ([], [])
-                log_start(run, continuing, *copies)
+                copies, lines = extras.find_copies(run) if HAS_EXTRAS else ([], [])
+                log_start(run, continuing, copies, lines)
             if config.dry_run:
                 extras.compute_one_update(run, train_update)
                 return None
@@ -94,9 +95,8 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     checkpoints = CheckpointManager(config, ranks)
     saved = checkpoints.newest()  # None if the run is new
     config, source = fill_settings(config, given, saved, checkpoints.begun, ranks)
-    fixed_order = config.microbatches is not None
     accelerator: Accelerator = make_accelerator(
-        ranks, config, fixed_order=fixed_order, trackers=config.trackers
+        ranks, config, fixed_order=config.fixed_order, trackers=config.trackers
     )
     data = load_splits(config, saved, ranks)
     with ranks.agree("resolving the settings"):  # the only place where they follow from the data
@@ -129,7 +129,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     folder = checkpoints.restore(config, saved, accelerator, module, optimizer, average)
     loaders = train_loader, eval_loader
     return Run(
-        **vars(setup),
+        **vars(setup),  # a Run is a Setup with more parts
         stopping=stopping,
         checkpoints=checkpoints,
         folder=folder,

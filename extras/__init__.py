@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import utils  # noqa: F401  sets variables before PyTorch is loaded
 
-if TYPE_CHECKING:  # loading them would take seconds, and other modules of extras do not need them
+if TYPE_CHECKING:  # loading them takes seconds
     from utils.data import Batch, Split
     from utils.ranks import Ranks, Stopping
     from utils.settings.train import TrainConfig
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # loading them would take seconds, and other modules of extra
 
 def in_turn(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Iterator[TrainConfig]:
     """The settings of each run of a launch with --seeds, or of a dry run; collective."""
-    if not config.seeds:
+    if not config.seeds:  # without what the table of several runs needs
         from extras.dry_run import trial
 
         return iter([trial(config)])
@@ -32,7 +32,7 @@ def in_turn(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Iterator[T
 
 
 def load_page() -> None:
-    """Load what writes pages, because the code may be another one when a run ends."""
+    """Load the code that writes pages now, because its files may have changed when the run ends."""
     import extras.page.writing  # noqa: F401
 
 
@@ -52,9 +52,9 @@ def write_first_batch(run: Run, batch: Batch) -> None:
     write_first_batch(run, batch)
 
 
-# importing a module here would replace a function of the same name
+# not named dry_run: importing the module extras.dry_run would replace this function
 def compute_one_update(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> None:
-    """Do what --dry_run says: compute one update and one evaluation batch, and leave nothing behind;
+    """Compute one update and one evaluation batch for --dry_run, and leave nothing behind;
     collective.
     """
     from extras.dry_run import dry_run
@@ -63,7 +63,9 @@ def compute_one_update(run: Run, update: Callable[[Run, Iterator[Batch]], None])
 
 
 def report(run: Run, result: Mapping | None = None) -> None:
-    """Write report.html if the run is complete; collective."""
+    """Store the predictions of the best evaluation; once the run is complete, write report.html;
+    collective.
+    """
     if run.config.report:
         from extras.page.writing import report_training
 
@@ -73,7 +75,7 @@ def report(run: Run, result: Mapping | None = None) -> None:
 def report_evaluation(
     checkpoint: Path, task: Task, split: Split, found: Predictions, record: Mapping
 ) -> bool:
-    """Write report.html of an evaluation. Returns False if the checkpoint is not in a run folder."""
+    """Write report.html of an evaluation; returns whether the checkpoint is in a run folder."""
     from extras.page.writing import run_folder_of, warned, write_report
 
     folder = run_folder_of(checkpoint)
@@ -84,7 +86,7 @@ def report_evaluation(
 
 
 def write_predictions(path: Path, task: Task, split: Split, found: Predictions) -> None:
-    """Write a table with the prediction of each sample; CSV or JSON, as the name of the file says."""
+    """Write a table with the prediction of each sample, in the format of the name of the file."""
     from extras.page.tables import encode, rows_of_split
     from utils.files import write_file
 

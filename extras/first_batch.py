@@ -47,7 +47,7 @@ def picture(run: Run, batch: Batch) -> bytes:
 
 
 def pixels_of(features: ArrayDataset, microbatch: Microbatch) -> Tensor:
-    """The images of the first features of a microbatch, uint8 [n, H, W, C]."""
+    """The images from which the first features of a microbatch were computed, uint8 [n, H, W, C]."""
     source: Any = features.source
     places = microbatch.indices
     if features.source_rows is not None:

@@ -183,7 +183,7 @@ def test_a_package_knows_only_its_own_settings():
     assert wrong_settings("ranks", "import utils.settings.runs") == {"runs"}
 
 
-def test_few_functions_take_all_settings_and_none_hides_that():
+def test_few_functions_take_all_settings_and_all_have_exact_types():
     count = 0
     for package in PACKAGES:
         for path in (ROOT / "utils" / package).glob("*.py"):
@@ -201,7 +201,7 @@ def test_few_functions_take_all_settings_and_none_hides_that():
     assert count <= 40, count
 
 
-# Extras, which look on
+# Extras
 
 
 def names_of_extras(path: Path) -> list[str]:
@@ -213,7 +213,7 @@ def names_of_extras(path: Path) -> list[str]:
     return [name for name in named if re.fullmatch(r"extras([.:/]\w+)*", name)]
 
 
-def test_utils_never_names_extras_and_scripts_load_only_the_door():
+def test_utils_never_imports_extras_and_scripts_load_only_its_init():
     assert {path: names_of_extras(path) for path in (ROOT / "utils").rglob("*.py")} == {
         path: [] for path in (ROOT / "utils").rglob("*.py")
     }
@@ -269,7 +269,7 @@ def test_only_the_doctor_prepares_besides_the_scripts():
     assert owners == {ROOT / "extras/doctor"}
 
 
-def test_train_py_is_short_and_enters_few_rooms():
+def test_train_py_is_short_and_imports_from_few_modules():
     text = (ROOT / "train.py").read_text()
     tree = ast.parse(text)
     imports = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]

@@ -97,6 +97,6 @@ def _out_of_memory(flags: list[str]) -> None:
         ("--optimizer_args '{nesterv: true}'", "unknown argument nesterv"),
     ],
 )
-def test_a_dry_run_of_a_resume_without_a_run_checks_its_settings_before_the_model(flags, problem):
+def test_a_dry_run_with_resume_auto_and_no_run_yet_checks_its_settings_first(flags, problem):
     more = shlex.split(flags) + words("--run_name new --resume auto --dry_run")
     assert problem in refused(train.main, *FLAGS[:4], *more)

@@ -1,4 +1,4 @@
-"""What is in extras/ only looks at a run: a run without it has the same bits, and says what is missing."""
+"""Without extras/, a run has the same bits and says what is missing."""
 
 import os
 import shutil

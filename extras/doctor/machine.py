@@ -41,7 +41,7 @@ def check_launch(config: DoctorConfig) -> tuple[Finding, Topology | None]:
     topology = None
     try:
         topology = read_topology(init_method=config.init_method)
-        # raises the same errors as in train.py
+        # these raise the errors that train.py would raise for this launch
         ranks = Ranks(topology, config, "doctor.py")
         check_sharding(RankSettings(), ranks, optimizer="", fixed_order=False)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""How settings are read, checked and written; it knows none of them."""
+"""How settings are read, checked and written. The settings are in utils/settings/."""
 
 # types of values, with bounds; `require` raises an error with its fix
 from utils.config.bounds import (

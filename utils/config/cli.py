@@ -35,8 +35,8 @@ class Settings:
     """
 
     groups: ClassVar[dict[str, list[str]]] = {}
-    """The groups of --help, of which the first is shown last. Settings in none of them are the
-    script's own."""
+    """The groups of --help; the first is shown last. Settings of this class that are in no group are
+    shown as flags of the script; those of its base classes must be in a group."""
     file_format: ClassVar[int | None] = None
     """The format of --config files; None if the script reads none."""
     first_word: ClassVar[str] = "ckpt"
@@ -217,7 +217,9 @@ def _text(word: str) -> Any:
 
 
 def read_file(path: Path, cls: type[Settings]) -> dict:
-    """The settings in a --config file. Raises UserError if it is malformed or has others."""
+    """The settings in a --config file. Raises UserError if it is malformed, or has settings that
+    `cls` lacks.
+    """
     values = read_yaml(path)
     if not isinstance(values, dict):
         raise UserError(

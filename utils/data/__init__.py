@@ -52,7 +52,7 @@ from utils.data.sources import SOURCES, absolute_data, check_source, has_columns
 # the input of a model
 from utils.data.spec import EVAL_CROP, SMALL, InputSpec, sides
 
-# labels in memory and images still encoded
+# splits: their labels, and images that are not decoded yet
 from utils.data.splits import Data, Files, Source, Split, fingerprint_of, whole_split
 
 # policies of --auto_augment

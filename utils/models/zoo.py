@@ -1,4 +1,4 @@
-"""Models by name: our own (small.py), every classification model of torchvision, and timm's."""
+"""Models by name: our own (small.py, fastnet.py), every classification model of torchvision, and timm's."""
 
 import importlib.util
 import math
@@ -141,11 +141,12 @@ def build_model(
     (`main_output`).
 
     Its weights are random, drawn with --seed. With --pretrained they are the published ones. If
-    these have all of the classes `names`, their head is kept. A model with a
-    method `initialise` gets the training `images`. `weight_bytes` is None for a new model. Otherwise weights
-    of this size will be loaded into it: it starts random, and a far larger model is refused before
-    it fills the memory. Raises ValueError if --model_args are invalid or the model does not accept
-    the images of training or evaluation.
+    these have all of the classes `names`, their head is kept. If the model has a method
+    `initialise`, this is called with the training `images` before weights are loaded.
+    `weight_bytes` is None for a new model. Otherwise weights of this size will be loaded into it:
+    it starts random, and a far larger model is refused before it fills the memory. Raises
+    ValueError if --model_args are invalid or the model does not accept the images of training or
+    evaluation.
     """
     check_model(config)  # again: the data may have chosen the model
     torch.manual_seed(fold_in(config.seed, "weights"))

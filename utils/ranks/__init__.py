@@ -10,7 +10,7 @@ from utils.ranks.accelerator import (
     search_pays,
 )
 
-# all communication between the ranks
+# what the ranks agree on and exchange besides Accelerate
 from utils.ranks.ranks import Ranks
 
 # joins the processes; after an error, all of them exit

@@ -47,7 +47,7 @@ def check_sharding(
     """Raise UserError for settings that do not work with FSDP, if the accelerate config asks for
     it.
 
-    `fixed_order`: with --microbatches.
+    `fixed_order`: whether gradients are added up in one fixed order (--microbatches).
     """
     if not shards_model() or ranks.topology.world_size == 1:
         return
@@ -101,7 +101,7 @@ def make_accelerator(
 ) -> Accelerator:
     """An Accelerator on top of the process group of `ranks`; collective.
 
-    `fixed_order`: with --microbatches. `trackers` are those of --report_to.
+    `fixed_order` as in `check_sharding`. `trackers` are those of --report_to.
     """
     precision = config.mixed_precision
     if precision is None and ranks.device.type == "cuda" and not precision_is_chosen():

@@ -29,7 +29,7 @@ def connect(
     interface: str,
 ) -> tuple[Any, Any]:
     """Create the default group, and two groups of gloo: one whose collectives wait for `timeout`
-    seconds, and one that waits for slow work.
+    seconds, and one that waits for slow work. Returns the two groups of gloo.
 
     Raises UserError if the processes cannot connect.
     """

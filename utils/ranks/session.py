@@ -55,7 +55,7 @@ from utils.waiting import wait_for_keys
 def distributed_session(
     prog: str, launch: LaunchConfig, fixed_order: bool = False
 ) -> Iterator[Ranks]:
-    """A context with the ranks of this launch; `fixed_order` with --microbatches.
+    """A context with the ranks of this launch; `fixed_order` as in `check_sharding`.
 
     After an error, all exit with code 2, and one rank prints one line.
     """

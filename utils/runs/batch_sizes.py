@@ -3,7 +3,7 @@
 from utils.errors import UserError
 from utils.settings.train import TrainConfig
 
-DEFAULT_BATCH = 128  # of the default
+DEFAULT_BATCH = 128  # the largest default global batch
 
 
 def resolve_batch(

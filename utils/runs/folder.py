@@ -31,10 +31,10 @@ from utils.settings.train import TrainConfig
 def find_start(
     config: RunSettings, stored: Callable[[str], str], take: Callable[[Path], Path]
 ) -> tuple[Path | None, Path | None, TrainConfig | None]:
-    """The existing folder of the run, and the checkpoint and the settings to start from, if
-    any, on the main process. The settings are those of a run without checkpoints.
+    """The folder of the run if it exists, the checkpoint to start from, and the settings of a run
+    that was killed before its first checkpoint; each may be None. On the main process.
 
-    `stored` returns what an earlier attempt of the launcher has stored, and `take` locks the folder.
+    `stored` returns what an earlier attempt of the launcher has stored; `take` locks the folder.
     """
     checkpoint = None
     begun = None

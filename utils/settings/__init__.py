@@ -1,3 +1,4 @@
-"""The settings: one file for each package that reads them. train.py and scripts.py put them
-together for each script.
+"""The settings: one file for each package that reads them, and shared.py for several.
+
+settings/train.py and settings/scripts.py combine them for the scripts.
 """

@@ -224,7 +224,7 @@ class DoctorConfig(LaunchConfig):
     to train.
     """
 
-    groups = {  # noqa: RUF012  its own --timeout is the script's
+    groups = {  # noqa: RUF012  --timeout has another default, so it is a flag of the script
         title: [name for name in names if name != "timeout"]
         for title, names in LAUNCH_GROUP.items()
     }

@@ -2,7 +2,8 @@
 
 A setting is one field with its help text below it, in the file of the package that reads it. Its
 type says what values it takes and, if it is special, how it is saved and resumed
-(`config/bounds.py`). Its name is in `GROUPS`, which has the order of --help and config.yaml.
+(`config/bounds.py`). Its name is in `GROUPS`, whose order is that of config.yaml and of --help,
+which shows the first group last.
 """
 
 from dataclasses import asdict, dataclass, fields, replace

@@ -124,3 +124,8 @@ class TrainingSettings(SharedSettings):
     profile: OneStart[bool] = False
     """Profile ten early updates, and evaluations and saves between them: write a trace to the run
     folder."""
+
+    @property
+    def fixed_order(self) -> bool:
+        """Whether gradients are added up in one fixed order."""
+        return self.microbatches is not None

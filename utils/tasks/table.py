@@ -29,10 +29,11 @@ def make_task(
     labels: np.ndarray | None = None,
     balanced: bool = False,
 ) -> tuple[str, Task]:
-    """The name of the task, and the task, whose `metric` is that of --best_metric.
+    """The name of the task, and the task. Its `metric` is --best_metric, if that is given.
 
-    `labels` are those of the training split, as in Split; None in eval.py. If the classes are drawn
-    `balanced`, the task gets each label once, so that balanced weights are 1.
+    `labels` are those of the training split, as in Split; None if the task is only evaluated. If
+    all classes are drawn equally often, `balanced`, the task gets each label once, so that balanced
+    weights are 1.
     """
     name = config.task
     if name == "auto":

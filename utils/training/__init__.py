@@ -24,7 +24,7 @@ from utils.training.loop import (
     training_record,
 )
 
-# sums over all ranks
+# when the ranks synchronise, and numbers whose sums are exact
 from utils.training.meter import SyncInterval, rounded
 
 # the data sets and the model

@@ -193,7 +193,7 @@ def hint_for_waits(config: TrainingSettings, device: str) -> list[str]:
 
 
 def list_changes(config: TrainConfig, group: str) -> list[str]:
-    """The names and values of those settings of a group of --help that do not have their defaults, for the
+    """The settings of a group of --help that differ from their defaults, with their values, for the
     start table.
     """
     now = vars(config)

@@ -21,8 +21,8 @@ def parameter_groups(
 ) -> Groups:
     """The trainable parameters with their names; groups with weight decay come first.
 
-    A group has its `weight_decay`, and `lr_scale`, the factor of its learning rate. `more` has what
-    the optimizer adds to the group of each parameter.
+    A group has its `weight_decay`, and `lr_scale`, the factor of its learning rate. `more` has,
+    by the names of parameters, what the optimizer adds to their groups.
     """
     undecayed = names_without_decay(model)
     scales = layer_scales(model, config.layer_decay)
@@ -34,6 +34,7 @@ def parameter_groups(
         decay = 0.0 if name in undecayed else config.weight_decay
         scale = scales[name] * ((config.head_scale or 1.0) if name.startswith(of_head) else 1.0)
         group = {"weight_decay": decay, "lr_scale": scale} | (more or {}).get(name, {})
+        # groups have the same keys in the same order, so their values can be compared
         key = (name in undecayed, *group.values())
         groups.setdefault(key, {"params": []} | group)["params"].append((name, parameter))
     return [groups[key] for key in sorted(groups)]

@@ -18,9 +18,10 @@ class Muon(Optimizer):
     --lr, for the rest.
 
     By default, the updates of both have the same size (Liu et al., 2025), so that they share a
-    learning rate. torch's Muon has the groups with `hidden`, and sees a convolution kernel as the
-    matrix [out, in * height * width] (Jordan et al., 2024). Both work on the groups and the state
-    of this optimizer, so it is saved, restored and scheduled like any other.
+    learning rate. Groups with `hidden` are updated by torch's Muon, the others by its AdamW. Muon
+    treats a convolution kernel as the matrix [out, in * height * width] (Jordan et al., 2024). Both
+    work on the groups and the state of this optimizer, so it is saved, restored and scheduled like
+    any other.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Muon(Optimizer):
 
     @staticmethod
     def groups(model: nn.Module) -> dict[str, dict]:
-        """Whether a parameter is one of the matrices that Muon changes, by its name."""
+        """For the name of each parameter, `hidden`: whether Muon updates it."""
         hidden = hidden_matrices(model) - names_without_decay(model)
         return {name: {"hidden": name in hidden} for name, _ in model.named_parameters()}
 

@@ -1,9 +1,9 @@
 """Optimizers: those of torch.optim that need nothing but the gradients of an update.
 
 To add one, write a function like those below and add it to `OPTIMIZERS`: its parameters with a
-default are what --optimizer_args may set. If it has an attribute `groups`, as `muon.py`, that gets
-the model and returns what to add to the group of each parameter, by its name. If it ignores a
-setting, add a line to `advice` (training/defaults.py).
+default are what --optimizer_args may set. If it has a method `groups(model)`, as in
+`muon.py`, this returns what is added to the group of each parameter: a dictionary for each name. If
+it ignores a setting, add a line to `advice` (training/defaults.py).
 """
 
 import inspect

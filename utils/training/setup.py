@@ -59,8 +59,7 @@ TABLES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULE
 def check_settings(config: TrainConfig, ranks: Ranks) -> None:
     """Raise ValueError or OSError for settings that do not work on this machine; not collective."""
     check_precision(config, ranks)
-    fixed_order = config.microbatches is not None
-    check_sharding(config, ranks, optimizer=config.optimizer, fixed_order=fixed_order)
+    check_sharding(config, ranks, optimizer=config.optimizer, fixed_order=config.fixed_order)
     check_run_folder(config)
     check_elastic(config)
     if config.resume is None:  # otherwise later: the checkpoint may need a plug-in
@@ -97,7 +96,7 @@ def fill_settings(
         if before and given is not None:
             config = keep_settings(config, given, before, begun is not None)
             check_settings(config, ranks)
-        # for a new run, train.py has checked them
+        # check_settings has checked those of a launch without --resume, which a dry run may drop
         if before or config.resume or config.dry_run or given is None:
             check_choices(config)
             choose_batch(config, saved, ranks.topology.world_size)
@@ -120,7 +119,7 @@ def load_splits(config: TrainConfig, saved: Checkpoint | None, ranks: Ranks) -> 
 class Setup:
     """What follows from the processes, the flags, the data and, in a resumed run, the checkpoint.
 
-    No attribute is replaced; `state`, `notes` and `changed` grow later.
+    No attribute is replaced, but `state` changes, and `notes` and `changed` get more lines.
     """
 
     ranks: Ranks

@@ -36,11 +36,11 @@ from utils.training.summary import (
 BAD_IMAGES = "bad_images.json"
 
 
-def log_start(run: Run, continuing: str, copies: Sequence, lines: Sequence[str]) -> None:
+def log_start(run: Run, continuing: str, copies: Sequence, about_copies: Sequence[str]) -> None:
     """Print what runs where, start the trackers, and write the settings; collective.
 
-    `continuing` is the command that continues the run. `copies` are images that are in the data
-    twice, for the log, and `lines` are printed about them.
+    `continuing` is the command that continues the run. `copies` are the images that occur
+    twice, for the log, and `about_copies` are lines about them to print.
     """
     config = run.config
     ranks = run.ranks
@@ -64,7 +64,7 @@ def log_start(run: Run, continuing: str, copies: Sequence, lines: Sequence[str])
     # not to the trackers, because of the paths
     run.log.write("start", step=run.state.step, **numbers, copies=copies[:24], time=time.time())
     rows = start_rows(run)
-    lines = [*warn_about_data(data), *lines, *advice_lines(run)]
+    lines = [*warn_about_data(data), *about_copies, *advice_lines(run)]
     title = "Lockstep  dry run" if config.dry_run else f"Lockstep  {run.folder}"
     say("\n".join([*run.changed, table(title, rows), *lines]))
     with ranks.agree():
