@@ -165,7 +165,7 @@ def test_class_weights_have_the_mean_one_over_the_training_samples():
 
 def weighted(**settings):
     """A task with weighted classes, the same without weights, and the weights."""
-    task, plain = (Classification(TrainConfig(**settings), ["a", "b", "c"])[1] for _ in range(2))
+    task, plain = (Classification(TrainConfig(**settings), ["a", "b", "c"]) for _ in range(2))
     task.weight = torch.tensor([0.5, 1.25, 3.0])
     return task, plain, task.weight
 

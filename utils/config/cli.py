@@ -60,7 +60,8 @@ def parse_args(
     """Fill `cls` from --config FILE, then from the flags. An error prints one line and exits with
     code 2.
 
-    `tables` are those of settings whose value is a name; --help lists names and arguments.
+    `tables` are those of settings whose value is a name. --help lists names and arguments,
+    `Table.check` checks them.
     """
     return parse_given(cls, prog, argv, tables)[0]
 
@@ -68,10 +69,16 @@ def parse_args(
 def parse_given(
     cls: type[Config], prog: str, argv: Sequence[str] | None = None, tables: Sequence[Table] = ()
 ) -> tuple[Config, set[str]]:
-    """As `parse_args`, and the names of the settings that are given, in the file or as flags."""
+    """As `parse_args`, and the names of the settings that are given, in the file or as flags.
+
+    With --resume, tables are checked later: others come from a checkpoint, which may need a
+    plug-in.
+    """
     try:
         values = _read_words(cls, prog, list(sys.argv[1:] if argv is None else argv), tables)
         config = cls(**values)
+        for table in [] if values.get("resume") else tables:
+            table.check(config)
         return config, set(values)
     except (ValueError, OSError, argparse.ArgumentError) as error:
         exit_with_error(with_rank(error), prog, reports_for_machine())

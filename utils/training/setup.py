@@ -63,18 +63,9 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
     check_run_folder(config)
     check_elastic(config)
     if config.resume is None:  # otherwise later: the checkpoint may need a plug-in
-        check_choices(config)
+        check_model(config)
+        check_source(config)
         resolve_batch(config, ranks.topology.world_size)
-
-
-def check_choices(config: TrainConfig) -> None:
-    """Raise ValueError or OSError for a model, data or another name that does not exist, or does
-    not accept its arguments.
-    """
-    for names in TABLES:
-        names.check(config)
-    check_model(config)
-    check_source(config)
 
 
 def fill_settings(
@@ -96,9 +87,12 @@ def fill_settings(
         if before and given is not None:
             config = keep_settings(config, given, before, begun is not None)
             check_settings(config, ranks)
-        # check_settings has checked those of a launch without --resume, which a dry run may drop
+        # train.py has checked those of a launch without --resume, which a dry run may drop
         if before or config.resume or config.dry_run or given is None:
-            check_choices(config)
+            for names in TABLES:
+                names.check(config)
+            check_model(config)
+            check_source(config)
             choose_batch(config, saved, ranks.topology.world_size)
     if config.init_from is None and not (saved and saved.config.init_from):
         return config, None
