@@ -6,6 +6,8 @@ import importlib.metadata
 import multiprocessing.synchronize  # noqa: F401
 import threading
 
+import matplotlib.figure
+import matplotlib.font_manager  # noqa: F401  for the picture of the first batch
 import numpy.ctypeslib
 import numpy.ma  # noqa: F401
 import torch
