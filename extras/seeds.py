@@ -13,16 +13,15 @@ from utils.settings.train import TrainConfig
 
 
 def in_turn(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Iterator[TrainConfig]:
-    """The settings of each run of a launch, or of its dry run. If there are several, frees the memory
-    of each, and prints their results at the end; collective.
+    """The settings of each run of a launch with --seeds, or of its dry run. Frees the memory of each,
+    and prints their results at the end; collective.
     """
     for number, each in enumerate(config.runs):
         if number:
             stopping.begin_run()
             leave_run()
         yield trial(each)
-    if config.seeds:
-        ranks.from_main(lambda: say(results(config)))
+    ranks.from_main(lambda: say(results(config)))
 
 
 def results(config: TrainConfig) -> str:

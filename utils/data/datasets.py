@@ -77,9 +77,8 @@ class ArrayDataset(Dataset):
     augmentation: Augmentation = field(default_factory=Augmentation)
     origin: str = "decoded"  # how the rows were made, or where they were found
     source: "ImageDataset | None" = None  # of features: the images that they were computed from
-    source_rows: np.ndarray | None = (
-        None  # positions of the samples in `source`; None if they are the same
-    )
+    # positions of the samples in `source`; None if they are the same
+    source_rows: np.ndarray | None = None
     thumbnails: Any = None  # small grey images of the samples, float32 [N, D], where they are known
     on_device: tuple[Tensor, Tensor] | None = None  # the rows and labels, after `move`
 

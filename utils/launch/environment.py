@@ -1,4 +1,4 @@
-"""Read the topology of the run from the launcher's environment variables. Does not import torch.
+"""Read the topology of the run from the launcher's environment variables.
 
 To add a launcher, add its variables to `_SOURCES`.
 """

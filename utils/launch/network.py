@@ -1,4 +1,4 @@
-"""Network interfaces, addresses and ports of this machine. Does not import torch."""
+"""Network interfaces, addresses and ports of this machine."""
 
 import os
 import socket

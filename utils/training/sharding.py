@@ -14,7 +14,7 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from utils.console import say
 from utils.memory import bytes_text
-from utils.models import count_units, find_blocks, is_sharded, local_shard
+from utils.models import count_units, find_blocks, local_shard
 from utils.ranks import Ranks
 from utils.training.setup import Setup
 
@@ -39,11 +39,9 @@ def get_ready_to_shard(model: nn.Module, setup: Setup) -> None:
 
 
 def describe_shards(model: nn.Module, ranks: Ranks) -> str:
-    """The bytes of the parameters, in all and on one rank, for the start table; empty if the model
-    is not sharded; collective.
+    """The bytes of a sharded model's parameters, in all and on one rank, for the start table;
+    collective.
     """
-    if not is_sharded(model):
-        return ""
     parameters = list(model.parameters())
     count = count_units(model)
     total = bytes_text(sum(each.numel() * each.element_size() for each in parameters))
