@@ -71,8 +71,8 @@ def train_branching(flags, megabytes, kill_at=None, victims=(), forward=False):
     OWN_MODELS["branching"] = Branching
     make, update, end, counts = train.make_accelerator, train.train_update, train.log_end, []
 
-    def with_small_buckets(*given):
-        accelerator = make(*given)
+    def with_small_buckets(*given, **named):
+        accelerator = make(*given, **named)
         accelerator.ddp_handler.bucket_cap_mb = megabytes
         return accelerator
 
