@@ -1,11 +1,11 @@
 # make train      set everything up and train on two CPU processes   make train ARGS="--config recipes/mnist.yaml"
 # make doctor     check whether two CPU processes can train here     make doctor ARGS="--json doctor.json"
-# make test       set everything up and run the quick tests          make test ARGS="tests/test_order.py"
+# make test       set everything up and run the quick tests          make test ARGS="tests/data"
 # make test-all   the quick tests and those marked `full`, more cases of long tables
 # make test-full  only the tests marked `full`
 # make gpu        check everything that needs a GPU, or a part of it   make gpu ARGS="runs"    (table: build/gpu.md)
 # make lint       ruff: rules and format
-# make types      mypy
+# make types      mypy; these two install only what they need
 # make coverage   the quick tests, and which lines they ran, in child processes too
 #
 # All of them use the environment in .venv, with the tested versions of constraints.txt. To take the newest versions
@@ -40,11 +40,11 @@ test-full: $(VENV)/.test
 gpu: $(VENV)/.test
 	$(BIN)/python tests/gpu/run.py $(ARGS)
 
-lint: $(VENV)/.test
+lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(VENV)/.test
+types: $(VENV)/.lint
 	$(BIN)/mypy
 
 coverage: $(VENV)/.test
@@ -60,6 +60,10 @@ $(VENV)/.train: requirements.txt constraints.txt | $(VENV)/bin/pip
 	$(BIN)/pip install -r requirements.txt $(CONSTRAINTS)
 	touch $@
 
-$(VENV)/.test: requirements-dev.txt requirements.txt constraints.txt | $(VENV)/bin/pip
+$(VENV)/.lint: requirements-lint.txt constraints.txt | $(VENV)/bin/pip
+	$(BIN)/pip install -r requirements-lint.txt $(CONSTRAINTS)
+	touch $@
+
+$(VENV)/.test: requirements-dev.txt requirements-lint.txt requirements.txt constraints.txt | $(VENV)/bin/pip
 	$(BIN)/pip install -r requirements-dev.txt $(CONSTRAINTS)
-	touch $@ $(VENV)/.train
+	touch $@ $(VENV)/.train $(VENV)/.lint
