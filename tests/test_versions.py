@@ -2,8 +2,11 @@
 
 import re
 import sys
+from datetime import date
+from pathlib import Path
 
 import pytest
+import versions
 import yaml
 from helpers.training_runs import ROOT, start
 from packaging.requirements import Requirement
@@ -36,6 +39,33 @@ def test_each_library_has_an_oldest_version_and_a_tested_one_that_is_allowed():
             for version in (bounds[one.name], tested[one.name.lower()]):
                 assert one.specifier.contains(version), one
     assert len(bounds) >= 25
+
+
+def test_the_row_of_the_table_in_contributing_is_replaced(tmp_path, monkeypatch):
+    """With `make` replaced: a suite of ten tests, of which one failed and two were skipped."""
+    page = tmp_path / "page.md"
+    before = (ROOT / "CONTRIBUTING.md").read_text().splitlines()
+    page.write_text("\n".join([*before, ""]))
+
+    def make(target: str, *variables: str) -> int:
+        if target == "test":
+            file = variables[-1].removeprefix("ARGS=--junitxml ")
+            counts = 'tests="10" errors="0" failures="1" skipped="2"'
+            Path(file).write_text(f"<testsuites><testsuite {counts}/></testsuites>")
+        return 0
+
+    monkeypatch.setattr(versions, "make", make)
+    options = ["--venv", sys.prefix, "--table", str(page)]
+    monkeypatch.setattr(sys, "argv", ["versions.py", "newest", *options])
+    assert versions.main() == 0
+    after = page.read_text().splitlines()
+    (place,) = (number for number, line in enumerate(before) if line.startswith("| newest |"))
+    assert after[:place] + after[place + 1 :] == before[:place] + before[place + 1 :]
+    cells = after[place].strip("| ").split(" | ")
+    row = dict(zip(versions.HEADER, cells, strict=True))
+    assert row["Python"] == ".".join(map(str, sys.version_info[:3]))
+    assert [row[name] for name in ("Passed", "Failed", "Skipped")] == ["7", "1", "2"]
+    assert row["Date"] == date.today().isoformat()
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
 """Run `make train` and the quick tests with the oldest, the tested or the newest versions, in a new
-environment.
+environment, and write the result into the table of versions in CONTRIBUTING.md.
 
     python3 tests/versions.py oldest --python python3.11
 
@@ -7,9 +7,8 @@ oldest: the lower bounds in requirements.txt and requirements-dev.txt. tested: c
 newest: the newest versions that both files allow. Except with `tested`, dependencies of these
 packages have the newest version that fits.
 
-Prints a table with one row; the exit code is that of `make`. Needs Python, make and network. The
-environment takes 7 GB in a temporary folder (`TMPDIR`), which is deleted at the end unless --venv
-names another place.
+The exit code is that of `make`. Needs Python, make and network. The environment takes 7 GB in a
+temporary folder (`TMPDIR`), which is deleted at the end unless --venv names another place.
 """
 
 import argparse
@@ -17,13 +16,15 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 SHOWN = ("torch", "torchvision", "accelerate", "datasets")
-HEADER = ("Versions", "Python", *SHOWN, "Passed", "Failed", "Skipped", "Minutes")
+HEADER = ("Versions", "Python", *SHOWN, "Passed", "Failed", "Skipped", "Date")
 
 
 def lower_bounds() -> dict[str, str]:
@@ -61,9 +62,28 @@ def row(kind: str, venv: Path, results: Path) -> list[str]:
     total, errors, failures, skipped = (
         int(suite.get(k, 0)) for k in ("tests", "errors", "failures", "skipped")
     )
-    failed, minutes = errors + failures, float(suite.get("time", 0)) / 60
-    counts = total - failed - skipped, failed, skipped, round(minutes)
-    return [kind, *installed, *map(str, counts)]
+    failed = errors + failures
+    counts = map(str, (total - failed - skipped, failed, skipped))
+    return [kind, *installed, *counts, date.today().isoformat()]
+
+
+def write_row(page: Path, cells: list[str]) -> None:
+    """Replace the row of the page's table that has the same first cell.
+
+    A page without this table or row gets a table at its end.
+    """
+    text = page.read_text() if page.exists() else ""
+    header, rule, new = map(line_of, (HEADER, ["---"] * len(HEADER), cells))
+    old = re.search(rf"^\| {cells[0]} \|.*\n", text, re.M)
+    if header in text and old:
+        page.write_text(text.replace(old[0], new))
+    else:
+        page.write_text(text + header + rule + new)
+
+
+def line_of(cells: Sequence[str]) -> str:
+    """A line of a Markdown table."""
+    return f"| {' | '.join(cells)} |\n"
 
 
 def main() -> int:
@@ -77,7 +97,13 @@ def main() -> int:
     parser.add_argument(
         "--venv", type=Path, help="keep the environment in this folder, and use it if it exists"
     )
-    parser.add_argument("--table", type=Path, metavar="FILE", help="also append the table to FILE")
+    parser.add_argument(
+        "--table",
+        type=Path,
+        metavar="FILE",
+        default=ROOT / "CONTRIBUTING.md",
+        help="write the row into the table of this file (default: CONTRIBUTING.md)",
+    )
     args = parser.parse_args()
     with TemporaryDirectory(prefix="lockstep-versions-") as name:
         folder = Path(name)
@@ -87,12 +113,9 @@ def main() -> int:
         code = make("train", *chosen, f"ARGS=--output_dir {folder / 'runs'}")
         code = code or make("test", *chosen, f"ARGS=--junitxml {results}")
         if results.exists():
-            lines = HEADER, ["---"] * len(HEADER), row(args.kind, venv, results)
-            table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-            print(table, end="")
-            if args.table:
-                with args.table.open("a") as file:
-                    file.write(table)
+            cells = row(args.kind, venv, results)
+            print(line_of(HEADER) + line_of(cells), end="")
+            write_row(args.table, cells)
         return code
 
 
