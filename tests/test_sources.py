@@ -379,8 +379,7 @@ def test_arrow_files_of_both_formats_are_read_and_must_name_the_classes_alike(ki
     assert load("arrow").class_names == ANIMALS
     write("train-a", table(labels_of(30), Value("int64")))  # without names
     write("train-c", table(labels_of(30), ClassLabel(names=ANIMALS[::-1])))
-    own, other = ", ".join(ANIMALS[::-1]), ", ".join(ANIMALS)
-    line = f"train-c.arrow: label has the classes {own}, but in arrow/train-b.arrow {other}"
+    line = "train-c.arrow: label has other classes than in arrow/train-b.arrow"
     assert line in error_of("arrow")
 
 

@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 
 from utils.config import require
-from utils.console import join_names
 from utils.data.splits import EVAL_NAMES, fingerprint_of, stamp_of
 from utils.errors import UserError, one_line
 
@@ -80,7 +79,7 @@ def _check_class_names(paths: list[str]) -> None:
         for column, kind in Features.from_arrow_schema(_schema_of(path)).items():
             if names := names_of_feature(kind):
                 first, other = found.setdefault(column, (path, names))
-                problem = f"{path}: {column} has the classes {join_names(names)}, but in {first} {join_names(other)}"
+                problem = f"{path}: {column} has other classes than in {first}"
                 require(names == other, problem, "write all files of a split with the same classes")
 
 
