@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from utils.console import join_names, progress
 from utils.data.decode import Looks, examine, header, reason_of
-from utils.data.decoders import DECODERS
+from utils.data.decoders import DECODERS, is_heic
 from utils.data.order import Microbatch
 from utils.data.samplers import BlockSampler
 from utils.data.splits import Files, Split, fingerprint_of, stamp_of
@@ -138,7 +138,7 @@ class _Checks(Dataset):
                 checksum = (size & 0x7FFFFFFF) << 32 | zlib.crc32(tail, zlib.crc32(head))
                 # the orientation of a PNG image may follow its pixels
                 to_decode = self.full or b"eXIf" in tail
-                if not to_decode and _looks_whole(file, size, head, tail):
+                if not to_decode and _looks_whole(head, tail):
                     file.seek(0)
                     looks = header(file, self.surplus > _SURE)
             if looks is None:
@@ -157,29 +157,12 @@ class _Checks(Dataset):
         return io.BytesIO(raw if isinstance(raw, bytes) else np.asarray(raw).tobytes())
 
 
-def _looks_whole(file: BinaryIO, size: int, head: bytes, tail: bytes) -> bool:
-    """Whether an image begins and ends like a JPEG, PNG, HEIC or AVIF file, or begins like a WebP
-    file, which cannot be opened without its end; other formats must be decoded.
+def _looks_whole(head: bytes, tail: bytes) -> bool:
+    """Whether an image begins and ends like a JPEG or PNG file, or begins like a WebP or HEIC file,
+    which cannot be opened without its end; other formats must be decoded.
 
     Some cameras append a few bytes.
     """
-    if head[4:8] == b"ftyp":
-        return _has_whole_boxes(file, size)
+    if is_heic(head):
+        return True
     return any(head.startswith(start) and end in tail for start, end in _ENDS.items())
-
-
-def _has_whole_boxes(file: BinaryIO, size: int) -> bool:
-    """Whether a HEIC or AVIF file ends with one of its boxes, each of which begins with its size.
-
-    Decoding a photograph of 12 megapixels would take half a second.
-    """
-    end = 0
-    while end < size:
-        file.seek(end)
-        length = int.from_bytes(file.read(4), "big")
-        if length == 1:  # the size follows the type, in 64 bits
-            length = int.from_bytes(file.read(12)[4:], "big")
-        if length < 8:  # up to the end of the file
-            return False
-        end += length
-    return end == size
