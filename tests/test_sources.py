@@ -17,10 +17,11 @@ from helpers.training_runs import train_run, words
 from PIL import Image as PillowImage
 from pyarrow import parquet as pq
 
-from utils.data.cache import decode_all
 from utils.data.decode import decode_image
+from utils.data.decoded import decode_all
 from utils.data.folds import hold_out, random_subset
-from utils.data.selection import load_split, renumber
+from utils.data.labels import renumber
+from utils.data.selection import load_split
 from utils.data.sources import check_source
 from utils.data.splits import whole_split
 from utils.settings.train import TrainConfig
