@@ -68,8 +68,10 @@ class ShiftAndFlip(Transform):
 
     def __init__(self, padding: int, flip: bool | str):
         self.padding, self.flip = padding, bool(flip)
-        stream = ALTERNATING if flip == "alternate" else "flip"
-        self.streams = ("shift_top", "shift_left") * (padding > 0) + (stream,) * self.flip
+        if padding:
+            self.streams += "shift_top", "shift_left"
+        if flip:
+            self.streams += (ALTERNATING if flip == "alternate" else "flip",)
 
     def batch(self, images: Tensor, random: Tensor) -> Tensor:
         n, height, width, channels = images.shape
@@ -177,5 +179,6 @@ def make_augmentation(config: DataSettings, spec: InputSpec, training: bool) -> 
 
     Photographs not cropped at random are first cropped to their centre.
     """
-    made = [make(config, spec) for make in (AUGMENTATIONS.values() if training else [_center])]
+    makers = [*AUGMENTATIONS.values()] if training else [_center]
+    made = [make(config, spec) for make in makers]
     return Augmentation(config.seed, [transform for transform in made if transform])

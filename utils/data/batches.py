@@ -28,8 +28,8 @@ class Mix(NamedTuple):
     """How the images of a batch are mixed; each field is a tensor with one entry, or row, for each
     image.
 
-    * `partner`, int64 [n]: the position in the batch of the image to mix in; that of the image itself if it is not
-      mixed
+    * `partner`, int64 [n]: the position in the batch of the image to mix in; that of the image
+      itself if it is not mixed
     * `weight`, float32 [n]: the partner's share of each pixel, inside the box
     * `share`, float32 [n]: the partner's share of the target
     * `box`, int64 [n, 4]: top, bottom, left, right; None for the whole image
@@ -53,7 +53,7 @@ class Mix(NamedTuple):
         torch.lerp(values, values.index_select(0, self.partner), weight, out=values)
 
     def targets(self, labels: Tensor, outputs: int) -> Tensor:
-        """The mixed targets, float32 [n, outputs], of classes, int64 [n], or of rows, [n, outputs]."""
+        """The mixed targets, float32 [n, outputs], of classes, int64 [n], or rows, [n, outputs]."""
         rows = labels if labels.ndim == 2 else labels[:, None]
         if labels.ndim == 1 and outputs > 1:
             rows = torch.zeros(len(labels), outputs, device=labels.device).scatter_(1, rows, 1.0)
@@ -86,15 +86,17 @@ class Mixing:
         is_mixed = random[:, 0] < config.mix_prob
         first = first[is_mixed]
         (_, which, quantile, row, column) = random[is_mixed].T
-        is_cut = (which < 0.5) | (config.mixup == 0) if config.cutmix else which < 0
+        is_cut = np.zeros(len(first), bool)
+        if config.cutmix:
+            is_cut = (which < 0.5) | (config.mixup == 0)
         alpha = np.where(is_cut, config.cutmix, config.mixup)
         # a Beta variate, by its inverse CDF
-        weight = share = 1 - betaincinv(alpha, alpha, quantile)
+        drawn = 1 - betaincinv(alpha, alpha, quantile)
         height, width = self.spec.size
-        box = _boxes(self.spec.size, share, row, column)
+        box = _boxes(self.spec.size, drawn, row, column)
         area = (box[:, 1] - box[:, 0]) * (box[:, 3] - box[:, 2])
-        weight = np.where(is_cut, 1, weight)
-        share = np.where(is_cut, area / (height * width), share)
+        weight = np.where(is_cut, 1, drawn)
+        share = np.where(is_cut, area / (height * width), drawn)
         box = np.where(is_cut[:, None], box, [0, height, 0, width])
         # Both images of a pair have the same numbers; those of unmixed images are 0.
         pairs = np.stack([first, first + 1])
@@ -171,8 +173,8 @@ class DeviceLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        loaded = wait_for_items(self.loader, self.what)
-        for batch in self._drawn(loaded) if self.dataset.on_device else self._streamed(loaded):
+        to_device = self._drawn if self.dataset.on_device else self._streamed
+        for batch in to_device(wait_for_items(self.loader, self.what)):
             self.error = batch.error or self.error
             mix = None
             labels = batch.labels

@@ -38,8 +38,8 @@ _LINES = (  # about images that are transparent, of one colour, or have several 
 
 
 def check_images(split: Split, full: bool, cache_dir: str) -> Split:
-    """The split with the errors of its unreadable images (`errors`), a checksum of both ends of each
-    image (`checksums`), what each image is like (`looks`), and lines about these (`notes`).
+    """The split with the errors of its unreadable images (`errors`), a checksum of both ends of
+    each image (`checksums`), what each image is like (`looks`), and lines about these (`notes`).
 
     An image passes if it begins and ends as its format requires, and its header says what it is
     like. Any other image, or every image if `full`, is decoded. The result is cached until a
@@ -69,12 +69,17 @@ def check_images(split: Split, full: bool, cache_dir: str) -> Split:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, json.dumps([looks.tolist(), [*errors.items()]]))
+    split = replace(split, checksums=looks[:, 7], looks=looks, errors=errors)
+    return replace(split, notes=(*split.notes, *_notes(split)))
+
+
+def _notes(split: Split) -> list[str]:
+    """Lines about images that may not be what the user expects."""
     lines = []
-    for what, marks in zip(_LINES, looks[split.image_index, 4:7].T, strict=True):
+    for what, marks in zip(_LINES, split.looks[split.image_index, 4:7].T, strict=True):
         if names := [*map(split.describe, np.flatnonzero(marks).tolist())]:
             lines.append(f"{len(names):,} of {len(split):,} images {what}: {join_names(names, 3)}")
-    split = replace(split, checksums=looks[:, 7], looks=looks, errors=errors)
-    return replace(split, notes=(*split.notes, *lines))
+    return lines
 
 
 def _stamps(split: Split) -> tuple[list, dict[int, str]]:
@@ -99,7 +104,8 @@ def _check_all(split: Split, rows: np.ndarray, full: bool) -> list:
     """Check these images on all cores. Returns the looks with the checksum, and the error or "", of
     each.
     """
-    workers = min(usable_cores(), _MOST, len(rows) * (4 if full else 1) // _LEAST)
+    each = 4 if full else 1  # how many times longer an image takes
+    workers = min(usable_cores(), _MOST, each * len(rows) // _LEAST)
     loader = DataLoader(
         _Checks(split, rows, full),
         batch_sampler=BlockSampler(len(rows), _CHUNK),

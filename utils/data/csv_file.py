@@ -15,14 +15,7 @@ from utils.data.labels import (
     multi_hot,
     split_that_defines_classes,
 )
-from utils.data.splits import (
-    EVAL_NAMES,
-    Files,
-    Source,
-    Split,
-    fingerprint_of,
-    whole_split,
-)
+from utils.data.splits import EVAL_NAMES, Files, Source, Split, fingerprint_of, whole_split
 from utils.errors import UserError, one_line
 from utils.settings.data import DataSettings
 
@@ -33,14 +26,14 @@ _NOTHING = r"#[^a-z\s]+[!?]|#N/?[A-Z]|NaN|nan|<NA>|NULL|\\N"
 def open_csv(path: str, config: DataSettings) -> Source:
     """A text file with the columns path, label and optionally split, named in its first line."""
     file = Path(os.path.abspath(path))  # checkpoints must not depend on the working directory
-    rows = _read(file, config)
+    rows = _read_rows(file, config)
     has_bar = rows["label"].str.contains("|", regex=False).any()
     several = config.task == "multilabel" or (config.task == "auto" and has_bar)
     no_label = _NOTHING if several else f"{_NOTHING}|"
     for name, empty in {"path": "", "split": "", "label": no_label}.items():
         for row, cell in rows[name][rows[name].str.fullmatch(empty)].items():
             fix = "fill it in, or remove the row"
-            raise _error(file, row, f"the {name} is {cell!r}", fix)
+            raise _row_error(file, row, f"the {name} is {cell!r}", fix)
     _find_files(file, rows)
     notes = []
     # review.csv of extras.folds has the column was, the labels before they were reviewed.
@@ -67,7 +60,7 @@ def open_csv(path: str, config: DataSettings) -> Source:
         numbers = indices_in(class_names, labels)
         for row, label in labels[numbers < 0].items():
             problem = lacks_class(label, class_names, name, distinct(labels))
-            raise _error(file, row, problem, "fix the label")
+            raise _row_error(file, row, problem, "fix the label")
         if several:
             numbers = multi_hot(own["label"].str.len().to_numpy(), numbers, len(class_names))
         images = Files(own["path"].tolist(), str(file.parent))
@@ -87,7 +80,7 @@ def _find_files(file: Path, rows: Any) -> None:
         meant = _meant(path)
         if meant and nfc(meant) != nfc(os.path.normpath(path)):
             problem = f"there is no file {printable(path)}, but {printable(meant)}"
-            raise _error(file, row, problem, "write / and the exact names of the files")
+            raise _row_error(file, row, problem, "write / and the exact names of the files")
         rows.loc[row, "path"] = meant or path
     # Two spellings of one path are equal when the links in its folder are resolved.
     folder = cache(os.path.realpath)
@@ -96,7 +89,7 @@ def _find_files(file: Path, rows: Any) -> None:
     )
     for row in rows.index[real.duplicated()]:
         problem = f"{printable(rows['path'][row])} is also in row {real.eq(real[row]).idxmax()}"
-        raise _error(file, row, problem, "list each image once, with all its labels, as in a|b")
+        raise _row_error(file, row, problem, "list each image once, with all its labels, as in a|b")
 
 
 def _meant(path: str) -> str:
@@ -112,7 +105,7 @@ def _meant(path: str) -> str:
     return next(filter(os.path.exists, (found + ending for ending in endings)), "")
 
 
-def _read(file: Path, config: DataSettings) -> Any:
+def _read_rows(file: Path, config: DataSettings) -> Any:
     """A table of path, label and split, by the number of the row. The default split is train."""
     import pandas
 
@@ -147,13 +140,13 @@ def _read(file: Path, config: DataSettings) -> Any:
         if header.count(name.lower()) != 1:
             problem = f"must name one column {name!r}, but has {join_names(header)}"
             fix = "add a first line such as path,label, or set --image_column and --label_column"
-            raise _error(file, 1, problem, fix)
+            raise _row_error(file, 1, problem, fix)
         columns[field] = columns[name.lower()]
     rows = pandas.DataFrame(columns)[1:]
     if rows.empty:
-        raise _error(file, 2, "there is no image", "list one image on each line")
+        raise _row_error(file, 2, "there is no image", "list one image on each line")
     return rows
 
 
-def _error(file: Path, row: int, problem: str, fix: str) -> UserError:
+def _row_error(file: Path, row: int, problem: str, fix: str) -> UserError:
     return UserError(f"{file}, row {row}: {problem}", fix)

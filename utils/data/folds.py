@@ -52,7 +52,8 @@ def hold_out(
         is_held[order] = np.diff(steps) > 0
         is_held &= (counts[labels] > 1) | is_multi
     is_held = is_held[groups]
-    name = (f"fold {fold}" if fold else "hold-out") + f" of {split.name}"
+    kind = f"fold {fold}" if fold else "hold-out"
+    name = f"{kind} of {split.name}"
     if keys:
         name += f", {len(sizes)} groups of up to {sizes.max()}"
     problem = f"{name}: would have {is_held.sum()} of {len(split)} samples"
@@ -74,18 +75,15 @@ def group_keys(split: Split, by: str, class_names: Sequence[str]) -> list[str]:
         values = [*split.groups]
         found = [values[row] for row in split.image_index]
     elif by == "folder":
-        found = [
-            "" if (folder := Path(name).parent.name) in class_names else folder for name in names
-        ]
+        found = [Path(name).parent.name for name in names]
+        found = ["" if folder in class_names else folder for folder in found]
     else:
         try:
             pattern = re.compile(by)
         except re.error as error:
             raise UserError(f"--group_by {by}: {error}", "give a regular expression") from None
-        found = [
-            (own := pattern.search(Path(name).name)) and own[min(1, pattern.groups)]
-            for name in names
-        ]
+        matches = [pattern.search(Path(name).name) for name in names]
+        found = [match and match[min(1, pattern.groups)] for match in matches]
     keys = ["" if key is None or key != key else str(key) for key in found]
     if same := alike(keys):
         pairs = join_names(map(" and ".join, same.items()))
@@ -99,6 +97,5 @@ def random_subset(split: Split, count: int | None, seed: int) -> Split:
     """
     if count is None or count >= len(split):
         return split
-    return split.select(
-        np.sort(permutation(len(split), fold_in(seed, "subset", split.name), 0)[:count])
-    )
+    order = permutation(len(split), fold_in(seed, "subset", split.name), 0)
+    return split.select(np.sort(order[:count]))
