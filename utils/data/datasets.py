@@ -166,7 +166,9 @@ class PhotoDataset(Dataset):
     on_device = None
 
     def __init__(self, split: Split, spec: InputSpec, augmentation: Augmentation | None = None):
-        self.split, self.spec, self.labels = split, spec, split.labels
+        self.split = split
+        self.spec = spec
+        self.labels = split.labels
         self.augmentation = augmentation or Augmentation(0, [Center(spec)])
 
     def __len__(self) -> int:

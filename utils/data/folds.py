@@ -37,18 +37,12 @@ def hold_out(
     order = permutation(len(first), key, 0)
     # class by class, the largest groups first, in random order among those of equal size
     order = order[np.lexsort((-sizes[order], labels[order]))]
-    is_held = np.zeros(len(first), bool)
     if fold:
-        number, count = map(int, fold.split("/"))
-        filled = np.zeros((len(counts), count))  # samples of each class in each fold
-        for group in order:  # to the fold that has the fewest of its class, then of all
-            own = filled[labels[group]]
-            least = np.lexsort((filled.sum(0), own))[0]
-            own[least] += sizes[group]
-            is_held[group] = least == number - 1
+        is_held = _in_fold(fold, order, labels, sizes)
     else:
         # In this order, every (1/fraction)-th sample is held out, from a random start.
         steps = np.floor(np.arange(len(first) + 1) * fraction + key / 2**64)
+        is_held = np.zeros(len(first), bool)
         is_held[order] = np.diff(steps) > 0
         is_held &= (counts[labels] > 1) | is_multi
     is_held = is_held[groups]
@@ -61,6 +55,22 @@ def hold_out(
     require(0 < is_held.sum() < len(split), problem, fix)
     held = split.select(np.flatnonzero(is_held))
     return split.select(np.flatnonzero(~is_held)), replace(held, name=name)
+
+
+def _in_fold(fold: str, order: np.ndarray, labels: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Which groups are in the fold, bool [groups].
+
+    In this order, each goes to the fold that has the fewest samples of its class, then of all.
+    """
+    number, count = map(int, fold.split("/"))
+    is_held = np.zeros(len(order), bool)
+    filled = np.zeros((labels.max() + 1, count))  # samples of each class in each fold
+    for group in order:
+        own = filled[labels[group]]
+        least = np.lexsort((filled.sum(0), own))[0]
+        own[least] += sizes[group]
+        is_held[group] = least == number - 1
+    return is_held
 
 
 def group_keys(split: Split, by: str, class_names: Sequence[str]) -> list[str]:

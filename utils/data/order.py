@@ -91,7 +91,9 @@ class Plan:
     @property
     def updates_per_epoch(self) -> int:
         full, rest = divmod(self.samples, self.global_batch_size)
-        return full + (rest > 0 and not self.drop_last)
+        if rest and not self.drop_last:
+            return full + 1
+        return full
 
     def ranges(self, processes: int) -> list[range]:
         """The numbers of the microbatches that each rank computes: contiguous ranges."""

@@ -32,8 +32,8 @@ class Table:
     def __init__(self, dataset, column: str):
         from datasets import Image
 
-        dataset = dataset.select_columns(column)
-        self.column, self.dataset = column, dataset.cast_column(column, Image(decode=False))
+        self.column = column
+        self.dataset = dataset.select_columns(column).cast_column(column, Image(decode=False))
 
     def __len__(self) -> int:
         return len(self.dataset)
