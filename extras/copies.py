@@ -27,7 +27,7 @@ class Copy(NamedTuple):
 
 
 def copies_of(run: Run) -> tuple[list[Copy], list[str]]:
-    """The copies among the images of a run, and a line about them, on the main process; collective."""
+    """The copies among a run's images, and lines about them, on the main process; collective."""
     copies: list[Copy] = []
     with run.ranks.agree("looking for copies", no_timeout=True):
         if run.ranks.is_main:
@@ -52,12 +52,13 @@ def find_duplicates(data: Data, train_thumbnails: Any, eval_thumbnails: Any) -> 
             found = np.maximum(block @ train_thumbnails.T, mirrored @ train_thumbnails.T)
             for row in np.flatnonzero(found.max(axis=1) > _SAME).tolist():
                 other = int(found[row].argmax())
-                copy = _compare(data.evaluation, start + row, "~", data.train, other)
-                copies += [copy] * (copy.path not in known)
+                copy = _copy_of(data.evaluation, start + row, "~", data.train, other)
+                if copy.path not in known:
+                    copies.append(copy)
     return sorted(copies)
 
 
-def _compare(split: Split, position: int, sign: str, other: Split, place: int) -> Copy:
+def _copy_of(split: Split, position: int, sign: str, other: Split, place: int) -> Copy:
     same_class = np.array_equal(split.labels[position], other.labels[place])
     names = split.describe(position), sign, other.describe(place)
     return Copy(same_class, split is other, *names)
@@ -75,22 +76,25 @@ def _same_files(data: Data) -> list[Copy]:
         for n, row in enumerate(split.image_index)
     ]
     counts = Counter(row[-1] for row in rows)
-    groups: dict = defaultdict(list)
+    seen: dict = defaultdict(list)  # the split and position of each image, by its bytes
     copies: list[Copy] = []
     for split, n, row, ends in progress("comparing files")(rows):
         if counts[ends] > 1:
-            group = groups[fingerprint_of(split.images[row])]
-            # by class and split
-            found = {copy[:2]: copy for other in group if (copy := _compare(split, n, "=", *other))}
-            copies += found.values()
-            if (True, True) not in found:  # one of each class and split is enough
-                group.append((split, n))
-    return [copy for copy in copies if not all(copy[:2])]
+            same_bytes = seen[fingerprint_of(split.images[row])]
+            own = [_copy_of(split, n, "=", *other) for other in same_bytes]
+            by_class_and_split = {(copy.same_class, copy.same_split): copy for copy in own}
+            copies += by_class_and_split.values()
+            if (True, True) not in by_class_and_split:  # one of each class and split is enough
+                same_bytes.append((split, n))
+    return [copy for copy in copies if not (copy.same_class and copy.same_split)]
 
 
 def describe_copies(copies: list[Copy]) -> list[str]:
     """A line with the numbers of copies and the names of some, if there are any."""
+    if not copies:
+        return []
     both = len({copy.path for copy in copies if not copy.same_split})
     several = len({copy.path for copy in copies if not copy.same_class})
     line = f"{both} evaluation images are also in training, {several} images have two classes"
-    return [f"{line}: {join_names((' '.join(copy[2:]) for copy in copies), 3)}"] * bool(copies)
+    pairs = (f"{copy.path} {copy.sign} {copy.other}" for copy in copies)
+    return [f"{line}: {join_names(pairs, 3)}"]

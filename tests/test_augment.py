@@ -13,9 +13,9 @@ from torchvision.transforms.v2 import functional as F
 
 from utils.data.augment import AUGMENTATIONS, Center, crop_box, make_augmentation
 from utils.data.batches import DeviceLoader
-from utils.data.cache import make_dataset
 from utils.data.datasets import ArrayDataset
 from utils.data.decode import LARGE
+from utils.data.decoded import make_dataset
 from utils.data.draws import Draws
 from utils.data.erasing import Cutout
 from utils.data.order import Microbatch

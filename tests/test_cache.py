@@ -22,9 +22,11 @@ from helpers.waiting import lives, until
 from PIL import Image
 
 from utils.data import cache
-from utils.data.cache import decode_all
+from utils.data import decoded as decoding
+from utils.data.decoded import decode_all
 from utils.data.folds import hold_out
 from utils.data.selection import load_data
+from utils.data.shrunk import ShrunkImages
 from utils.data.splits import Files, whole_split
 from utils.ranks.session import distributed_session
 from utils.settings.train import TrainConfig
@@ -159,8 +161,8 @@ def workers(monkeypatch):
     """
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
     monkeypatch.setattr("utils.memory.CONTAINER", Path("none"))
-    monkeypatch.setattr(cache, "_LEAST", 10)
-    monkeypatch.setattr(cache, "_CHUNK", 10)
+    monkeypatch.setattr(decoding, "_LEAST", 10)
+    monkeypatch.setattr(decoding, "_CHUNK", 10)
 
 
 def test_several_processes_decode_the_same_pixels_and_draw_nothing_at_random(workers):
@@ -188,7 +190,7 @@ def decode_and_signal_itself(split, number):
 
 
 def test_a_cache_is_right_after_a_kill_and_with_two_writers_at_once(monkeypatch):
-    monkeypatch.setattr(cache, "_CHUNK", 10)
+    monkeypatch.setattr(decoding, "_CHUNK", 10)
     split, expected = folder_split(95)
     start_ranks(1, decode_and_signal_itself, split, signal.SIGKILL).finish()
     (left,) = cached_files()
@@ -275,7 +277,7 @@ def test_no_flipped_byte_of_a_cache_is_used(kind, capsys):
     elif kind == "shrunk":
         image_folder("photos", {"a": 1}, (30, 40))
         split = split_of(Files(["photos/a/000.png"]))
-        read = partial(cache.ShrunkImages(split, 3, 20, "cache/shrunk").many, [0])
+        read = partial(ShrunkImages(split, 3, 20, "cache/shrunk").many, [0])
     else:
         views = pictures(3).astype(np.float32)
         expect = views.shape, "<f4"

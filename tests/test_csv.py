@@ -193,10 +193,9 @@ def test_an_image_that_is_listed_in_two_spellings_is_refused_as_in_one():
     assert len(opened(write(text)).split("train")) == 5
 
 
-def test_paths_with_backslashes_capitals_or_without_endings_are_refused_with_the_file_meant():
+def test_paths_with_backslashes_or_without_endings_are_refused_with_the_file_meant():
     image_folder("photos", {"cat": 2})
-    others = ("photos/cat/000.PNG", "Photos/Cat/000.png")
-    for written in ("photos\\cat\\000.png", "photos/cat/000", "photos\\cat\\000", *others):
+    for written in ("photos\\cat\\000.png", "photos/cat/000", "photos\\cat\\000"):
         line = error(f"path,label\nphotos/cat/001.png,dog\n{written},cat\n")
         meant = f"{os.getcwd()}/photos/cat/000.png"
         assert f"row 3: there is no file {os.getcwd()}/{written}, but {meant};" in line

@@ -23,9 +23,9 @@ from sklearn.datasets import load_sample_image
 
 import predict
 import train
-from utils.data.cache import decode_all, make_dataset
 from utils.data.check import check_images
 from utils.data.decode import LARGE, decode_image
+from utils.data.decoded import decode_all, make_dataset
 from utils.data.decoders import DECODERS, decode_jpeg, find_jpeg_decoder
 from utils.data.order import Microbatch
 from utils.data.selection import load_data

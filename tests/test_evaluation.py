@@ -21,8 +21,8 @@ import eval
 import train
 from utils.config.cli import parse_args
 from utils.data.batches import DeviceLoader
-from utils.data.cache import decode_all
 from utils.data.datasets import Batch
+from utils.data.decoded import decode_all
 from utils.data.selection import load_data
 from utils.runs.writing import _remove
 from utils.settings.train import TrainConfig

@@ -73,6 +73,7 @@ def operations_of_policies() -> None:
 
 def ends_of_workers() -> None:
     """Else older versions of PyTorch wait 5 s for each worker at the end of a run on a GPU."""
+    workers.prepare_pytorch_for_workers()
     ours = getattr(_MultiProcessingDataLoaderIter, "_clean_up_worker", workers._end_worker)
     assert ours is workers._end_worker
 

@@ -17,8 +17,8 @@ import utils.data.datasets as resident
 from extras.first_batch import pixels_of
 from utils.data.augment import make_augmentation
 from utils.data.batches import DeviceLoader
-from utils.data.cache import make_dataset
 from utils.data.datasets import ArrayDataset, describe_place, keep_on_device
+from utils.data.decoded import make_dataset
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
 from utils.data.splits import whole_split

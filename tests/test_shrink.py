@@ -26,7 +26,7 @@ from PIL import Image
 import eval as evaluation
 import predict
 import train
-from utils.data import cache
+from utils.data import shrunk
 from utils.data.selection import load_data
 from utils.data.spec import InputSpec
 from utils.settings.train import TrainConfig
@@ -52,7 +52,7 @@ def split_of(name="train"):
 
 
 def pixels_of(split, folder="cache"):
-    return cache.shrink(split, SPEC, 120, folder).read_ahead(range(len(split)))
+    return shrunk.shrink(split, SPEC, 120, folder).read_ahead(range(len(split)))
 
 
 def test_the_pixels_are_those_of_pillow_and_small_photographs_stay():
@@ -67,9 +67,9 @@ def test_the_pixels_are_those_of_pillow_and_small_photographs_stay():
 
 def test_cached_pixels_are_read_and_those_that_changed_are_computed(monkeypatch):
     split, decoded = split_of(), []
-    decode = cache.decode_image
+    decode = shrunk.decode_image
     monkeypatch.setattr(
-        cache, "decode_image", lambda *a, **k: decoded.append(a[1]) or decode(*a, **k)
+        shrunk, "decode_image", lambda *a, **k: decoded.append(a[1]) or decode(*a, **k)
     )
     first = pixels_of(split)
     assert len(decoded) == 20 and len(list(Path("cache").iterdir())) == 20
@@ -140,7 +140,7 @@ def test_a_full_disk_is_one_line(workers):
 def test_shrinking_is_suggested_for_large_photographs_that_are_read_often():
     split = split_of()
     split.checksums[:] = 3 * 10**6 << 32
-    assert cache.suggest_shrink(split, 20 * 10**5)[0].startswith("--shrink SIDE saves about")
-    assert not cache.suggest_shrink(split, 200)
+    assert shrunk.suggest_shrink(split, 20 * 10**5)[0].startswith("--shrink SIDE saves about")
+    assert not shrunk.suggest_shrink(split, 200)
     split.checksums[:] = 10**5 << 32
-    assert not cache.suggest_shrink(split, 20 * 10**5)
+    assert not shrunk.suggest_shrink(split, 20 * 10**5)

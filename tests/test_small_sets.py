@@ -17,8 +17,8 @@ from datasets import Image as ImageFeature
 from helpers.loading import error_of, load
 from helpers.make_data import encoded, table
 
-from utils.data.cache import decode_all
 from utils.data.decode import decode_image
+from utils.data.decoded import decode_all
 from utils.data.selection import load_split
 from utils.models.published import names_of_outputs
 from utils.settings.train import TrainConfig

@@ -17,10 +17,11 @@ from helpers.training_runs import train_run, words
 from PIL import Image as PillowImage
 from pyarrow import parquet as pq
 
-from utils.data.cache import decode_all
 from utils.data.decode import decode_image
+from utils.data.decoded import decode_all
 from utils.data.folds import hold_out, random_subset
-from utils.data.selection import load_split, renumber
+from utils.data.labels import renumber
+from utils.data.selection import load_split
 from utils.data.sources import check_source
 from utils.data.splits import whole_split
 from utils.settings.train import TrainConfig
@@ -379,8 +380,7 @@ def test_arrow_files_of_both_formats_are_read_and_must_name_the_classes_alike(ki
     assert load("arrow").class_names == ANIMALS
     write("train-a", table(labels_of(30), Value("int64")))  # without names
     write("train-c", table(labels_of(30), ClassLabel(names=ANIMALS[::-1])))
-    own, other = ", ".join(ANIMALS[::-1]), ", ".join(ANIMALS)
-    line = f"train-c.arrow: label has the classes {own}, but in arrow/train-b.arrow {other}"
+    line = "train-c.arrow: label has other classes than in arrow/train-b.arrow"
     assert line in error_of("arrow")
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import train
 from utils.config.cli import parse_args
-from utils.data.cache import decode_all
+from utils.data.decoded import decode_all
 from utils.data.order import Plan, fold_in
 from utils.data.samplers import UpdateSampler
 from utils.data.selection import load_data

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import eval
-from utils.data.cache import decode_all
+from utils.data.decoded import decode_all
 from utils.data.selection import load_data
 from utils.models.layers import TestTimeAugmentation as Augmented
 from utils.settings.train import TrainConfig

@@ -6,8 +6,8 @@ from utils.data.augment import AUGMENTATIONS, Transform, make_augmentation
 # batches on the device, from those of a loader
 from utils.data.batches import DeviceLoader
 
-# the data set of a split, and its cache
-from utils.data.cache import cached, make_dataset, open_cached, shrink, suggest_shrink
+# arrays in files of the cache
+from utils.data.cache import cached, open_cached
 
 # finds unreadable images
 from utils.data.check import check_images
@@ -24,6 +24,9 @@ from utils.data.datasets import (
 
 # pixels from the bytes of an image
 from utils.data.decode import decode_image, pixels_key
+
+# the data set of a split; small images are decoded once
+from utils.data.decoded import make_dataset
 
 # the libraries that decode
 from utils.data.decoders import DECODERS
@@ -45,6 +48,9 @@ from utils.data.samples import SAMPLES_FILE, SampleList, read_samples
 
 # the samples to train and evaluate on
 from utils.data.selection import load_data, load_split
+
+# photographs that are reduced once
+from utils.data.shrunk import shrink, suggest_shrink
 
 # what --data names
 from utils.data.sources import SOURCES, absolute_data, check_source, has_columns

@@ -67,22 +67,27 @@ class ShiftAndFlip(Transform):
     batched = True
 
     def __init__(self, padding: int, flip: bool | str):
-        self.padding, self.flip = padding, bool(flip)
-        stream = ALTERNATING if flip == "alternate" else "flip"
-        self.streams = ("shift_top", "shift_left") * (padding > 0) + (stream,) * self.flip
+        self.padding = padding
+        self.flip = bool(flip)
+        if padding:
+            self.streams += "shift_top", "shift_left"
+        if flip:
+            self.streams += (ALTERNATING if flip == "alternate" else "flip",)
 
     def batch(self, images: Tensor, random: Tensor) -> Tensor:
         n, height, width, channels = images.shape
         padding = self.padding
         padded_height = height + 2 * padding
         padded_width = width + 2 * padding
-        sources = images.new_zeros(n * (1 + self.flip), padded_height, padded_width, channels)
+        count = 2 * n if self.flip else n
+        sources = images.new_zeros(count, padded_height, padded_width, channels)
         inner = sources[:, padding : padding + height, padding : padding + width]
         inner[:n] = images
         shifts = (random * (2 * padding + 1)).long()  # without padding, 0
         top = shifts[:, 0]
         left = shifts[:, 1 if padding else 0]
-        image, rows = (torch.arange(count, device=images.device) for count in (n, height))
+        image = torch.arange(n, device=images.device)
+        rows = torch.arange(height, device=images.device)
         step: Any = padded_width
         first = (image * padded_height + top) * padded_width + left
         if self.flip:
@@ -177,5 +182,6 @@ def make_augmentation(config: DataSettings, spec: InputSpec, training: bool) -> 
 
     Photographs not cropped at random are first cropped to their centre.
     """
-    made = [make(config, spec) for make in (AUGMENTATIONS.values() if training else [_center])]
+    makers = [*AUGMENTATIONS.values()] if training else [_center]
+    made = [make(config, spec) for make in makers]
     return Augmentation(config.seed, [transform for transform in made if transform])

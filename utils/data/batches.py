@@ -28,8 +28,8 @@ class Mix(NamedTuple):
     """How the images of a batch are mixed; each field is a tensor with one entry, or row, for each
     image.
 
-    * `partner`, int64 [n]: the position in the batch of the image to mix in; that of the image itself if it is not
-      mixed
+    * `partner`, int64 [n]: the position in the batch of the image to mix in; that of the image
+      itself if it is not mixed
     * `weight`, float32 [n]: the partner's share of each pixel, inside the box
     * `share`, float32 [n]: the partner's share of the target
     * `box`, int64 [n, 4]: top, bottom, left, right; None for the whole image
@@ -53,7 +53,7 @@ class Mix(NamedTuple):
         torch.lerp(values, values.index_select(0, self.partner), weight, out=values)
 
     def targets(self, labels: Tensor, outputs: int) -> Tensor:
-        """The mixed targets, float32 [n, outputs], of classes, int64 [n], or of rows, [n, outputs]."""
+        """The mixed targets, float32 [n, outputs], of classes, int64 [n], or rows, [n, outputs]."""
         rows = labels if labels.ndim == 2 else labels[:, None]
         if labels.ndim == 1 and outputs > 1:
             rows = torch.zeros(len(labels), outputs, device=labels.device).scatter_(1, rows, 1.0)
@@ -86,15 +86,17 @@ class Mixing:
         is_mixed = random[:, 0] < config.mix_prob
         first = first[is_mixed]
         (_, which, quantile, row, column) = random[is_mixed].T
-        is_cut = (which < 0.5) | (config.mixup == 0) if config.cutmix else which < 0
+        is_cut = np.zeros(len(first), bool)
+        if config.cutmix:
+            is_cut = (which < 0.5) | (config.mixup == 0)
         alpha = np.where(is_cut, config.cutmix, config.mixup)
         # a Beta variate, by its inverse CDF
-        weight = share = 1 - betaincinv(alpha, alpha, quantile)
+        drawn = 1 - betaincinv(alpha, alpha, quantile)
         height, width = self.spec.size
-        box = _boxes(self.spec.size, share, row, column)
+        box = _boxes(self.spec.size, drawn, row, column)
         area = (box[:, 1] - box[:, 0]) * (box[:, 3] - box[:, 2])
-        weight = np.where(is_cut, 1, weight)
-        share = np.where(is_cut, area / (height * width), share)
+        weight = np.where(is_cut, 1, drawn)
+        share = np.where(is_cut, area / (height * width), drawn)
         box = np.where(is_cut[:, None], box, [0, height, 0, width])
         # Both images of a pair have the same numbers; those of unmixed images are 0.
         pairs = np.stack([first, first + 1])
@@ -144,9 +146,8 @@ class DeviceLoader:
         self.device = device
         self.error: Exception | None = None
         self.what = "a training batch" if training else "an evaluation batch"
-        dataset: Any = loader.dataset
-        self.dataset = dataset  # its `labels` are those of the whole split
-        self.no_labels = torch.tensor(dataset.labels[:0], device=device)
+        self.dataset: Any = loader.dataset  # its `labels` are those of the whole split
+        self.no_labels = torch.tensor(self.dataset.labels[:0], device=device)
         # Accelerate would copy on the compute stream; `_upload` copies instead
         self.loader.device = None
         self.mixing = Mixing(config, spec, outputs) if training and config.mixes else None
@@ -158,8 +159,8 @@ class DeviceLoader:
         self.scale, self.shift = scale.repeat(spec.width), shift.repeat(spec.width)
         self.channels = spec.channels
         shape = (spec.channels, spec.height, spec.width)
-        if dataset.source is not None:  # features
-            shape = dataset.rows.shape[1:]
+        if self.dataset.source is not None:  # features
+            shape = self.dataset.rows.shape[1:]
         self.no_images = torch.empty(0, *shape, device=device)  # an empty input of the model
 
     def check(self) -> None:
@@ -171,8 +172,8 @@ class DeviceLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        loaded = wait_for_items(self.loader, self.what)
-        for batch in self._drawn(loaded) if self.dataset.on_device else self._streamed(loaded):
+        to_device = self._drawn if self.dataset.on_device else self._streamed
+        for batch in to_device(wait_for_items(self.loader, self.what)):
             self.error = batch.error or self.error
             mix = None
             labels = batch.labels
@@ -244,7 +245,6 @@ def _wait_for_copy(batch: Any, copied: torch.cuda.Event, device: torch.device) -
     """Make the current stream wait until another stream has copied the batch."""
     stream = torch.cuda.current_stream(device)
     stream.wait_event(copied)
-    # Keep the memory of the tensors until the stream has used it, even if Python frees them
-    # earlier.
+    # Keep the tensors' memory until the stream has used it, even if Python frees them earlier.
     recursively_apply(lambda tensor: tensor.record_stream(stream), batch)
     return batch

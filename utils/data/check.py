@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from utils.console import join_names, progress
 from utils.data.decode import Looks, examine, header, reason_of
-from utils.data.decoders import DECODERS
+from utils.data.decoders import DECODERS, is_heic
 from utils.data.order import Microbatch
 from utils.data.samplers import BlockSampler
 from utils.data.splits import Files, Split, fingerprint_of, stamp_of
@@ -38,8 +38,8 @@ _LINES = (  # about images that are transparent, of one colour, or have several 
 
 
 def check_images(split: Split, full: bool, cache_dir: str) -> Split:
-    """The split with the errors of its unreadable images (`errors`), a checksum of both ends of each
-    image (`checksums`), what each image is like (`looks`), and lines about these (`notes`).
+    """The split with the errors of its unreadable images (`errors`), a checksum of both ends of
+    each image (`checksums`), what each image is like (`looks`), and lines about these (`notes`).
 
     An image passes if it begins and ends as its format requires, and its header says what it is
     like. Any other image, or every image if `full`, is decoded. The result is cached until a
@@ -69,12 +69,17 @@ def check_images(split: Split, full: bool, cache_dir: str) -> Split:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, json.dumps([looks.tolist(), [*errors.items()]]))
+    split = replace(split, checksums=looks[:, 7], looks=looks, errors=errors)
+    return replace(split, notes=(*split.notes, *_notes(split)))
+
+
+def _notes(split: Split) -> list[str]:
+    """Lines about images that may not be what the user expects."""
     lines = []
-    for what, marks in zip(_LINES, looks[split.image_index, 4:7].T, strict=True):
+    for what, marks in zip(_LINES, split.looks[split.image_index, 4:7].T, strict=True):
         if names := [*map(split.describe, np.flatnonzero(marks).tolist())]:
             lines.append(f"{len(names):,} of {len(split):,} images {what}: {join_names(names, 3)}")
-    split = replace(split, checksums=looks[:, 7], looks=looks, errors=errors)
-    return replace(split, notes=(*split.notes, *lines))
+    return lines
 
 
 def _stamps(split: Split) -> tuple[list, dict[int, str]]:
@@ -99,7 +104,8 @@ def _check_all(split: Split, rows: np.ndarray, full: bool) -> list:
     """Check these images on all cores. Returns the looks with the checksum, and the error or "", of
     each.
     """
-    workers = min(usable_cores(), _MOST, len(rows) * (4 if full else 1) // _LEAST)
+    each = 4 if full else 1  # how many times longer an image takes
+    workers = min(usable_cores(), _MOST, each * len(rows) // _LEAST)
     loader = DataLoader(
         _Checks(split, rows, full),
         batch_sampler=BlockSampler(len(rows), _CHUNK),
@@ -138,7 +144,7 @@ class _Checks(Dataset):
                 checksum = (size & 0x7FFFFFFF) << 32 | zlib.crc32(tail, zlib.crc32(head))
                 # the orientation of a PNG image may follow its pixels
                 to_decode = self.full or b"eXIf" in tail
-                if not to_decode and _looks_whole(file, size, head, tail):
+                if not to_decode and _looks_whole(head, tail):
                     file.seek(0)
                     looks = header(file, self.surplus > _SURE)
             if looks is None:
@@ -157,29 +163,12 @@ class _Checks(Dataset):
         return io.BytesIO(raw if isinstance(raw, bytes) else np.asarray(raw).tobytes())
 
 
-def _looks_whole(file: BinaryIO, size: int, head: bytes, tail: bytes) -> bool:
-    """Whether an image begins and ends like a JPEG, PNG, HEIC or AVIF file, or begins like a WebP
-    file, which cannot be opened without its end; other formats must be decoded.
+def _looks_whole(head: bytes, tail: bytes) -> bool:
+    """Whether an image begins and ends like a JPEG or PNG file, or begins like a WebP or HEIC file,
+    which cannot be opened without its end; other formats must be decoded.
 
     Some cameras append a few bytes.
     """
-    if head[4:8] == b"ftyp":
-        return _has_whole_boxes(file, size)
+    if is_heic(head):
+        return True
     return any(head.startswith(start) and end in tail for start, end in _ENDS.items())
-
-
-def _has_whole_boxes(file: BinaryIO, size: int) -> bool:
-    """Whether a HEIC or AVIF file ends with one of its boxes, each of which begins with its size.
-
-    Decoding a photograph of 12 megapixels would take half a second.
-    """
-    end = 0
-    while end < size:
-        file.seek(end)
-        length = int.from_bytes(file.read(4), "big")
-        if length == 1:  # the size follows the type, in 64 bits
-            length = int.from_bytes(file.read(12)[4:], "big")
-        if length < 8:  # up to the end of the file
-            return False
-        end += length
-    return end == size

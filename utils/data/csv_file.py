@@ -1,12 +1,13 @@
 """CSV files that list images: a header such as `path,label,split`, then a row for each image."""
 
 import os
+import unicodedata
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from utils.console import join_names, nfc, printable
-from utils.data.folders import name_splits
+from utils.data.folders import ENDINGS, name_splits
 from utils.data.labels import (
     distinct,
     indices_in,
@@ -14,14 +15,7 @@ from utils.data.labels import (
     multi_hot,
     split_that_defines_classes,
 )
-from utils.data.splits import (
-    EVAL_NAMES,
-    Files,
-    Source,
-    Split,
-    fingerprint_of,
-    whole_split,
-)
+from utils.data.splits import EVAL_NAMES, Files, Source, Split, fingerprint_of, whole_split
 from utils.errors import UserError, one_line
 from utils.settings.data import DataSettings
 
@@ -32,14 +26,14 @@ _NOTHING = r"#[^a-z\s]+[!?]|#N/?[A-Z]|NaN|nan|<NA>|NULL|\\N"
 def open_csv(path: str, config: DataSettings) -> Source:
     """A text file with the columns path, label and optionally split, named in its first line."""
     file = Path(os.path.abspath(path))  # checkpoints must not depend on the working directory
-    rows = _read(file, config)
+    rows = _read_rows(file, config)
     has_bar = rows["label"].str.contains("|", regex=False).any()
     several = config.task == "multilabel" or (config.task == "auto" and has_bar)
     no_label = _NOTHING if several else f"{_NOTHING}|"
     for name, empty in {"path": "", "split": "", "label": no_label}.items():
         for row, cell in rows[name][rows[name].str.fullmatch(empty)].items():
             fix = "fill it in, or remove the row"
-            raise _error(file, row, f"the {name} is {cell!r}", fix)
+            raise _row_error(file, row, f"the {name} is {cell!r}", fix)
     _find_files(file, rows)
     notes = []
     # review.csv of extras.folds has the column was, the labels before they were reviewed.
@@ -66,7 +60,7 @@ def open_csv(path: str, config: DataSettings) -> Source:
         numbers = indices_in(class_names, labels)
         for row, label in labels[numbers < 0].items():
             problem = lacks_class(label, class_names, name, distinct(labels))
-            raise _error(file, row, problem, "fix the label")
+            raise _row_error(file, row, problem, "fix the label")
         if several:
             numbers = multi_hot(own["label"].str.len().to_numpy(), numbers, len(class_names))
         images = Files(own["path"].tolist(), str(file.parent))
@@ -81,13 +75,13 @@ def _find_files(file: Path, rows: Any) -> None:
 
     Raises ValueError for a path that means another file, and for an image that is listed twice.
     """
-    paths = rows["path"].map(os.path.expanduser).map(partial(os.path.join, file.parent))
-    rows["path"] = paths.map(_on_disk)
-    for row, path in paths[rows["path"] != paths].items():
-        meant = rows["path"][row]
-        if nfc(os.path.normpath(path)) != nfc(meant):
+    rows["path"] = rows["path"].map(os.path.expanduser).map(partial(os.path.join, file.parent))
+    for row, path in rows["path"][~rows["path"].map(os.path.exists)].items():
+        meant = _meant(path)
+        if meant and nfc(meant) != nfc(os.path.normpath(path)):
             problem = f"there is no file {printable(path)}, but {printable(meant)}"
-            raise _error(file, row, problem, "write / and the exact names of the files")
+            raise _row_error(file, row, problem, "write / and the exact names of the files")
+        rows.loc[row, "path"] = meant or path
     # Two spellings of one path are equal when the links in its folder are resolved.
     folder = cache(os.path.realpath)
     real = rows["path"].map(
@@ -95,10 +89,23 @@ def _find_files(file: Path, rows: Any) -> None:
     )
     for row in rows.index[real.duplicated()]:
         problem = f"{printable(rows['path'][row])} is also in row {real.eq(real[row]).idxmax()}"
-        raise _error(file, row, problem, "list each image once, with all its labels, as in a|b")
+        raise _row_error(file, row, problem, "list each image once, with all its labels, as in a|b")
 
 
-def _read(file: Path, config: DataSettings) -> Any:
+def _meant(path: str) -> str:
+    """The file that a missing path may mean: in another Unicode form, with / for \\, or with an
+    ending; empty if there is none.
+    """
+    found = "/"
+    for part in os.path.normpath(path.replace("\\", "/")).split("/"):
+        # each part, because the folders and the file may have come from different systems
+        forms = [os.path.join(found, unicodedata.normalize(form, part)) for form in ("NFC", "NFD")]
+        found = next(filter(os.path.exists, forms), forms[0])
+    endings = "", *ENDINGS, *map(str.upper, ENDINGS)
+    return next(filter(os.path.exists, (found + ending for ending in endings)), "")
+
+
+def _read_rows(file: Path, config: DataSettings) -> Any:
     """A table of path, label and split, by the number of the row. The default split is train."""
     import pandas
 
@@ -133,37 +140,13 @@ def _read(file: Path, config: DataSettings) -> Any:
         if header.count(name.lower()) != 1:
             problem = f"must name one column {name!r}, but has {join_names(header)}"
             fix = "add a first line such as path,label, or set --image_column and --label_column"
-            raise _error(file, 1, problem, fix)
+            raise _row_error(file, 1, problem, fix)
         columns[field] = columns[name.lower()]
     rows = pandas.DataFrame(columns)[1:]
     if rows.empty:
-        raise _error(file, 2, "there is no image", "list one image on each line")
+        raise _row_error(file, 2, "there is no image", "list one image on each line")
     return rows
 
 
-def _on_disk(path: str) -> str:
-    """The existing file that a missing path may mean: in another Unicode form, with / for \\, with
-    an ending, or in lower case.
-    """
-    if os.path.exists(path):
-        return path
-    found = "/"
-    for part in os.path.normpath(path.replace("\\", "/")).split("/"):
-        exact = os.path.join(found, part)
-        found = exact if os.path.exists(exact) else _files_in(found).get(nfc(exact).lower(), "")
-        if not found:
-            return path
-    return found
-
-
-@cache
-def _files_in(folder: str) -> dict[str, str]:
-    """The files and folders in a folder by their paths in NFC form and lower case, with and without
-    their endings.
-    """
-    files = {nfc(str(file)).lower(): str(file) for file in sorted(Path(folder).glob("*"))}
-    return {os.path.splitext(name)[0]: file for name, file in files.items()} | files
-
-
-def _error(file: Path, row: int, problem: str, fix: str) -> UserError:
+def _row_error(file: Path, row: int, problem: str, fix: str) -> UserError:
     return UserError(f"{file}, row {row}: {problem}", fix)

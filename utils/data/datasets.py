@@ -160,10 +160,15 @@ class PhotoDataset(Dataset):
 
     in_loader = True
     place = "decoded for each batch"
-    source = thumbnails = on_device = None  # as in ArrayDataset
+    # as in ArrayDataset
+    source = None
+    thumbnails = None
+    on_device = None
 
     def __init__(self, split: Split, spec: InputSpec, augmentation: Augmentation | None = None):
-        self.split, self.spec, self.labels = split, spec, split.labels
+        self.split = split
+        self.spec = spec
+        self.labels = split.labels
         self.augmentation = augmentation or Augmentation(0, [Center(spec)])
 
     def __len__(self) -> int:

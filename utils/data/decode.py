@@ -3,7 +3,6 @@
 import io
 import math
 import re
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, BinaryIO
@@ -25,13 +24,9 @@ LARGE = 200_000  # bytes; for a larger file, reading the image's size first save
 _FIX = "fix or remove it (train.py and eval.py leave it out with --bad_images skip)"
 _IO_FIX = "check the disk or the network, then run it again, or resume"
 VERSION = 6  # of the decoded pixels; raise it when they change, so that old caches are not used
+_MODES = {1: "L", 3: "RGB"}  # Pillow's names of grey and colour
 # from an image's (height, width): how many times smaller it will become
 Shrink = Callable[[int, int], float]
-
-# PyTorch warns not to write to such a tensor, and this code does not
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    torch.frombuffer(b"JPEG", dtype=torch.uint8)
 
 
 def pixels_key(split: Split) -> str:
@@ -68,51 +63,59 @@ def _pixels(raw: Any, channels: int, shrink: Shrink | None, bits: int) -> tuple[
     """The pixels; whether the image is transparent; and whether it has other frames or pages, which
     are not read.
     """
-    mode = "L" if channels == 1 else "RGB"
-    is_transparent = has_frames = False
-    if isinstance(raw, bytes):
-        raw = _opened(raw, mode, shrink)
-    if isinstance(raw, Image.Image):
-        has_frames = _has_frames(raw)
-        image = _upright(_eight_bit(raw, bits))
-        if image.has_transparency_data:
-            image, is_transparent = _on_white(image)
-        raw = torch.from_numpy(np.array(image.convert(mode)))
-        raw = raw.view(image.height, image.width, channels)
-    if isinstance(raw, np.ndarray):
-        planes = torch.from_numpy(np.array(raw, dtype=np.uint8))
-        planes = planes.view(-1, *planes.shape[-2:])
-        if channels == 1 and len(planes) == 3:
-            planes = F.rgb_to_grayscale(planes)
-        raw = planes.expand(channels, -1, -1).permute(1, 2, 0)
-    if not isinstance(raw, Tensor):
+    image = _open(raw, channels, shrink) if isinstance(raw, bytes) else raw
+    if isinstance(image, Image.Image):
+        return _pixels_of_image(image, channels, bits)
+    if isinstance(image, np.ndarray):
+        image = _pixels_of_array(image, channels)
+    if not isinstance(image, Tensor):
         raise ValueError("there is no image")
-    return raw, is_transparent, has_frames
+    return image, False, False
 
 
-def _opened(raw: bytes, mode: str, shrink: Shrink | None) -> Tensor | Image.Image:
+def _pixels_of_image(opened: Image.Image, channels: int, bits: int) -> tuple[Tensor, bool, bool]:
+    has_frames = _has_frames(opened)
+    image = _upright(_eight_bit(opened, bits))
+    is_transparent = False
+    if image.has_transparency_data:
+        image, is_transparent = _on_white(image)
+    pixels = torch.from_numpy(np.array(image.convert(_MODES[channels])))
+    return pixels.view(image.height, image.width, channels), is_transparent, has_frames
+
+
+def _pixels_of_array(array: np.ndarray, channels: int) -> Tensor:
+    planes = torch.from_numpy(np.array(array, dtype=np.uint8))
+    planes = planes.view(-1, *planes.shape[-2:])
+    if channels == 1 and len(planes) == 3:
+        planes = F.rgb_to_grayscale(planes)
+    return planes.expand(channels, -1, -1).permute(1, 2, 0)
+
+
+def _open(raw: bytes, channels: int, shrink: Shrink | None) -> Tensor | Image.Image:
     """The pixels of a JPEG, twice as fast as with Pillow; other images with Pillow.
 
     torchvision's decoders of other formats crash on damaged files.
     """
     if not raw.startswith(b"\xff\xd8"):
         return open_image(io.BytesIO(raw))
-    if shrink and len(raw) >= LARGE and (image := _reduced(raw, mode, shrink)):
+    if shrink and len(raw) >= LARGE and (image := _reduced(raw, channels, shrink)):
         return image
     with suppress(RuntimeError):  # Pillow reads more files, and its errors are clearer
         if not _turned_by_xmp(raw):
-            data = torch.frombuffer(raw, dtype=torch.uint8)
-            return decode_jpeg(data, mode="GRAY" if mode == "L" else mode).permute(1, 2, 0)
+            # a copy, because PyTorch warns of tensors that must not be written to
+            data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+            mode = "GRAY" if channels == 1 else "RGB"
+            return decode_jpeg(data, mode=mode).permute(1, 2, 0)
     return Image.open(io.BytesIO(raw))
 
 
-def _reduced(raw: bytes, mode: str, shrink: Shrink) -> Image.Image | None:
+def _reduced(raw: bytes, channels: int, shrink: Shrink) -> Image.Image | None:
     """A JPEG image set to be decoded at 1/2, 1/4 or 1/8 of its sides; None to decode it whole."""
     with suppress(Exception):  # damaged: decoding the whole image works, or raises a clear error
         image = JpegImageFile(io.BytesIO(raw))
         factor = int(shrink(*_upright_size(image)))
         if factor >= 2:
-            image.draft(mode, (image.width // factor, image.height // factor))
+            image.draft(_MODES[channels], (image.width // factor, image.height // factor))
             return image
     return None
 
@@ -179,8 +182,9 @@ The largest value is 0 if it was not decoded. Images of 16 bits are always decod
 
 
 def header(file: BinaryIO, coloured: bool) -> Looks | None:
-    """What an image is like; None if its header does not tell. An RGB file may be grey: it counts as
-    colour if `coloured`.
+    """What an image is like; None if its header does not tell.
+
+    An RGB file may be grey: it counts as colour if `coloured`.
     """
     with suppress(Exception):  # decoding it works, or raises a clear error
         image: Any = open_image(file)
@@ -192,7 +196,7 @@ def header(file: BinaryIO, coloured: bool) -> Looks | None:
 
 
 def examine(image: Any, bits: int) -> Looks:
-    """What the pixels of an image are like. Raises an error of any class if it cannot be decoded."""
+    """What the pixels of an image are like. Raises any error if it cannot be decoded."""
     pixels, is_transparent, has_frames = _pixels(image, 3, None, bits)
     red, green, blue = pixels.unbind(2)
     coloured = not (torch.equal(red, green) and torch.equal(red, blue))

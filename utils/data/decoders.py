@@ -36,6 +36,11 @@ with suppress(PackageNotFoundError):
     DECODERS["HEIC decoder"] = f"pi-heif {version('pi-heif')}"
 
 
+def is_heic(start: bytes) -> bool:
+    """Whether a file that starts so is HEIC, which Pillow does not read. AVIF begins like it."""
+    return start[4:8] == b"ftyp" and b"avif" not in start[8:32]
+
+
 def open_image(file: BinaryIO) -> Image.Image:
     """An image that is decoded when it is loaded.
 
@@ -44,8 +49,8 @@ def open_image(file: BinaryIO) -> Image.Image:
     """
     start = file.read(32)
     file.seek(0)
-    if start[4:8] != b"ftyp" or b"avif" in start[8:]:
-        return Image.open(file)  # also AVIF, which begins like HEIC
+    if not is_heic(start):
+        return Image.open(file)
     try:
         import pi_heif
     except ImportError as error:

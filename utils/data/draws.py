@@ -35,14 +35,16 @@ class Draws:
     """
 
     def __init__(self, seed: int, epoch: int, indices: Any, occurrences: Any = None):
-        self._seed, self._indices = seed, torch.as_tensor(indices)
+        self._seed = seed
+        self._indices = torch.as_tensor(indices)
         self._turns: Any = epoch
         states = _scramble(self._indices ^ _signed(fold_in(seed, "augment", epoch) ^ 1 << 63))
         if occurrences is not None:
             again = torch.as_tensor(occurrences)
             states = torch.where(again > 0, _scramble(states ^ _scramble(again)), states)
             self._turns = epoch + again
-        self._states, self._used = states[:, None], set[str]()
+        self._states = states[:, None]
+        self._used = set[str]()
 
     def uniform(self, *streams: str) -> Tensor:
         """Random numbers in [0, 1) of the named streams: float32 [n, len(streams)]."""

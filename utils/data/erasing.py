@@ -66,7 +66,8 @@ class RandomErasing(FillBox):
     def boxes(self, random: Tensor) -> Sequence[Tensor]:
         areas = random[:, 3 : 3 + _TRIES]
         aspects = random[:, 3 + _TRIES :]
-        (low, high), pixels = _AREA, self.height * self.width
+        low, high = _AREA
+        pixels = self.height * self.width
         side = (areas * ((high - low) * pixels) + low * pixels).sqrt_()
         low, high = (limit / 2 for limit in _ASPECT)
         shape = (aspects * (high - low) + low).exp_()

@@ -10,27 +10,18 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from utils.config import require
 from utils.console import join_names
 from utils.data.labels import distinct, indices_in, lacks_class, split_that_defines_classes
-from utils.data.splits import (
-    EVAL_NAMES,
-    Files,
-    Source,
-    Split,
-    fingerprint_of,
-    whole_split,
-)
+from utils.data.splits import EVAL_NAMES, Files, Source, Split, fingerprint_of, whole_split
 from utils.data.table_files import has_tables
 from utils.errors import UserError
 from utils.settings.data import DataSettings
@@ -85,7 +76,7 @@ def image_folder(path: Path, config: DataSettings) -> Source:
 
 
 def split_word(name: str) -> str | None:
-    """The kind of split that a name stands for: train (as `Training` and `train_set`), validation or
+    """The kind of split that a name stands for: train, as `Training` and `train_set`, validation or
     test.
     """
     found = re.fullmatch(r"([a-z]+?)[ _-]?(set|data|dataset|split|images)?", name.lower())
@@ -108,7 +99,9 @@ def name_splits(where: str | Path, written: Iterable[str]) -> dict[str, str]:
                 f"{where}: the splits {words[word]} and {text} may be the same",
                 "use one name for both, or rename one of them, for example to extra",
             )
-        names[text] = lower if lower in ("train", *EVAL_NAMES) else word or text
+        names[text] = word or text
+        if lower in ("train", *EVAL_NAMES):
+            names[text] = lower
     return {word: names[text] for word, text in words.items()} | names
 
 
@@ -130,7 +123,7 @@ def _find_splits(
         names = name_splits(path, splits)
         known = join_names((word for words in _WORDS.values() for word in words), 99)
         line = f"folders next to the splits are not used (split names are {known})"
-        folders = {names[name]: _without_repeat(children[name]) for name in splits}
+        folders = {names[name]: children[name] for name in splits}
         return folders, names, left_out_notes(path, {line: join_names(others)})
     if len(children) == 1:
         ((name, only),) = children.items()
@@ -141,18 +134,13 @@ def _find_splits(
     return {"train": path}, {}, ()
 
 
-def _without_repeat(folder: Path) -> Path:
-    """The folder, or the one in it that holds its classes, as in training_set/training_set/cat."""
-    inner = folder / folder.name
-    return inner if [*with_images(folder)] == [folder.name] and with_images(inner) else folder
-
-
 def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
     scan = Scan()
     children = folders_in(folder)
     real = {os.path.realpath(child.path) for child in children}
-    problem = f"{folder}: links give a class two names; the folders themselves are {join_names(sorted(real))}"
-    require(len(real) == len(children), problem, "remove the link")
+    problem = "links give a class two names; the folders themselves are"
+    known = join_names(sorted(real))
+    require(len(real) == len(children), f"{folder}: {problem} {known}", "remove the link")
     images = {  # links to other classes are not followed
         child.name: scan.images(files_below(child.path, _with_parents(child.path) | real))
         for child in children
@@ -188,10 +176,8 @@ def _no_images(folder: Path, loose: int, scan: Scan) -> UserError:
         fix = f"for the tables below it, give {join_names(tables)}"
     elif loose:
         problem = f"has images but no class folders ({loose} found)"
-        fix = (
-            "move each image to CLASS/IMAGE.jpg "
-            "(if it has no labels, set another --eval_split, or --eval_fraction 0.1; eval.py: another --split)"
-        )
+        unlabelled = "set another --eval_split, or --eval_fraction 0.1; eval.py: another --split"
+        fix = f"move each image to CLASS/IMAGE.jpg (if it has no labels, {unlabelled})"
     elif scan:
         problem = f"no images of a supported type, only {scan.kinds()}"
         fix = f"convert them to one of {join_names(ENDINGS)}"
@@ -258,13 +244,4 @@ def _ending(file: os.DirEntry) -> str:
 
 
 def _is_image(file: os.DirEntry) -> bool:
-    """Whether a file has the ending of an image, or no ending and the content of one."""
-    if ending := _ending(file):
-        return ending in ENDINGS
-    with suppress(Exception):  # any exception type, also for a link to itself
-        if file.is_file():  # opening a pipe may wait forever
-            Image.open(
-                file.path, formats=("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "AVIF")
-            ).close()
-            return True
-    return False
+    return _ending(file) in ENDINGS

@@ -37,22 +37,17 @@ def hold_out(
     order = permutation(len(first), key, 0)
     # class by class, the largest groups first, in random order among those of equal size
     order = order[np.lexsort((-sizes[order], labels[order]))]
-    is_held = np.zeros(len(first), bool)
     if fold:
-        number, count = map(int, fold.split("/"))
-        filled = np.zeros((len(counts), count))  # samples of each class in each fold
-        for group in order:  # to the fold that has the fewest of its class, then of all
-            own = filled[labels[group]]
-            least = np.lexsort((filled.sum(0), own))[0]
-            own[least] += sizes[group]
-            is_held[group] = least == number - 1
+        is_held = _in_fold(fold, order, labels, sizes)
     else:
         # In this order, every (1/fraction)-th sample is held out, from a random start.
         steps = np.floor(np.arange(len(first) + 1) * fraction + key / 2**64)
+        is_held = np.zeros(len(first), bool)
         is_held[order] = np.diff(steps) > 0
         is_held &= (counts[labels] > 1) | is_multi
     is_held = is_held[groups]
-    name = (f"fold {fold}" if fold else "hold-out") + f" of {split.name}"
+    kind = f"fold {fold}" if fold else "hold-out"
+    name = f"{kind} of {split.name}"
     if keys:
         name += f", {len(sizes)} groups of up to {sizes.max()}"
     problem = f"{name}: would have {is_held.sum()} of {len(split)} samples"
@@ -60,6 +55,22 @@ def hold_out(
     require(0 < is_held.sum() < len(split), problem, fix)
     held = split.select(np.flatnonzero(is_held))
     return split.select(np.flatnonzero(~is_held)), replace(held, name=name)
+
+
+def _in_fold(fold: str, order: np.ndarray, labels: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Which groups are in the fold, bool [groups].
+
+    In this order, each goes to the fold that has the fewest samples of its class, then of all.
+    """
+    number, count = map(int, fold.split("/"))
+    is_held = np.zeros(len(order), bool)
+    filled = np.zeros((labels.max() + 1, count))  # samples of each class in each fold
+    for group in order:
+        own = filled[labels[group]]
+        least = np.lexsort((filled.sum(0), own))[0]
+        own[least] += sizes[group]
+        is_held[group] = least == number - 1
+    return is_held
 
 
 def group_keys(split: Split, by: str, class_names: Sequence[str]) -> list[str]:
@@ -74,18 +85,15 @@ def group_keys(split: Split, by: str, class_names: Sequence[str]) -> list[str]:
         values = [*split.groups]
         found = [values[row] for row in split.image_index]
     elif by == "folder":
-        found = [
-            "" if (folder := Path(name).parent.name) in class_names else folder for name in names
-        ]
+        found = [Path(name).parent.name for name in names]
+        found = ["" if folder in class_names else folder for folder in found]
     else:
         try:
             pattern = re.compile(by)
         except re.error as error:
             raise UserError(f"--group_by {by}: {error}", "give a regular expression") from None
-        found = [
-            (own := pattern.search(Path(name).name)) and own[min(1, pattern.groups)]
-            for name in names
-        ]
+        matches = [pattern.search(Path(name).name) for name in names]
+        found = [match and match[min(1, pattern.groups)] for match in matches]
     keys = ["" if key is None or key != key else str(key) for key in found]
     if same := alike(keys):
         pairs = join_names(map(" and ".join, same.items()))
@@ -99,6 +107,5 @@ def random_subset(split: Split, count: int | None, seed: int) -> Split:
     """
     if count is None or count >= len(split):
         return split
-    return split.select(
-        np.sort(permutation(len(split), fold_in(seed, "subset", split.name), 0)[:count])
-    )
+    order = permutation(len(split), fold_in(seed, "subset", split.name), 0)
+    return split.select(np.sort(order[:count]))

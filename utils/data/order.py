@@ -91,17 +91,16 @@ class Plan:
     @property
     def updates_per_epoch(self) -> int:
         full, rest = divmod(self.samples, self.global_batch_size)
-        return full + (rest > 0 and not self.drop_last)
+        if rest and not self.drop_last:
+            return full + 1
+        return full
 
     def ranges(self, processes: int) -> list[range]:
         """The numbers of the microbatches that each rank computes: contiguous ranges."""
         count = self.microbatches
-        own = self.shares
-        ends = (
-            accumulate(own, initial=0)
-            if own
-            else [rank * count // processes for rank in range(processes + 1)]
-        )
+        ends = [rank * count // processes for rank in range(processes + 1)]
+        if self.shares:
+            ends = [*accumulate(self.shares, initial=0)]
         return [range(*pair) for pair in pairwise(ends)]
 
     def sizes(self, processes: int) -> dict[str, int]:
@@ -126,12 +125,10 @@ class Plan:
         """Samples in each microbatch of the update at `position`; they differ by at most one, in
         pairs by two.
         """
-        pieces, alone = divmod(self.update_size(position), 2 if self.in_pairs else 1)
+        each = 2 if self.in_pairs else 1
+        pieces, alone = divmod(self.update_size(position), each)
         small, larger = divmod(pieces, self.microbatches)
-        sizes = [
-            (small + (microbatch < larger)) * (1 + self.in_pairs)
-            for microbatch in range(self.microbatches)
-        ]
+        sizes = [(small + 1) * each] * larger + [small * each] * (self.microbatches - larger)
         return [*sizes[:-1], sizes[-1] + alone]
 
     def draws(self, epoch: int) -> tuple[np.ndarray, np.ndarray | None]:
@@ -170,9 +167,10 @@ def make_plan(
     fix = f"set --global_batch_size to a multiple of {config.repeats}"
     require(global_batch_size % config.repeats == 0, problem, fix)
     fits = not config.mixes or global_batch_size // 2 >= microbatches
-    batch = f"a global batch of {global_batch_size} has fewer pairs than its {microbatches} microbatches"
+    pairs = f"fewer pairs than its {microbatches} microbatches"
+    problem = f"a global batch of {global_batch_size} has {pairs}"
     fix = f"--mixup and --cutmix need a --global_batch_size of at least {2 * microbatches}"
-    require(fits, batch, f"{fix}, or fewer microbatches")
+    require(fits, problem, f"{fix}, or fewer microbatches")
     weights = None
     if config.sampler == "balanced":
         require(labels.ndim == 1, "--sampler balanced needs one class per image", "leave it out")

@@ -40,7 +40,8 @@ class UpdateSampler(MicrobatchSampler):
         return self.updates * len(self.numbers)
 
     def __iter__(self) -> Iterator:  # of Microbatch; PyTorch's type hints ask for lists
-        plan, drawn = self.plan, -1  # the epoch of the draws
+        plan = self.plan
+        drawn = -1  # the epoch of the draws
         for update in range(self.start, self.start + self.updates):
             epoch, position = plan.at(update)
             if epoch != drawn:

@@ -1,5 +1,5 @@
-"""List in checkpoints which samples a run trains and evaluates on, find them again later, and report
-changes.
+"""List in checkpoints which samples a run trains and evaluates on, find them again later, and
+report changes.
 
 Image files are listed by name, so new files do not move other samples, and missing files are
 detected. The rows of a table have no names, so tables are only compared as a whole.
@@ -213,9 +213,11 @@ def _count_and_names(part: ListedSplit, chosen: np.ndarray, what: str) -> list[s
     """A line with the number and the names of the files that a mask chooses; no line if there are
     none.
     """
+    if not chosen.any():
+        return []
     names = [*compress(part.names or [], chosen)]
-    line = f"{len(names)} of {part.count} images of {part.name!r} {what}: {join_names(names, 3)}"
-    return [line] * bool(names)
+    some = join_names(names, 3)
+    return [f"{len(names)} of {part.count} images of {part.name!r} {what}: {some}"]
 
 
 def table_changes(part: ListedSplit, whole: Split) -> list[str]:

@@ -10,7 +10,7 @@ from utils.console import join_names, nfc, say
 from utils.data.check import check_images
 from utils.data.folders import left_out_notes
 from utils.data.folds import group_keys, hold_out, random_subset
-from utils.data.labels import indices_in
+from utils.data.labels import check_kind, renumber
 from utils.data.samples import (
     ListedSplit,
     SampleList,
@@ -19,10 +19,9 @@ from utils.data.samples import (
     match_files,
     table_changes,
 )
-from utils.data.sources import open_source
+from utils.data.sources import eval_split_name, known_split, open_source, train_split_name
 from utils.data.spelling import doubts
-from utils.data.splits import EVAL_NAMES, Data, Source, Split
-from utils.errors import UserError
+from utils.data.splits import Data, Source, Split
 from utils.settings.data import DataSettings
 
 
@@ -78,26 +77,14 @@ def load_split(
     """
     by = samples and samples.choices["group_by"]
     source = _open_checked(replace(config, group_by=by or config.group_by), samples)
-    of_run = name in (None, "train")
-    if samples and of_run and (own_data or _holds_all(source, samples)):
+    if samples and name in (None, "train") and (own_data or _holds_all(source, samples)):
         config = replace(config, **samples.choices)
-        part = samples.train if name else samples.evaluation
-        (split,), changes = _find_again(source, config, samples, [part])
-        is_lost = part.names is None and samples.train.source == samples.evaluation.source
-        problem = f"{'; '.join(changes)}; the held-out samples cannot be found again"
-        fix = f"evaluate all samples with --data {config.data} --split {part.source}"
-        require(not (changes and is_lost), problem, fix)
-        for text in [*_class_changes(samples.class_names, source.class_names), *changes]:
-            say(text)
+        split = _split_of_run(source, config, samples, name)
         shown = split.name
     else:
-        asked = name or _eval_name(source, "", None)
-        several = len(source.openers) > 1
-        default = "train" if several else next(iter(source.openers))
-        split = source.split(_existing(source, asked or default, "--split"))
+        split, shown = _split_of_data(source, name)
         if samples:
             _report_trained_on(samples, split)
-        shown = split.name if asked or several else "all images"
     split = random_subset(_drop_unreadable(split, config), config.max_eval_samples, config.seed)
     check_kind(split, config)
     if callable(class_names):
@@ -106,18 +93,49 @@ def load_split(
     return replace(renumber(split, source.class_names, class_names), name=shown), class_names
 
 
+def _split_of_run(
+    source: Source, config: DataSettings, samples: SampleList, name: str | None
+) -> Split:
+    """The samples that the run evaluated on, or with "train" those that it trained on.
+
+    Lines say what has changed since. Raises UserError if a change could mix the two.
+    """
+    part = samples.train if name else samples.evaluation
+    (split,), changes = _find_again(source, config, samples, [part])
+    is_lost = part.names is None and samples.train.source == samples.evaluation.source
+    problem = f"{'; '.join(changes)}; the held-out samples cannot be found again"
+    fix = f"evaluate all samples with --data {config.data} --split {part.source}"
+    require(not (changes and is_lost), problem, fix)
+    for line in [*_class_changes(samples.class_names, source.class_names), *changes]:
+        say(line)
+    return split
+
+
+def _split_of_data(source: Source, name: str | None) -> tuple[Split, str]:
+    """The split of this name, or without a name the one for evaluation or the only one; and how a
+    record names it.
+    """
+    asked = name or eval_split_name(source, "", None)
+    if not asked and len(source.openers) == 1:
+        return source.split(next(iter(source.openers))), "all images"
+    split = source.split(known_split(source, asked or "train", "--split"))
+    return split, split.name
+
+
 def _open_checked(config: DataSettings, samples: SampleList | None) -> Source:
     """The source that --data names. The images of a split are checked when the split is opened.
 
-    The classes are those of the samples, in its order, if they only differ in order or Unicode form.
+    The classes are those of the samples, in their order, if they only differ in this order or in
+    Unicode form.
     """
     source = open_source(config)
     # all must be known before samples are counted
     full = config.check_images == "full" or config.bad_images == "skip"
-    found = wanted = source.class_names
+    found = source.class_names
     source.notes += left_out_notes(f"--data {config.data}", doubts(found))
     if samples and sorted(map(nfc, found)) == sorted(map(nfc, samples.class_names)):
-        source.class_names = wanted = samples.class_names
+        source.class_names = samples.class_names
+    wanted = source.class_names
     source.check = lambda split: check_images(
         replace(renumber(split, found, wanted), bits=config.image_bits), full, config.cache_dir
     )
@@ -128,7 +146,7 @@ def _choose_splits(source: Source, config: DataSettings) -> tuple[tuple[Split, S
     """The samples to train on and to evaluate on, each with the whole split that they were taken
     from.
     """
-    train_name = _train_name(source, config.train_split)
+    train_name = train_split_name(source, config.train_split)
     by = config.group_by
     is_part = config.fold or by
     if is_part and len(source.openers) > 1:
@@ -136,13 +154,16 @@ def _choose_splits(source: Source, config: DataSettings) -> tuple[tuple[Split, S
     whole = source.split(train_name)
     train = _drop_unreadable(whole, config)
     fraction = config.eval_fraction
-    eval_name = None if is_part or fraction else _eval_name(source, train_name, config.eval_split)
+    eval_name = None
+    if not is_part and not fraction:
+        eval_name = eval_split_name(source, train_name, config.eval_split)
     if eval_name is None:
-        keys = group_keys(train, by, source.class_names) if by else ()
-        problem = (
-            f"--group_by {by}: no such column and no match in file names that two images share"
-        )
-        require(not by or len({*keys}) < len(keys), problem, "name a column, folder or pattern")
+        keys: list[str] = []
+        if by:
+            keys = group_keys(train, by, source.class_names)
+            problem = "no such column and no match in file names that two images share"
+            fix = "name a column, folder or pattern"
+            require(len({*keys}) < len(keys), f"--group_by {by}: {problem}", fix)
         train, evaluation = hold_out(train, fraction or 0.1, config.seed, config.fold, keys)
         return (train, whole), (evaluation, whole)
     eval_whole = source.split(eval_name)
@@ -179,7 +200,7 @@ def _find_again(
 ) -> tuple[list[Split], list[str]]:
     """These parts of a run's samples, and lines about what has changed since it listed them."""
     flag = "the run used split"
-    pairs = [(part, source.split(_existing(source, part.source, flag))) for part in parts]
+    pairs = [(part, source.split(known_split(source, part.source, flag))) for part in parts]
     changes: list[str] = []
     if samples.train.names is None:
         train, evaluation = (part.source for part in samples.parts)
@@ -227,67 +248,3 @@ def _report_trained_on(samples: SampleList, split: Split) -> None:
         return
     if known := np.isin(split.checksums[split.image_index], samples.train.ends).sum():
         say(f"the run trained on {known} of the {len(split)} images of split {split.name!r}")
-
-
-def _train_name(source: Source, wanted: str | None) -> str:
-    if wanted is not None:
-        return _existing(source, wanted, "--train_split")
-    if "train" in source.openers:
-        return "train"
-    first = next(iter(source.openers))
-    if len(source.openers) == 1 and first not in EVAL_NAMES:
-        return first
-    fix = f"set --train_split to one of {join_names(source.openers)}"
-    raise UserError("no split called train", fix)
-
-
-def _eval_name(source: Source, train_name: str, wanted: str | None) -> str | None:
-    if wanted is not None:
-        return _existing(source, wanted, "--eval_split")
-    return next((n for n in EVAL_NAMES if n in source.openers and n != train_name), None)
-
-
-def _existing(source: Source, name: str, flag: str) -> str:
-    """The name of the split that `name`, or an alias, refers to.
-
-    Raises ValueError, with `flag`, if there is none.
-    """
-    name = source.aliases.get(name, name)
-    fix = f"use one of {join_names(source.openers)}"
-    require(name in source.openers, f"{flag} {name}: no such split", fix)
-    return name
-
-
-def renumber(split: Split, class_names: list[str], wanted: list[str]) -> Split:
-    """Map labels, indices into `class_names`, to indices into `wanted`.
-
-    Raises ValueError if `wanted` lacks a class of the split.
-    """
-    if class_names == wanted:
-        return split
-    numbers = indices_in(wanted, class_names)
-    is_multi = split.labels.ndim == 2
-    present = np.flatnonzero(split.labels.any(0)) if is_multi else np.unique(split.labels)
-    if unknown := sorted(class_names[label] for label in present if numbers[label] < 0):
-        problem = (
-            f"the checkpoint does not have the class {unknown[0]!r}, only {join_names(wanted)}"
-        )
-        raise UserError(problem, "evaluate data with these classes")
-    one_hot = np.eye(len(wanted), dtype=np.uint8)[numbers]
-    return replace(split, labels=split.labels @ one_hot if is_multi else numbers[split.labels])
-
-
-def check_kind(split: Split, config: DataSettings) -> None:
-    """Raise ValueError if the labels of a split do not suit --task, or if none of its images has
-    one.
-    """
-    several = split.labels.ndim == 2
-    task = config.task
-    problem = f"--task multilabel: each image of --data {config.data} has one label"
-    fix = "use lists of labels, or train with --task classification"
-    require(several or task != "multilabel", problem, fix)
-    problem = f"--task {task}: an image of --data {config.data} may have several labels"
-    fix = "give another --data, or train with --task multilabel"
-    require(not several or task in ("auto", "multilabel"), problem, fix)
-    problem = f"no image of split {split.name!r} has a label"
-    require(not several or split.labels.any(), problem, "correct the labels")

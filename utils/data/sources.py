@@ -14,9 +14,10 @@ import numpy as np
 import torchvision
 
 from utils.config import Table, require, suggestion
+from utils.console import join_names
 from utils.data.folders import image_folder
 from utils.data.order import fold_in
-from utils.data.splits import Source, Split, fingerprint_of, whole_split
+from utils.data.splits import EVAL_NAMES, Source, Split, fingerprint_of, whole_split
 from utils.data.table_files import has_tables, read_table_files
 from utils.errors import UserError, one_line
 from utils.files import expand
@@ -79,8 +80,9 @@ def open_torchvision(name: str, config: DataSettings) -> Source:
             split: cls(root, train=split == "train", download=True) for split in ("train", "test")
         }
     except Exception as error:  # of any class
-        problem = f"--data torchvision/{name}: not in {root}, and the download failed ({one_line(error)[:200]})"
-        raise UserError(problem, "put it there, or choose another --data_dir") from error
+        problem = f"not in {root}, and the download failed ({one_line(error)[:200]})"
+        fix = "put it there, or choose another --data_dir"
+        raise UserError(f"--data torchvision/{name}: {problem}", fix) from error
 
     def make(split: str) -> Split:
         pixels = np.asarray(sets[split].data)
@@ -100,7 +102,8 @@ SOURCES = Table(
         ".csv": "utils.data.csv_file:open_csv",
         ".tsv": "utils.data.csv_file:open_csv",
     },
-    others="a Hub id such as ylecun/mnist, an image folder, a folder of parquet or arrow files, a save_to_disk folder",
+    others="a Hub id such as ylecun/mnist, an image folder, a folder of parquet or arrow files, "
+    "a save_to_disk folder",
 )
 
 
@@ -123,7 +126,8 @@ def absolute_data(name: str) -> str:
     """The value of --data with an absolute path, for use from any folder; other names are
     unchanged.
     """
-    (key, _), path = _find(name), expand(name)
+    key = _find(name)[0]
+    path = expand(name)
     if key.startswith("."):
         return os.path.abspath(path)  # the target of a link may have no suffix
     return str(path.resolve()) if not key and path.exists() else name
@@ -137,8 +141,12 @@ def has_columns(data: str) -> bool:
 
 
 def check_source(config: DataSettings) -> None:
-    """Raise ValueError if what --data names does not exist, or has no --data_dir. Does not open it."""
-    (key, rest), path = _find(config.data), expand(config.data)
+    """Raise ValueError if what --data names does not exist, or has no --data_dir.
+
+    It is not opened.
+    """
+    key, rest = _find(config.data)
+    path = expand(config.data)
     is_torchvision = key == "torchvision/"
     problem = "--data_dir is for --data torchvision/NAME only"
     require(is_torchvision or not config.data_dir, problem, "name a folder of your own with --data")
@@ -153,7 +161,8 @@ def check_source(config: DataSettings) -> None:
         fix = suggestion(config.data, names, f"use {known}, {SOURCES.others}")
         raise UserError(f"{problem} file, folder or data set", fix)
     if not key and has_columns(config.data):
-        import datasets  # noqa: F401  takes half a second; load_data would import it on one rank after the other
+        # takes half a second; load_data would import it on one rank after the other
+        import datasets  # noqa: F401
 
 
 def open_source(config: DataSettings) -> Source:
@@ -163,12 +172,42 @@ def open_source(config: DataSettings) -> Source:
     if key:
         source = SOURCES[key](rest, config)
         if not key.startswith(".") and path.exists():
-            source.notes = (
-                f"--data {config.data} is a bundled data set; for the folder of this name, use --data ./{config.data}",
-            )
+            line = f"--data {config.data} is a bundled data set; for the folder of this name, use"
+            source.notes = (f"{line} --data ./{config.data}",)
         return source
     if path.is_dir() and not has_tables(path):
         return image_folder(path, config)
     from utils.data.tables import load_hub, table_source
 
     return table_source(read_table_files(path), config) if path.exists() else load_hub(config)
+
+
+def train_split_name(source: Source, wanted: str | None) -> str:
+    """The split to train on: the `wanted` one, or train, or the only one."""
+    if wanted is not None:
+        return known_split(source, wanted, "--train_split")
+    if "train" in source.openers:
+        return "train"
+    first = next(iter(source.openers))
+    if len(source.openers) == 1 and first not in EVAL_NAMES:
+        return first
+    fix = f"set --train_split to one of {join_names(source.openers)}"
+    raise UserError("no split called train", fix)
+
+
+def eval_split_name(source: Source, train_name: str, wanted: str | None) -> str | None:
+    """The split to evaluate on: the `wanted` one, or one of EVAL_NAMES besides `train_name`."""
+    if wanted is not None:
+        return known_split(source, wanted, "--eval_split")
+    return next((n for n in EVAL_NAMES if n in source.openers and n != train_name), None)
+
+
+def known_split(source: Source, name: str, flag: str) -> str:
+    """The name of the split that `name`, or an alias, refers to.
+
+    Raises ValueError, with `flag`, if there is none.
+    """
+    name = source.aliases.get(name, name)
+    fix = f"use one of {join_names(source.openers)}"
+    require(name in source.openers, f"{flag} {name}: no such split", fix)
+    return name

@@ -80,7 +80,8 @@ class InputSpec:
         other = self.for_evaluation()
         if other.resize is None:
             return text
-        how = f"{'both sides' if other.squash else 'shorter side'} resized to {other.resize} ({other.interpolation})"
+        what = "both sides" if other.squash else "shorter side"
+        how = f"{what} resized to {other.resize} ({other.interpolation})"
         return f"{text}; evaluation: {how}, centre cropped"
 
     @property

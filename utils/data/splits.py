@@ -221,8 +221,10 @@ class Source:
             if len(wrong) and split.labels.ndim == 1:
                 label = split.labels[wrong[0]]
                 problem = f"has the label {label}, outside 0..{classes - 1}"
-                fix = "correct the labels (if it has none, set another --eval_split; eval.py: another --split)"
-                raise UserError(f"{split.describe(wrong[0])} {problem}", fix)
+                fix = "if it has none, set another --eval_split; eval.py: another --split"
+                raise UserError(
+                    f"{split.describe(wrong[0])} {problem}", f"correct the labels ({fix})"
+                )
             self.opened[name] = self.check(replace(split, notes=(*self.notes, *split.notes)))
         return self.opened[name]
 

@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 
 from utils.config import require
-from utils.console import join_names
 from utils.data.splits import EVAL_NAMES, fingerprint_of, stamp_of
 from utils.errors import UserError, one_line
 
@@ -30,7 +29,7 @@ def read_table_files(path: Path):
         fix = "give a folder, a .parquet or .arrow file, or a .csv file that lists images"
         raise UserError(f"{path}: is neither a folder nor a table", fix)
     try:
-        return _read(path)
+        return _load_splits(path)
     except UserError:
         raise
     except Exception as error:  # the libraries raise errors of any class for damaged files
@@ -45,7 +44,7 @@ def read_table_files(path: Path):
         raise UserError(f"{path}: cannot be read ({cause})", fix) from error
 
 
-def _read(path: Path):
+def _load_splits(path: Path):
     from datasets import config, load_dataset, load_from_disk
 
     # Otherwise it would report the read to the Hub, and wait if there is no network.
@@ -80,7 +79,7 @@ def _check_class_names(paths: list[str]) -> None:
         for column, kind in Features.from_arrow_schema(_schema_of(path)).items():
             if names := names_of_feature(kind):
                 first, other = found.setdefault(column, (path, names))
-                problem = f"{path}: {column} has the classes {join_names(names)}, but in {first} {join_names(other)}"
+                problem = f"{path}: {column} has other classes than in {first}"
                 require(names == other, problem, "write all files of a split with the same classes")
 
 
@@ -115,7 +114,11 @@ def _files_by_split(files: list[Path]) -> dict[str, list[str]]:
     for file in files:
         shard = re.fullmatch(r"(?:.*-)?(\w+)-\d+-of-\d+(-\w+)?", file.stem)
         word = re.split("[^a-z]", file.name.lower())[0]
-        name = shard[1] if shard else word if word in EVAL_NAMES else "train"
+        name = "train"
+        if shard:
+            name = shard[1]
+        elif word in EVAL_NAMES:
+            name = word
         groups.setdefault(name, []).append(str(file))
     return groups
 

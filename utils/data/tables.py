@@ -16,13 +16,7 @@ from utils.data.labels import (
     multi_hot,
     split_that_defines_classes,
 )
-from utils.data.splits import (
-    Source,
-    Split,
-    fingerprint_of,
-    stamp_of,
-    whole_split,
-)
+from utils.data.splits import Source, Split, fingerprint_of, stamp_of, whole_split
 from utils.data.table_files import hide_bars_without_terminal, names_of_feature
 from utils.errors import UserError, one_line
 from utils.hub import use_hub
@@ -38,8 +32,8 @@ class Table:
     def __init__(self, dataset, column: str):
         from datasets import Image
 
-        dataset = dataset.select_columns(column)
-        self.column, self.dataset = column, dataset.cast_column(column, Image(decode=False))
+        self.column = column
+        self.dataset = dataset.select_columns(column).cast_column(column, Image(decode=False))
 
     def __len__(self) -> int:
         return len(self.dataset)

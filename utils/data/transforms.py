@@ -37,7 +37,10 @@ class ColorTransform(Transform):
 
 
 class ColorJitter(ColorTransform):
-    """Multiply brightness, contrast and saturation by factors in [1 - X, 1 + X], in random order."""
+    """Multiply brightness, contrast and saturation by factors in [1 - X, 1 + X].
+
+    Their order is random.
+    """
 
     streams = ("jitter_order", "jitter_brightness", "jitter_contrast", "jitter_saturation")
     # the last one keeps grey images

@@ -65,8 +65,10 @@ def move_to_shared_memory(batch: Any) -> Batch:
     If there is no space, the batch is empty, with an error. PyTorch would move them later, in a
     thread that only prints the error, and the rank would wait for this batch forever.
     """
+    if not get_worker_info():
+        return batch
     try:
-        for tensor in (batch.images, batch.labels) if get_worker_info() else ():
+        for tensor in (batch.images, batch.labels):
             if tensor.numel():  # an empty tensor takes no shared memory
                 tensor.share_memory_()
     except RuntimeError as error:
@@ -79,14 +81,14 @@ def move_to_shared_memory(batch: Any) -> Batch:
 # How workers start. The default of Python 3.14 would import PyTorch again in each worker, and would
 # start a process between the worker and its rank, so that neither would notice if the other one
 # exits.
-warnings.filterwarnings("ignore", message="This DataLoader will create")  # more than cores
 _START_METHOD = "fork" if sys.platform == "linux" else None
 
 
 def worker_processes(count: int, ahead: int = 2) -> dict:
     """The keyword arguments of a DataLoader with `count` workers that each prepare `ahead` batches
-    in advance.
+    in advance. PyTorch is set up for such workers.
     """
+    prepare_pytorch_for_workers()
     return {
         "num_workers": count,
         "prefetch_factor": ahead if count else None,
@@ -99,17 +101,22 @@ def worker_processes(count: int, ahead: int = 2) -> dict:
     }
 
 
+def prepare_pytorch_for_workers() -> None:
+    """Hide a warning about the number of workers, and end workers at once when their rank exits.
+
+    When a process with a GPU exits, older versions of PyTorch wait 5 s for each of its workers,
+    which were never told to end: 160 s with two loaders of 16 workers
+    (https://github.com/pytorch/pytorch/issues/81794; PyTorch 2.15 tells them).
+    """
+    warnings.filterwarnings("ignore", message="This DataLoader will create")  # more than cores
+    if hasattr(_MultiProcessingDataLoaderIter, "_clean_up_worker"):
+        _MultiProcessingDataLoaderIter._clean_up_worker = staticmethod(_end_worker)
+
+
 def _end_worker(worker: BaseProcess) -> None:
     # of the pin-memory thread, which loses its connection
     threading.excepthook = lambda _error: None
     worker.terminate()
-
-
-# When a process with a GPU exits, older versions of PyTorch wait 5 s for each of its workers, which
-# were never told to end: 160 s with two loaders of 16 workers
-# (https://github.com/pytorch/pytorch/issues/81794; PyTorch 2.15 tells them).
-if hasattr(_MultiProcessingDataLoaderIter, "_clean_up_worker"):
-    _MultiProcessingDataLoaderIter._clean_up_worker = staticmethod(_end_worker)
 
 
 def _leave_signals_to_parent(parent: int, worker: int) -> None:
