@@ -45,7 +45,7 @@ from utils.launch.exits import with_known_fix
 from utils.models.small import MLP
 from utils.ranks import accelerator as wrapping
 from utils.ranks.batchnorm import convert_batch_norm
-from utils.ranks.connecting import connect_timeout
+from utils.ranks.ranks import connect_timeout
 from utils.ranks.session import distributed_session
 from utils.settings.train import TrainConfig
 from utils.tasks.classification import Classification

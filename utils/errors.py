@@ -69,6 +69,11 @@ def alternatives(words: Sequence[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
+def counted(number: int, noun: str) -> str:
+    """The number and the noun, as in "1 GPU" or "2 GPUs"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def one_line(error: BaseException) -> str:
     """The error's text on one line, see `printable`; for an OSError the name of the file comes
     first.

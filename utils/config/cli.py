@@ -136,7 +136,7 @@ def read_file(path: Path, cls: type[Settings]) -> dict:
     fix = "write one 'name: value' on each line"
     require(isinstance(values, dict), f"{path}: is not a file of settings", fix)
     problem = f"{path}: is a file for Accelerate's launcher"
-    fix = "accelerate launch --config_file FILE train.py"
+    fix = "give it to that: accelerate launch --config_file FILE train.py"
     require("distributed_type" not in values, problem, fix)
     found = values.pop("format", cls.file_format)
     problem = f"{path}: has format {str(found)[:40]}, but this version reads"

@@ -92,9 +92,9 @@ def _texts(module: str) -> dict[str, dict[str, str]]:
     """The help texts of the settings classes in a module, which stand below their fields."""
     return {
         group.name: {
-            ast.unparse(field.target): " ".join(ast.literal_eval(text.value).split())  # type: ignore[attr-defined]
+            ast.unparse(field.target): " ".join(ast.literal_eval(text.value).split())
             for field, text in pairwise(group.body)
-            if isinstance(field, ast.AnnAssign)
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
         }
         for group in ast.parse(inspect.getsource(sys.modules[module])).body
         if isinstance(group, ast.ClassDef)
