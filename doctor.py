@@ -9,9 +9,8 @@ Launch it exactly like train.py. The exit code is 0 if all checks are green, and
 Each red line is followed by its fix. `python doctor.py --help` lists the settings.
 """
 
-from utils.output import exit_with, guard_output  # the first import: see its docstring
+from utils.entry import guard_output  # the first import, see there
 
-# isort: split
 import os
 import signal
 import socket
@@ -32,6 +31,7 @@ from utils.launch import (
     is_launched,
     reports_for_machine,
 )
+from utils.output import exit_with
 from utils.ranks import Ranks, distributed_session
 from utils.replacing import RESULT, check_output
 from utils.settings.scripts import DoctorConfig

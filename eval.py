@@ -8,9 +8,8 @@
 The metrics are the same on any number of processes. `python eval.py --help` lists the settings.
 """
 
-from utils.output import guard_output  # the first import: see its docstring
+from utils.entry import guard_output  # the first import, see there
 
-# isort: split
 import json
 from collections.abc import Sequence
 from dataclasses import replace

@@ -7,9 +7,8 @@ The exported model is loaded and compared with the checkpoint before the folder 
 `python export.py --help` lists the settings.
 """
 
-from utils.output import guard_output  # the first import: see its docstring
+from utils.entry import guard_output  # the first import, see there
 
-# isort: split
 import json
 import logging
 import warnings

@@ -7,9 +7,8 @@
 Images are decoded and resized as in an evaluation. `python predict.py --help` lists the settings.
 """
 
-from utils.output import guard_output  # the first import: see its docstring
+from utils.entry import guard_output  # the first import, see there
 
-# isort: split
 import time
 from collections.abc import Sequence
 from dataclasses import replace

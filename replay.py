@@ -11,9 +11,8 @@ nothing in the run folder, except that it adds pictures in `replay/`. `python re
 lists the settings.
 """
 
-from utils.output import guard_output  # the first import: see its docstring
+from utils.entry import guard_output  # the first import, see there
 
-# isort: split
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -7,9 +7,8 @@
 This file is the whole run: `main` starts it, `build` creates its parts, and `train` is the loop.
 """
 
-from utils.output import exit_with, guard_output  # the first import: see its docstring
+from utils.entry import guard_output  # the first import, see there
 
-# isort: split
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -29,6 +28,7 @@ from utils.data import (
 from utils.launch import resume_command, typed_command
 from utils.memory import gc_frozen
 from utils.models import build_model
+from utils.output import exit_with
 from utils.ranks import EXIT_RESUME, Ranks, Stopping, distributed_session, make_accelerator
 from utils.runs import CheckpointManager, make_average, numbers_to_send
 from utils.settings.train import TrainConfig

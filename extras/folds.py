@@ -4,12 +4,10 @@
 For each image, FILE.csv has the prediction of the run that did not train on it.
 """
 
-from extras.compare.__main__ import main  # the first import, because it guards the output
-
-# isort: split
 from pathlib import Path
 from typing import Any
 
+from extras.compare.__main__ import main
 from extras.page.analysis import ERRORS, interval_of_share
 from extras.page.html import gallery
 from extras.page.tables import Row, encode, find_images

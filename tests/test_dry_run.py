@@ -94,7 +94,7 @@ def _out_of_memory(flags: list[str]) -> None:
     [
         ("--data ./missing", "--data ./missing: no such file, folder or data set"),
         ("--lr_schedule cosin", "--lr_schedule cosin: no such lr schedule"),
-        ("--optimizer_args '{nesterv: true}'", "unknown argument nesterv"),
+        ("--optimizer_args '{nesterv: true}'", "unexpected keyword argument 'nesterv'"),
     ],
 )
 def test_a_dry_run_with_resume_auto_and_no_run_yet_checks_its_settings_first(flags, problem):

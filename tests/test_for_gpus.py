@@ -45,7 +45,7 @@ from utils.launch.exits import with_known_fix
 from utils.models.small import MLP
 from utils.ranks import accelerator as wrapping
 from utils.ranks.batchnorm import convert_batch_norm
-from utils.ranks.connecting import connect_timeout
+from utils.ranks.ranks import connect_timeout
 from utils.ranks.session import distributed_session
 from utils.settings.train import TrainConfig
 from utils.tasks.classification import Classification
@@ -271,12 +271,15 @@ def test_a_precision_is_chosen_by_a_flag_or_a_file_and_not_by_what_the_launcher_
     typed = ["python", *words.split(), "train.py", "--mixed_precision", "ours"]
     launcher = SimpleNamespace(cmdline=lambda: typed)
     monkeypatch.setattr(psutil, "Process", lambda number: launcher)
+    monkeypatch.setattr(sys, "argv", typed[-3:])
     monkeypatch.setattr(
         "accelerate.commands.config.config_args.default_config_file", "default.yaml"
     )
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     if exported:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", exported)
+    if words:  # as the launcher exports it
+        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
     Path("own.yaml").write_text(file or "")
     assert precision_is_chosen() == expected
     if words == "accelerate launch":

@@ -1,35 +1,27 @@
-"""Output that cannot be printed (closed, full, gone, another encoding) neither ends a run nor loses
-results.
-"""
+"""Output that nobody reads any more neither ends a run nor loses results."""
 
 import io
 import json
 import os
-import shlex
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
-from helpers.make_data import image_folder
 from helpers.ranks import run_ranks
 from helpers.training_runs import ROOT, refused, rewrite_manifest, train_run, words, working_in
 
 import eval
-import train
 from utils.output import guard_output
 from utils.runs.manifest import find_checkpoint
-from utils.runs.metadata import read_checkpoint
 
 FLAGS = [
     *words("--model mlp --max_steps 3 --threads 1 --log_every 1"),
     "--model_args",
     "{hidden: 4}",
 ]
-CLASSES = ["café", "кот", "犬"]
 
 
 def shell(command: str) -> subprocess.CompletedProcess:
@@ -48,32 +40,19 @@ def trained(tmp_path_factory):
     return folder / "runs" / "run"
 
 
-@pytest.mark.full
-def test_characters_that_the_output_lacks_are_replaced():
-    image_folder("photos", dict.fromkeys(CLASSES, 12))
-    (outcome,) = run_ranks(
-        1, _train_in, "ascii", ["--data", "photos", "--run_name", "rün 1", *FLAGS]
+def test_text_that_nobody_reads_any_more_is_dropped():
+    printing = (
+        "from utils.output import guard_output; guard_output(); print('x' * 10**6); print('y')"
     )
-    out = Path("out").read_text("ascii")
-    assert outcome.code == 0, outcome.err
-    assert "Lockstep  runs/r\\xfcn 1\n" in out and "\nDone\n" in out
-    assert shlex.split(out.splitlines()[-1])[-2:] == ["--ckpt", "runs/r\\xfcn 1"]
-    assert read_checkpoint(find_checkpoint(Path("runs/rün 1"))).class_names == CLASSES
-
-
-def _train_in(encoding, flags):
-    with open("out", "w", encoding=encoding) as sys.stdout:
-        train.main(flags)
+    reader = "| head -c 1 >/dev/null"
+    done = shell(f'PYTHONPATH="$root" "$python" -c "{printing}; open(\'end\', \'w\')" {reader}')
+    assert (done.returncode, done.stderr) == (0, b"") and Path("end").exists()
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "redirection", ["| head -c 1 >/dev/null", ">/dev/full 2>/dev/full", "<&- >&- 2>&-"]
-)
-def test_an_evaluation_that_nobody_reads_writes_its_numbers(redirection, trained):
-    unbuffered = "-u" * (redirection[0] == ">")
-    command = f'"$python" {unbuffered} "$root/eval.py" --ckpt "{trained}" --json numbers.json {redirection}'
-    done = shell(command)
+def test_an_evaluation_that_nobody_reads_writes_its_numbers(trained):
+    command = f'"$python" "$root/eval.py" --ckpt "{trained}" --json numbers.json'
+    done = shell(f"{command} | head -c 1 >/dev/null")
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
     assert json.loads(Path("numbers.json").read_text())["count"] == 180
 
@@ -93,36 +72,6 @@ def _evaluate_on_a_full_disk(flags):
 
     eval.write_file = full
     eval.main(flags)
-
-
-def test_each_closed_descriptor_becomes_dev_null_and_no_other_changes():
-    look = (
-        "import utils.output, os, sys; r = [os.readlink(f'/proc/self/fd/{n}') for n in range(3)]; "
-    )
-    look += (
-        "print('to', 'stdout'); print('x', file=sys.stderr); open('found', 'w').write(' '.join(r))"
-    )
-    for closed in (">&-", "<&- >&- 2>&-"):
-        assert shell(f'PYTHONPATH="$root" "$python" -c "{look}" {closed}').returncode == 0
-        found = Path("found").read_text().split()
-        for number, sign in enumerate(("<&-", ">&-", "2>&-")):
-            assert (found[number] == "/dev/null") == (sign in closed.split()), (closed, found)
-
-
-def test_a_pipe_that_another_program_made_non_blocking_loses_nothing(monkeypatch):
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    monkeypatch.setattr(sys, "stdout", os.fdopen(writing, "w"))
-    guard_output()
-    read = []
-    reader = threading.Thread(target=lambda: read.append(os.fdopen(reading, "rb").read()))
-    threading.Timer(0.3, reader.start).start()  # the pipe is full by then: it holds 64 KiB
-    print("x" * 500_000)
-    stdout = sys.stdout
-    monkeypatch.undo()
-    os.close(stdout.fileno())
-    reader.join()
-    assert read[0] == b"x" * 500_000 + b"\n"
 
 
 @pytest.mark.full

@@ -57,14 +57,11 @@ def test_a_printed_command_names_programs_that_the_shell_finds(tmp_path, monkeyp
         monkeypatch.setenv("PATH", path)
         monkeypatch.setattr(sys, "argv", ["scripts/train.py", "--lr", "1"])
         assert command.script_command("eval.py", None) == [python, "scripts/eval.py"]
-        assert command.typed_command()[:2] == [python, "scripts/train.py"]
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-        for typed in ([str(own / "python3"), str(own / "torchrun")], [str(own / "torchrun")]):
-            monkeypatch.setattr(
-                command, "_command_of", lambda pid, typed=typed: [*typed, "scripts/train.py"]
-            )
-            assert command.typed_command() == [launcher, "scripts/train.py"]
-        monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+        assert command.typed_command() == [python, "scripts/train.py", "--lr", "1"]
+        typed = [str(own / "python3"), str(own / "torchrun"), "--nproc_per_node", "2"]
+        with monkeypatch.context() as launched:
+            launched.setattr(command, "launcher_words", lambda typed=typed: typed)
+            assert command.typed_command() == [launcher, "scripts/train.py", "--lr", "1"]
 
 
 WINDOWS = "import sys; sys.modules['fcntl'] = None"

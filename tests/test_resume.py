@@ -216,7 +216,10 @@ def _train_until_killed(flags, step=2):
 def test_given_settings_are_checked_with_those_of_the_checkpoint():
     train_run(1, "run", *FLAGS, "--eval_fraction", "0.2", "--max_steps", "2")
     for flags, text in (
-        (("--lr_schedule_args", "{end: 1}"), "for constant: unknown argument end"),
+        (
+            ("--lr_schedule_args", "{end: 1}"),
+            "for constant: got an unexpected keyword argument 'end'",
+        ),
         (("--data_dir", "/tmp"), "--data_dir is for --data torchvision/NAME only"),
         (("--eval_split", "test"), "--eval_split and --eval_fraction cannot be used together"),
     ):

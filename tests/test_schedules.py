@@ -86,9 +86,10 @@ def test_every_schedule_falls_linearly_to_0_over_the_cool_down(cooldown):
 
 def test_arguments_are_tried_over_a_run_of_any_length():
     config = TrainConfig(lr_schedule="linear", lr_schedule_args={"end": 0.1}, cooldown_steps=500)
-    SCHEDULES.check(config)
+    plan = Plan(1000, 10, 1, 0)
+    assert total_updates(config, plan) == config.epochs * 100
     with pytest.raises(ValueError, match="would be -3 times --lr"):
-        SCHEDULES.check(replace(config, lr_schedule_args={"end": -3}, warmup_steps=200))
+        total_updates(replace(config, lr_schedule_args={"end": -3}, warmup_steps=200), plan)
 
 
 @pytest.mark.parametrize(

@@ -65,22 +65,34 @@ def test_help_lists_every_name_with_the_first_line_of_its_function():
 @pytest.mark.parametrize(
     ("flags", "arguments", "error"),
     [
-        ("--optimizer sgd", "{lr: 1}", "lr is set by --lr; leave it out here"),
-        ("--optimizer adamw", "{beta: [0.9, 0.99]}", "unknown argument beta; did you mean betas?"),
-        ("--optimizer adamw", "{fused: false}", "unknown argument fused; use betas, eps, amsgrad"),
-        ("--optimizer adamw", "{betas: 0.9}", "betas must be a value such as (0.9, 0.999), got"),
-        ("--optimizer adamw", "{eps: .nan}", "eps must be a value such as 1e-08, got nan"),
-        ("--optimizer sgd", "{nesterov: 1}", "nesterov must be a value such as True, got 1"),
-        ("--lr_schedule constant", "{end: 1}", "unknown argument end; remove it"),
+        ("--optimizer sgd", "{lr: 1}", "got an unexpected keyword argument 'lr'"),
+        ("--optimizer adamw", "{beta: [0.9, 0.99]}", "got an unexpected keyword argument 'beta'"),
+        ("--optimizer adamw", "{fused: false}", "got an unexpected keyword argument 'fused'"),
+        ("--lr_schedule constant", "{end: 1}", "got an unexpected keyword argument 'end'"),
+    ],
+)
+def test_an_argument_that_does_not_exist_is_refused_with_its_flag(flags, arguments, error, capsys):
+    flag, name = flags.split()
+    line = refusal(capsys, flag, name, f"{flag}_args", arguments)
+    assert line == f"{flag}_args for {name}: {error}; change or remove these arguments"
+
+
+@pytest.mark.parametrize(
+    ("flags", "arguments", "error"),
+    [
+        ("--optimizer adamw", "{betas: 0.9}", "has no len()"),
+        ("--optimizer adamw", "{betas: [0.9]}", "betas must have 2 values, got [0.9]"),
+        ("--optimizer adamw", "{eps: .nan}", "Invalid epsilon value: nan"),
         ("--lr_schedule cosine", "{end: -1}", "the learning rate would be -"),
         ("--lr_schedule multistep", "{milestones: [a]}", "change or remove these arguments"),
         ("--lr_schedule onecycle", "{div_factor: 0}", "division by zero"),
     ],
 )
-def test_arguments_that_are_wrong_are_refused_with_their_flag(flags, arguments, error, capsys):
+def test_a_wrong_value_of_an_argument_ends_the_run_before_its_first_update(flags, arguments, error):
     flag, name = flags.split()
-    line = refusal(capsys, flag, name, f"{flag}_args", arguments)
-    assert line.startswith(f"{flag}_args for {name}: ") and error in line
+    line = refused(train.main, *FLAGS, flag, name, f"{flag}_args", arguments)
+    assert line.startswith(f"train.py: error: {flag}_args for {name}: ") and error in line
+    assert not Path("runs").exists()
 
 
 @pytest.mark.full

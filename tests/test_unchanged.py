@@ -38,7 +38,7 @@ def texts() -> dict[str, str]:
     """
     os.environ["COLUMNS"] = "100"
     found = {
-        f"{name}.help": cli._parser(settings, f"{name}.py", ()).format_help()
+        f"{name}.help": cli.make_parser(settings, f"{name}.py", ()).format_help()
         for name, settings in SCRIPTS.items()
     }
     return found | {"config.yaml": to_yaml(TrainConfig())}
@@ -58,7 +58,7 @@ def test_each_setting_of_train_py_is_in_one_group():
 
 @pytest.mark.parametrize("settings", SCRIPTS.values())
 def test_each_setting_of_a_script_has_a_flag(settings):
-    parser = cli._parser(settings, "x.py", ())
+    parser = cli.make_parser(settings, "x.py", ())
     flags = {name for action in parser._actions for name in action.option_strings}
     assert {f"--{field.name}" for field in fields(settings)} - flags <= {"--paths"}
 

@@ -17,7 +17,7 @@ from helpers.training_runs import slow_train
 from helpers.waiting import SOON, has_ended, has_logged, until
 
 import train
-from utils.ranks.watch import Watch
+from utils.ranks.heartbeats import Heartbeats
 from utils.training import setup
 
 TIMEOUT = 8
@@ -126,7 +126,7 @@ def held(flags):
     Each look at others adds a byte to a file.
     """
     rank = os.environ["RANK"]
-    update, exchange = train.train_update, Watch._exchange
+    update, exchange = train.train_update, Heartbeats._exchange
 
     def train_update(run, batches):
         if run.state.step == 12 and rank == "1":
@@ -134,13 +134,13 @@ def held(flags):
             until(Path("go").exists)
         update(run, batches)
 
-    def counted(watch, store):
-        exchange(watch, store)
-        if watch._heard:
+    def counted(heartbeats):
+        exchange(heartbeats)
+        if heartbeats._heard:
             with Path("looks").open("a") as file:
                 file.write("x")
 
-    train.train_update, Watch._exchange = train_update, counted
+    train.train_update, Heartbeats._exchange = train_update, counted
     to_file(train.main, ["--run_name", "run", *flags])
 
 

@@ -17,7 +17,8 @@ from helpers.waiting import PATIENCE, error_lines
 
 import train
 from utils.launch import rendezvous
-from utils.launch.environment import Topology, first_node
+from utils.launch.address import first_node
+from utils.launch.environment import Topology
 
 TRAIN = str(ROOT / "train.py")
 FLAGS = words("--model mlp --global_batch_size 120 --max_steps 5 --log_every 1 --threads 1")

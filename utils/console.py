@@ -1,6 +1,7 @@
 """Lines, tables and progress bars on a terminal."""
 
 import os
+import re
 import shutil
 import socket
 import sys
@@ -13,6 +14,8 @@ from tqdm import tqdm
 
 from utils.errors import printable
 
+_CONTROLS = re.compile(r"[\0-\b\v\f\x0e-\x1f\x7f-\x9f]")  # but tabs and ends of lines
+
 
 def say(text: str, on_each_machine: bool = False) -> None:
     """Print a text above the progress bars, on the main process only.
@@ -24,7 +27,8 @@ def say(text: str, on_each_machine: bool = False) -> None:
         if not on_each_machine or os.environ["LOCAL_RANK"] != "0":
             return
         text = f"{socket.gethostname()}: {text}"
-    with suppress(OSError, ValueError):  # only a notebook's stream raises; see output.py
+    text = _CONTROLS.sub("?", text)  # an untrusted file may contain some
+    with suppress(OSError, ValueError):  # a full disk, a character that the encoding lacks
         tqdm.write(text)
         sys.stdout.flush()
 
@@ -50,9 +54,9 @@ def table(title: str, rows: list[tuple[str, Any]]) -> str:
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
     longest = max(len(line) for line in [title, *lines])
-    rule = "─" * (
-        min(longest, shutil.get_terminal_size().columns) if sys.stdout.isatty() else longest
-    )
+    if sys.stdout.isatty():
+        longest = min(longest, shutil.get_terminal_size().columns)
+    rule = "─" * longest
     return "\n".join([title, rule, *lines, rule])
 
 
@@ -61,10 +65,11 @@ def join_names(names: Iterable, most: int = 12) -> str:
 
     Names with a comma are quoted.
     """
-    texts = [
-        repr(text) if "," in text else text for text in (printable(str(name)) for name in names)
-    ]
-    return ", ".join(texts[:most]) + (f", ... ({len(texts)} in all)" if len(texts) > most else "")
+    texts = [printable(str(name)) for name in names]
+    quoted = [repr(text) if "," in text else text for text in texts[:most]]
+    if len(texts) > most:
+        quoted.append(f"... ({len(texts)} in all)")
+    return ", ".join(quoted)
 
 
 def nfc(name: Any) -> Any:

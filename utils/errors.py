@@ -1,11 +1,22 @@
 """Errors that are reported to the user in one line: what is wrong, then the fix."""
 
 import re
+from collections.abc import Sequence
 
-_LOST_RANK = re.compile(
-    "closed by peer|connection reset|broken pipe|timed out|connectfullmesh|socket closed|likely closed|"
-    "ncclremoteerror|nccl communicator was aborted|nccl operation failed|remote process exited|unhandled system error",
-    re.IGNORECASE,
+# parts of the messages of gloo and NCCL
+_LOST_RANK = (
+    "closed by peer",
+    "connection reset",
+    "broken pipe",
+    "timed out",
+    "connectfullmesh",
+    "socket closed",
+    "likely closed",
+    "ncclremoteerror",
+    "nccl communicator was aborted",
+    "nccl operation failed",
+    "remote process exited",
+    "unhandled system error",
 )
 # caused by the input or the system; any other error is a bug
 USER_ERRORS = (ValueError, OSError, ImportError)
@@ -52,6 +63,17 @@ def printable(name: str) -> str:
     return "".join(char if char.isprintable() else f"<U+{ord(char):04X}>" for char in text)
 
 
+def alternatives(words: Sequence[str]) -> str:
+    """The words as in "a, b or c"."""
+    *others, last = words
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def counted(number: int, noun: str) -> str:
+    """The number and the noun, as in "1 GPU" or "2 GPUs"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def one_line(error: BaseException) -> str:
     """The error's text on one line, see `printable`; for an OSError the name of the file comes
     first.
@@ -69,8 +91,9 @@ def split_error(error: BaseException) -> tuple[str, str]:
 
 
 def is_lost_rank(error: BaseException) -> bool:
-    """Whether this is a message of gloo or NCCL that a peer has exited, hangs or cannot be reached."""
-    return isinstance(error, RuntimeError) and _LOST_RANK.search(str(error)) is not None
+    """Whether gloo or NCCL reports that a peer has exited, hangs or cannot be reached."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(part in text for part in _LOST_RANK)
 
 
 def as_lost_rank(error: BaseException, place: str, waited_for: str) -> BaseException:
@@ -81,8 +104,9 @@ def as_lost_rank(error: BaseException, place: str, waited_for: str) -> BaseExcep
         return error
     # gloo puts its source file first
     what = re.sub(r"^\[\S+\] ", "", one_line(error)).split(". ")[0]
-    where = (f", at: {place}" if place else "") + (
-        f"; waited for {waited_for}" if waited_for else ""
-    )
-    problem = f"another process of this run exited or stopped answering ({what[:160]}){where}"
+    problem = f"another process of this run exited or stopped answering ({what[:160]})"
+    if place:
+        problem += f", at: {place}"
+    if waited_for:
+        problem += f"; waited for {waited_for}"
     return LostRank(problem, "read its output; if there is none, it was killed (out of memory?)")

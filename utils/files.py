@@ -1,7 +1,6 @@
 """Files and folders that are written completely or not at all, and a lock on a folder."""
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -15,6 +14,12 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from utils.errors import InUse, UserError, one_line
+from utils.output import refuse_windows
+
+try:
+    import fcntl
+except ImportError:
+    refuse_windows()
 
 LOCK = ".lock"  # in a locked folder
 # of a file system that lacks an operation
@@ -107,10 +112,9 @@ def write_file(path: Path, contents: str | bytes) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder that becomes `path`, with its files flushed, at the end of the block, and is deleted
-    after an error.
+    """A folder that becomes `path`, with its files flushed, at the end of the block.
 
-    Raises OSError if `path` exists.
+    After an error it is deleted. Raises OSError if `path` exists.
     """
     path = path.absolute()
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
@@ -146,10 +150,9 @@ def put_in_place(partial: Path, final: Path) -> None:
     except OSError as error:
         if error.errno not in LACKS:
             raise
-        problem = (
-            f"this file system cannot rename folders ({error.strerror}); choose another file system"
-        )
-        raise OSError(error.errno, problem, str(partial)) from error
+        problem = f"this file system cannot rename folders ({error.strerror})"
+        fix = "choose another file system"
+        raise OSError(error.errno, f"{problem}; {fix}", str(partial)) from error
     finally:
         if final.exists():
             shutil.rmtree(old, ignore_errors=True)
@@ -208,7 +211,8 @@ def lock(folder: Path, patience: float) -> TextIO:
                 print(f"{folder}: {what}; do not let another run write there")
                 break
         file.seek(0)
-        in_use = f"{folder} is in use by {file.read().strip() or 'another process'}"
+        holder = file.read().strip() or "another process"
+        in_use = f"{folder} is in use by {holder}"
         if time.monotonic() > deadline:
             raise InUse(in_use, "stop it, or choose another --run_name")
         if not printed:
@@ -235,9 +239,8 @@ def expand(path: str) -> Path:
 
 
 def check_output_folder(flag: str, folder: Path) -> Path:
-    """Raise UserError, which names the flag, if `folder` cannot be created or written.
-
-    Returns its innermost part that exists.
+    """The innermost part of `folder` that exists. Raises UserError, which names the flag, if the
+    folder cannot be created or written.
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):

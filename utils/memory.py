@@ -13,10 +13,12 @@ from pathlib import Path
 
 import psutil
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+# of glibc's malloc.h
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 _LARGEST = 2**30
 
-CONTAINER = Path("/sys/fs/cgroup")  # limits of the container that this process runs in, if any
+CONTAINER = Path("/sys/fs/cgroup")  # its limits, in version 2 of cgroups
 SHM = "/dev/shm"
 SHM_FIX = "docker run --shm-size=8g or --ipc=host makes it larger"
 
@@ -48,15 +50,11 @@ def gc_frozen() -> Iterator[None]:
 
 
 def free_memory() -> tuple[int, int]:
-    """Free and total memory in bytes, of this machine or of the container that this process runs
-    in.
-    """
+    """Free and total memory in bytes, of this machine or of this process's container."""
     system = psutil.virtual_memory()
-    # no container, no limit, or a different version of cgroups
-    with suppress(OSError, ValueError, KeyError):
-        limit, used = (
-            int((CONTAINER / name).read_text()) for name in ("memory.max", "memory.current")
-        )
+    with suppress(OSError, ValueError, KeyError):  # no container, or no limit
+        limit = int((CONTAINER / "memory.max").read_text())
+        used = int((CONTAINER / "memory.current").read_text())
         kept = dict(line.split() for line in (CONTAINER / "memory.stat").read_text().splitlines())
         free = limit - used + int(kept["inactive_file"])
         return min(system.available, free), min(system.total, limit)
@@ -64,7 +62,7 @@ def free_memory() -> tuple[int, int]:
 
 
 def usable_cores() -> int:
-    """The number of processor cores that this process, or the container that it runs in, may use."""
+    """The number of processor cores that this process, or its container, may use."""
     cores = psutil.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         cores = len(os.sched_getaffinity(0))

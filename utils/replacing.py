@@ -32,7 +32,8 @@ def check_output(flags: Any, name: str, kind: tuple[str, str], **more: Any) -> N
     text = given.pop(name)
     if not text:
         return
-    path, fix = expand(text), "give another name"
+    path = expand(text)
+    fix = "give another name"
     target = path.resolve()
     flag = f"--{name} {path}"
     endings, ours = kind
@@ -44,7 +45,8 @@ def check_output(flags: Any, name: str, kind: tuple[str, str], **more: Any) -> N
     names = names_in(target)
     foreign = exists and not re.fullmatch(ours, names)
     for key, value in given.items():
-        for other in value if isinstance(value, list) else [value]:
+        others = value if isinstance(value, list) else [value]
+        for other in others:
             if other and isinstance(other, str):
                 place = expand(other).resolve()
                 same = exists and os.path.exists(place) and target.samefile(place)

@@ -46,13 +46,12 @@ def wait_for_items(items: Iterable[Item], what: str) -> Iterator[Item]:
     iterator = None
     while True:
         DataWait.current = DataWait(what)
-        before = signal.pthread_sigmask(
-            signal.SIG_BLOCK, {signal.SIGTERM} if iterator is None else set()
-        )
+        blocked = {signal.SIGTERM} if iterator is None else set()  # while workers start
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         try:
-            iterator = iter(items) if iterator is None else iterator
-            # a prepared loader starts its workers here, and others in the line above
-            item = next(iterator)
+            if iterator is None:
+                iterator = iter(items)
+            item = next(iterator)  # a prepared loader starts its workers here, others in `iter`
         except StopIteration:
             return
         except (ConnectionError, EOFError) as error:  # a worker exited while it was sending an item

@@ -2,9 +2,6 @@
 [--no_images] [--plugin FILE]
 """
 
-from utils.output import guard_output  # the first import: see its docstring
-
-# isort: split
 import argparse
 from collections.abc import Sequence
 
@@ -14,6 +11,7 @@ from utils.config import load_plugin, require
 from utils.errors import USER_ERRORS, UserError
 from utils.files import expand
 from utils.launch import exit_with_error
+from utils.output import guard_output
 from utils.replacing import HTML, check_output
 from utils.runs import check_log
 

@@ -56,7 +56,7 @@ def _keep_parsers() -> None:
     """Forked ranks use the parsers of flags that are made here: making one takes longer than a
     small training run.
     """
-    make, made = cli._parser, {}
+    make, made = cli.make_parser, {}
 
     def parser(cls, prog, tables=()):
         key = cls, prog, repr([table.helps() for table in tables])  # a test may have added a name
@@ -64,7 +64,7 @@ def _keep_parsers() -> None:
             made[key] = make(cls, prog, tables)
         return made[key]
 
-    cli._parser = parser
+    cli.make_parser = parser
     parser(TrainConfig, "train.py")
     parser(EvalConfig, "eval.py")
     parser(PredictConfig, "predict.py")

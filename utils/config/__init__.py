@@ -29,13 +29,19 @@ from utils.config.bounds import (
 )
 
 # settings from a YAML file and flags
-from utils.config.cli import FORMAT_FIX, Settings, parse_args, parse_given, read_file
+from utils.config.cli import FORMAT_FIX, parse_args, parse_given, read_file
+
+# a class of settings as flags
+from utils.config.flags import Settings
 
 # --plugin
 from utils.config.plugin import PLUGIN_HASHES, check_plugin, load_plugin
 
+# similar names, for a name that does not exist
+from utils.config.suggestions import suggestion
+
 # functions by name, for settings such as --optimizer
-from utils.config.table import Table, suggestion
+from utils.config.table import Table
 
 # YAML files
 from utils.config.yaml_text import dump_yaml, read_yaml

@@ -19,7 +19,7 @@ from typing import (
     get_type_hints,
 )
 
-from utils.errors import UserError
+from utils.errors import UserError, alternatives
 
 T = TypeVar("T")
 OneStart = Annotated[T, "one start"]  # not saved with the run
@@ -92,9 +92,8 @@ def check_fields(config: Any) -> None:
                 setattr(config, setting.name, fit(value, setting.type))
         except (TypeError, ValueError, OverflowError) as error:
             valid = error if isinstance(error, ValueError) else describe(setting.type)
-            raise UserError(
-                f"--{setting.name} must be {valid}, got {str(value)[:80] or repr(value)}"
-            ) from None
+            given = str(value)[:80] or repr(value)
+            raise UserError(f"--{setting.name} must be {valid}, got {given}") from None
 
 
 def read_fields(cls: Any, values: Any) -> Any:
@@ -149,8 +148,7 @@ def describe(hint: Any) -> str:
             words.append(_LISTS[kinds(*get_args(kind))[0]])
         elif kind is not NoneType:
             words += _WORDS[get_origin(kind) or kind]
-    *others, last = words
-    return " or ".join(filter(None, [", ".join(others), last]))
+    return alternatives(words)
 
 
 def fit(value: Any, hint: Any) -> Any:
@@ -171,7 +169,8 @@ def fit(value: Any, hint: Any) -> Any:
             with suppress(TypeError):
                 return fit(value, part)
     if origin is list:
-        return [fit(item, parts[0]) for item in (value if isinstance(value, list) else [value])]
+        items = value if isinstance(value, list) else [value]
+        return [fit(item, parts[0]) for item in items]
     if origin is dict and isinstance(value, dict):
         return {fit(name, parts[0]): fit(item, parts[1]) for name, item in value.items()}
     if hint is bool:

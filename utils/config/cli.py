@@ -4,52 +4,22 @@ An error is reported on one line.
 """
 
 import argparse
-import ast
-import inspect
-import re
 import sys
 from collections.abc import Sequence
-from dataclasses import Field, dataclass, fields, is_dataclass
-from functools import cache
-from itertools import pairwise
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
+from typing import Any, TypeVar
 
-from utils.config.bounds import check_fields, kinds, require
-from utils.config.other_names import fix_for_unknown
+from utils.config.bounds import require
+from utils.config.flags import PATHS, Settings, make_parser
 from utils.config.plugin import load_plugin
+from utils.config.suggestions import fix_for_unknown
 from utils.config.table import Table
-from utils.config.yaml_text import load_yaml, read_yaml
-from utils.errors import UserError, one_line
+from utils.config.yaml_text import read_yaml
+from utils.errors import UserError
 from utils.launch import exit_with_error, reports_for_machine, with_rank
 
 FORMAT_FIX = "use the version of Lockstep that wrote it"
-PATHS = "paths"  # the field for words of the command line that are not flags
-_NUMBER = re.compile(r"[-+]?\.?(\d|inf|nan)")  # how the values of numbers begin
-
-
-@dataclass(kw_only=True)
-class Settings:
-    """The settings of a script. Each is a field with its help text below it; its type says which
-    values it takes.
-    """
-
-    groups: ClassVar[dict[str, list[str]]] = {}
-    """The groups of --help; the first is shown last. Settings of this class that are in no group are
-    shown as flags of the script; those of its base classes must be in a group."""
-    file_format: ClassVar[int | None] = None
-    """The format of --config files; None if the script reads none."""
-    first_word: ClassVar[str] = "ckpt"
-    """The setting that a word without a flag was probably meant for."""
-
-    def __post_init__(self):
-        check_fields(self)
-
-    @classmethod
-    def merge(cls, file: dict, flags: dict) -> dict:
-        """The values of --config files and of flags together."""
-        return file | flags
-
 
 Config = TypeVar("Config", bound=Settings)
 
@@ -77,8 +47,9 @@ def parse_given(
     try:
         values = _read_words(cls, prog, list(sys.argv[1:] if argv is None else argv), tables)
         config = cls(**values)
-        for table in [] if values.get("resume") else tables:
-            table.check(config)
+        if not values.get("resume"):
+            for table in tables:
+                table.check(config)
         return config, set(values)
     except (ValueError, OSError, argparse.ArgumentError) as error:
         exit_with_error(with_rank(error), prog, reports_for_machine())
@@ -86,141 +57,75 @@ def parse_given(
 
 def _read_words(cls: type[Settings], prog: str, argv: list[str], tables: Sequence[Table]) -> dict:
     """The settings that are given."""
-    names = [setting.name for setting in fields(cls)]
-    # the words after it are paths, also if they begin with -
-    end = argv.index("--") if "--" in argv else len(argv)
-    given = [word for word in argv[:end] if word not in ("-h", "--help")]
-    found, words = _parser(cls, prog).parse_known_args(given)
-    vars(found).pop("local_rank", None)
-    values: dict = {}
-    for path in vars(found).pop("config", []):
-        values |= read_file(Path(path), cls)
-    if (plugin := (values | vars(found)).get("plugin")) is not None:
+    words, paths = _split_off_paths(argv)
+    given = [word for word in words if word not in ("-h", "--help")]
+    found, others = make_parser(cls, prog).parse_known_args(given)
+    flags = vars(found)
+    flags.pop("local_rank", None)
+    file: dict = {}
+    for path in flags.pop("config", []):
+        file |= read_file(Path(path), cls)
+    plugin = (file | flags).get("plugin")
+    if plugin is not None:
         load_plugin(str(plugin))
-    if len(given) < end:
-        _parser(cls, prog, tables).parse_args(["--help"])  # with the names that the plug-in adds
-    unknown = dict.fromkeys(word.split("=")[0] for word in words if word.startswith("-"))
-    answers = [
-        f"unknown flag {flag}; {fix_for_unknown(flag.lstrip('-'), names, '--')}" for flag in unknown
-    ]
-    require(not answers, "; ".join(answers))
-    flags = {name: _join(value) for name, value in vars(found).items()}
-    values = cls.merge(values, flags)
-    paths = words + argv[end + 1 :]
-    if PATHS in names:
-        values[PATHS] = paths
-    elif paths:
-        word = paths[0]
-        is_setting = word.split("=")[0] in names
-        meant = word.replace("=", " ") if is_setting else f"{cls.first_word} {word}"
-        raise UserError(f"unexpected argument {word}", f"did you mean --{meant}?")
+    if given != words:
+        # with the names that the plug-in adds
+        make_parser(cls, prog, tables).parse_args(["--help"])
+    _check_flags(others, cls)
+    values = cls.merge(file, {name: _join(value) for name, value in flags.items()})
+    values |= _read_paths(others + paths, cls)
     required = [each.name for each in fields(cls) if each.default is each.default_factory]
     missing = [f"--{name}" for name in required if name not in values]
     require(not missing, f"missing {', '.join(missing)}", "see --help")
     return values
 
 
-def _parser(
-    cls: type[Settings], prog: str, tables: Sequence[Table] = ()
-) -> argparse.ArgumentParser:
-    """The parser of the flags. It also writes --help, with the names in the tables."""
-    settings = {setting.name: setting for setting in fields(cls)}
-    has_paths = settings.pop(PATHS, None) is not None
-    parser = argparse.ArgumentParser(
-        prog,
-        "%(prog)s [flags]" + " PATH..." * has_paths,
-        cls.__doc__,
-        exit_on_error=False,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    parser._negative_number_matcher = _NUMBER  # argparse would take -1e-3 and -0.1,0.2 for flags
-    # of torch.distributed.launch
-    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
-    if cls.file_format is not None:
-        parser.add_argument(
-            "--config", action="append", help="YAML file of settings, applied before all flags."
-        )
-    more = {name: text for table in tables for name, text in table.helps().items()}
-    texts = _texts_of(cls)
-    listed = {name for names in cls.groups.values() for name in names}
-    own = [name for name in inspect.get_annotations(cls) if name in settings.keys() - listed]
-    first, *others = (cls.groups | {f"flags of {prog}": own}).items()
-    for title, names in [*others, first]:
-        section = parser.add_argument_group(title)
-        for name in names:
-            text = texts[name].rstrip(".") + more[name] if name in more else texts[name]
-            words = _words(settings[name], alone=has_paths)
-            section.add_argument(f"--{name}", help=_help(text, settings[name]), **words)
-    return parser
+def _split_off_paths(argv: list[str]) -> tuple[list[str], list[str]]:
+    """The words before and after --. Those after it are paths, also if they begin with -."""
+    if "--" not in argv:
+        return argv, []
+    end = argv.index("--")
+    return argv[:end], argv[end + 1 :]
 
 
-def _texts_of(cls: type) -> dict[str, str]:
-    """The help texts of the settings; a script may describe one differently."""
-    texts: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if is_dataclass(base):
-            texts |= _texts(base.__module__)[base.__name__]
-    return texts
+def _check_flags(words: list[str], cls: type[Settings]) -> None:
+    """Raise UserError, with all fixes, if some of the words that are left are flags."""
+    unknown = dict.fromkeys(word.split("=")[0] for word in words if word.startswith("-"))
+    names = _names(cls)
+    answers = [
+        f"unknown flag {flag}; {fix_for_unknown(flag.lstrip('-'), names, '--')}" for flag in unknown
+    ]
+    require(not answers, "; ".join(answers))
 
 
-@cache
-def _texts(module: str) -> dict[str, dict[str, str]]:
-    """The help texts of the settings classes in a module, which stand below their fields."""
-    return {
-        group.name: {
-            ast.unparse(field.target): " ".join(text.value.value.split())  # type: ignore[attr-defined]
-            for field, text in pairwise(group.body)
-            if isinstance(field, ast.AnnAssign)
-        }
-        for group in ast.parse(inspect.getsource(sys.modules[module])).body
-        if isinstance(group, ast.ClassDef)
-    }
+def _read_paths(words: list[str], cls: type[Settings]) -> dict:
+    """The words that are not flags, as a setting. Raises UserError if the script takes none."""
+    names = _names(cls)
+    if PATHS in names:
+        return {PATHS: words}
+    if not words:
+        return {}
+    word = words[0]
+    is_setting = word.split("=")[0] in names
+    meant = word.replace("=", " ") if is_setting else f"{cls.first_word} {word}"
+    raise UserError(f"unexpected argument {word}", f"did you mean --{meant}?")
 
 
-def _help(text: str, setting: Field) -> str:
-    """The help text, with the default if there is one that the text does not describe."""
-    default = setting.default
-    if isinstance(default, int | float | str) and default != "" and "(default:" not in text:
-        text += f" (default: {str(default).lower()})"
-    return text.replace("%", "%%")
-
-
-def _words(setting: Field, alone: bool) -> dict:
-    """How many words the flag takes, and their type: text, or YAML.
-
-    With `alone`, boolean flags take none.
-    """
-    types = kinds(setting.type)
-    text = str in types or list[str] in types
-    options = {"type": _text if text else _yaml}
-    if any(get_origin(kind) is list for kind in types):
-        # names may be given one by one
-        return options | {"nargs": "+"} | ({"action": "extend"} if text else {})
-    if bool in types:
-        return {"action": "store_true"} if alone else options | {"nargs": "?", "const": True}
-    words = [word for kind in types if get_origin(kind) is Literal for word in get_args(kind)]
-    return options | ({"metavar": f"{{{'|'.join(words)}}}"} if words and int not in types else {})
+def _names(cls: type[Settings]) -> list[str]:
+    return [setting.name for setting in fields(cls)]
 
 
 def _join(value: Any) -> Any:
     """The value of a flag. A word of a list may have several values, such as 0.5, or 0.5,0.5."""
     if not isinstance(value, list):
         return value
-    items = [item for part in value for item in (part if isinstance(part, list) else [part])]
-    return items if len(items) != 1 else items[0]
-
-
-def _yaml(word: str) -> Any:
-    try:
-        # such as 11,5
-        return load_yaml(f"[{word}]" if "," in word and _NUMBER.match(word) else word)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(one_line(error)) from None
-
-
-def _text(word: str) -> Any:
-    return _yaml(word) if word in ("null", "None") or word.startswith("[") else word
+    items: list = []
+    for part in value:
+        if isinstance(part, list):
+            items += part
+        else:
+            items.append(part)
+    return items[0] if len(items) == 1 else items
 
 
 def read_file(path: Path, cls: type[Settings]) -> dict:
@@ -228,16 +133,15 @@ def read_file(path: Path, cls: type[Settings]) -> dict:
     `cls` lacks.
     """
     values = read_yaml(path)
-    if not isinstance(values, dict):
-        raise UserError(
-            f"{path}: is not a file of settings", "write one 'name: value' on each line"
-        )
-    if (found := values.pop("format", cls.file_format)) != cls.file_format:
-        problem = (
-            f"{path}: has format {str(found)[:40]}, but this version reads format {cls.file_format}"
-        )
-        raise UserError(problem, FORMAT_FIX)
-    names = [setting.name for setting in fields(cls)]
+    fix = "write one 'name: value' on each line"
+    require(isinstance(values, dict), f"{path}: is not a file of settings", fix)
+    problem = f"{path}: is a file for Accelerate's launcher"
+    fix = "give it to that: accelerate launch --config_file FILE train.py"
+    require("distributed_type" not in values, problem, fix)
+    found = values.pop("format", cls.file_format)
+    problem = f"{path}: has format {str(found)[:40]}, but this version reads"
+    require(found == cls.file_format, f"{problem} format {cls.file_format}", FORMAT_FIX)
+    names = _names(cls)
     for name in values:
         if name not in names:
             raise UserError(f"{path}: unknown setting {name!r}", fix_for_unknown(str(name), names))

@@ -157,7 +157,6 @@ class ThreeAugment(ColorTransform):
 AUTO_AUGMENTS: Table = Table(
     "auto_augment",
     {"trivialaugment": TrivialAugment, "randaugment": RandAugment, "3augment": ThreeAugment},
-    trial=lambda config: AUTO_AUGMENTS.call(config, InputSpec(32, 32, 3, [0.5] * 3, [0.5] * 3)),
 )
 
 

@@ -2,7 +2,6 @@
 
 # the command that started this process
 from utils.launch.command import (
-    elastic_nodes,
     launcher_pid,
     precision_is_chosen,
     resume_command,

@@ -11,10 +11,11 @@ from contextlib import suppress
 import torch
 
 from utils.console import join_names, say
-from utils.errors import UserError
+from utils.errors import UserError, counted
 from utils.launch.environment import Topology, is_set
 
-ONE_EACH = "start at most one process per GPU; each must see all GPUs, or only its own (srun --gpus-per-task 1)"
+_OWN = "or only its own (srun --gpus-per-task 1)"
+ONE_EACH = f"start at most one process per GPU; each must see all GPUs, {_OWN}"
 
 
 def cpu_is_requested(flag: bool) -> bool:
@@ -49,10 +50,10 @@ def choose_device(topology: Topology, cpu: bool) -> torch.device:
     elif os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         number %= gpus
     elif topology.local_world_size > gpus:
-        raise UserError(
-            f"{topology.local_world_size} processes on this machine, but {gpus} GPU{'s' * (gpus != 1)}",
-            f"launch with --num_processes {gpus}, or on the CPU with --cpu or accelerate_configs/2cpu.yaml",
-        )
+        problem = f"{topology.local_world_size} processes on this machine"
+        on_cpu = "on the CPU with --cpu or accelerate_configs/2cpu.yaml"
+        fix = f"launch with --num_processes {gpus}, or {on_cpu}"
+        raise UserError(f"{problem}, but {counted(gpus, 'GPU')}", fix)
     device = torch.device("cuda", number)
     # before any other CUDA call, or every rank would open a context on GPU 0
     torch.cuda.set_device(device)
@@ -68,16 +69,16 @@ def _check_unusable_gpus() -> None:
     if visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible):
         return
     if gpus := nvidia_smi("--query-gpu=name"):
-        built = (
-            f"is built for CUDA {torch.version.cuda}"
-            if torch.version.cuda
-            else "is built without CUDA"
-        )
-        hint = f" with CUDA_VISIBLE_DEVICES={visible}" if visible else ""
+        problem = f"nvidia-smi lists {counted(len(gpus), 'GPU')}, but PyTorch finds none"
+        if visible:
+            problem += f" with CUDA_VISIBLE_DEVICES={visible}"
+        built = "built without CUDA"
+        if torch.version.cuda:
+            built = f"built for CUDA {torch.version.cuda}"
+        install = "install a PyTorch build that supports it, or use the CPU with --cpu"
         raise UserError(
-            f"nvidia-smi lists {len(gpus)} GPU{'s' * (len(gpus) != 1)}, but PyTorch finds none{hint} "
-            f"(torch {torch.__version__} {built})",
-            "update the NVIDIA driver, install a PyTorch build that supports it, or use the CPU with --cpu",
+            f"{problem} (torch {torch.__version__} is {built})",
+            f"update the NVIDIA driver, {install}",
         )
 
 
@@ -110,7 +111,9 @@ def check_shared_gpus(gpus: Sequence[tuple[str, str]], backend: str) -> None:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """The version of the NCCL library that runs, which may be preloaded; PyTorch's is a constant."""
+    """The version of the NCCL library that runs: one may be preloaded, and PyTorch's is a
+    constant.
+    """
     code = ctypes.c_int()
     for library in (None, "libnccl.so.2"):  # None: what this process has loaded
         with suppress(OSError, AttributeError):
@@ -120,7 +123,7 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def nvidia_smi(query: str) -> list[str]:
-    """The lines that nvidia-smi prints; none if it does not exist, fails or takes over ten seconds."""
+    """The lines that nvidia-smi prints; none if it is missing, fails or takes over ten seconds."""
     with suppress(OSError, subprocess.SubprocessError):
         command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
         return subprocess.run(
@@ -138,4 +141,6 @@ def choose_backend(topology: Topology, backend: str, device: torch.device) -> st
         return "none"
     if backend == "nccl" and device.type == "cpu":
         raise UserError("--backend nccl needs GPUs", "leave it out to use gloo on CPUs")
-    return ("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend
+    if backend == "auto":
+        return "nccl" if device.type == "cuda" else "gloo"
+    return backend

@@ -1,15 +1,15 @@
 """Read the topology of the run from the launcher's environment variables.
 
-To add a launcher, add its variables to `_SOURCES`.
+To add a launcher, add its variables to `_SOURCES`, and a rule to `_source`.
 """
 
 import re
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import environ
 
 from utils.errors import UserError
+from utils.launch.address import address_of_rank_0, integer_of
 from utils.memory import usable_cores
 
 # For each launcher, the variables of rank, world size, local rank and local world size. Those of
@@ -30,12 +30,6 @@ _ENGINES = {  # what an accelerate config can select instead of plain data paral
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "tensor, context or sharded parallelism",
-}
-# the same only within one job of Open MPI
-_JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
-_EXPORT = {
-    "Open MPI": "export it with mpirun -x MASTER_ADDR=HOST",
-    "MPICH": "export it with mpiexec -genv MASTER_ADDR HOST",
 }
 
 
@@ -84,17 +78,18 @@ def read_topology(init_method: str = "env://") -> Topology:
     """
     for name, engine in _ENGINES.items():
         if is_set(name):
-            fix = "use a file of accelerate_configs/; fsdp.yaml is for models that do not fit on a GPU"
+            large = "fsdp.yaml is for models that do not fit on a GPU"
+            fix = f"use a file of accelerate_configs/; {large}"
             raise UserError(f"{engine} is not supported", fix)
     source = _source()
     if source is None:
         # Accelerate's single-process launcher exports an address only if it was asked to start
         # several processes.
         if "ACCELERATE_MIXED_PRECISION" in environ and "MASTER_ADDR" in environ:
-            raise UserError(
-                "accelerate started one process instead of several, as it does with --cpu or MULTI_CPU",
-                "use --config_file accelerate_configs/2cpu.yaml, with --num_processes N for a different number",
-            )
+            problem = "accelerate started one process instead of several"
+            file = "--config_file accelerate_configs/2cpu.yaml"
+            fix = f"use {file}, with --num_processes N for a different number"
+            raise UserError(f"{problem}, as it does with --cpu or MULTI_CPU", fix)
         return Topology()
     names = _SOURCES[source]
     needed = (*names, "SLURM_NODEID") if source == "SLURM" else names[:3]
@@ -102,11 +97,11 @@ def read_topology(init_method: str = "env://") -> Topology:
     if missing:
         problem = f"{', '.join(missing)} not set although {_present(names)}"
         raise UserError(problem, "export all of them, or none")
-    rank, world_size, local_rank = (_integer(name) for name in names[:3])
+    rank, world_size, local_rank = (integer_of(name) for name in names[:3])
     if source == "SLURM":
-        local_world_size = _tasks_on_node(environ[names[3]], _integer("SLURM_NODEID"))
+        local_world_size = _tasks_on_node(environ[names[3]], integer_of("SLURM_NODEID"))
     elif names[3] in environ:
-        local_world_size = _integer(names[3])
+        local_world_size = integer_of(names[3])
     else:
         local_world_size = _size_of_one_machine(source, world_size, init_method)
     if not 0 <= rank < world_size or not 0 <= local_rank < local_world_size <= world_size:
@@ -115,7 +110,7 @@ def read_topology(init_method: str = "env://") -> Topology:
     address = ""
     port = 0
     if world_size > 1 and init_method == "env://":
-        address, port = _address_of_rank_0(source, local_world_size == world_size)
+        address, port = address_of_rank_0(source, local_world_size == world_size)
     return Topology(rank, world_size, local_rank, local_world_size, address, port, source)
 
 
@@ -139,26 +134,23 @@ def claimed_ranks() -> tuple[str | None, str | None]:
 
 def _source() -> str | None:
     """The launcher whose variables define the rank of this process."""
-    for source, (rank, world_size, local_rank, _) in _SOURCES.items():
-        # srun may set PMI_RANK without the others
-        found = rank in environ and local_rank in environ
-        if source == "the environment":
-            found = rank in environ or world_size in environ or local_rank in environ
-        # in a batch script and in a shell of one task, SLURM_PROCID is 0 but not a rank
-        elif source == "SLURM":
-            found = rank in environ and environ.get(world_size, "1") != "1"
-        if found:
-            return source
+    if "RANK" in environ or "WORLD_SIZE" in environ or "LOCAL_RANK" in environ:
+        return "the environment"
+    for mpi in ("Open MPI", "MPICH"):
+        rank, _, local_rank, _ = _SOURCES[mpi]
+        if rank in environ and local_rank in environ:  # srun may set PMI_RANK without the others
+            return mpi
+    # in a batch script and in a shell of one task, SLURM_PROCID is 0 but not a rank
+    if "SLURM_PROCID" in environ and environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        return "SLURM"
     return None
 
 
 def _size_of_one_machine(source: str, world_size: int, init_method: str) -> int:
-    """The world size, if the processes connect at a loopback address and so are all on one machine."""
-    place = (
-        f"tcp://{environ.get('MASTER_ADDR', 'localhost')}"
-        if init_method == "env://"
-        else init_method
-    )
+    """The world size, if the processes connect at a loopback address, so all are on one machine."""
+    place = init_method
+    if init_method == "env://":
+        place = f"tcp://{environ.get('MASTER_ADDR', 'localhost')}"
     if world_size > 1 and not re.match(r"tcp://(localhost|127\.|\[?::1)", place):
         problem = f"{_SOURCES[source][3]} is not set"
         raise UserError(problem, "export the number of the run's processes on this machine")
@@ -174,50 +166,8 @@ def _tasks_on_node(counts: str, node: int) -> int:
         tasks += [int(count)] * int(times or 1)
     if node < len(tasks):
         return tasks[node]
-    raise UserError(
-        f"contradictory environment: SLURM_STEP_TASKS_PER_NODE={counts} has no node {node}; start all ranks with srun"
-    )
-
-
-def _address_of_rank_0(source: str, one_machine: bool) -> tuple[str, int]:
-    """The address and port of rank 0:
-
-    MASTER_ADDR and MASTER_PORT, or values derived from SLURM or MPI.
-    """
-    address = environ.get("MASTER_ADDR", "")
-    port = _integer("MASTER_PORT") if environ.get("MASTER_PORT") else 0
-    if source != "the environment":
-        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-        address = address or ("127.0.0.1" if one_machine else first_node(nodes))
-        port = port or _port_of_job()
-    for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)):
-        if not value:
-            problem = (
-                f"{name} is not set: the processes need an address and a port of rank 0's machine"
-            )
-            raise UserError(problem, _EXPORT.get(source, "export it, or give --init_method"))
-    if not 0 < port < 2**16:
-        raise UserError(f"MASTER_PORT={port} is not a port", "choose one between 1 and 65535")
-    return address, port
-
-
-def first_node(nodes: str) -> str:
-    """The first host in a SLURM list, such as n007 in `n[007-009,12],m1`."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else nodes
-
-
-def _port_of_job() -> int:
-    """A port derived from the number or name of the job, so that other jobs on the machine rarely
-    have the same port; torchrun's default if the job has no name, as with MPICH.
-
-    It is below the ports that Linux assigns automatically (32768 and up).
-    """
-    if "SLURM_JOB_ID" in environ:  # each task of a job array has its own
-        step = int(environ.get("SLURM_STEP_ID", 0)) % 16
-        return 10_000 + (_integer("SLURM_JOB_ID") * 16 + step) % 20_000
-    job = next((environ[name] for name in _JOB_NAMES if name in environ), None)
-    return 10_000 + zlib.crc32(job.encode()) % 20_000 if job else 29_500
+    problem = f"contradictory environment: SLURM_STEP_TASKS_PER_NODE={counts} has no node {node}"
+    raise UserError(problem, "start all ranks with srun")
 
 
 def local_rank_and_size() -> tuple[int, int]:
@@ -264,12 +214,3 @@ def restart_count() -> int:
 
 def _present(names: tuple[str, ...]) -> str:
     return " and ".join(f"{name}={environ[name]}" for name in names if name in environ)
-
-
-def _integer(name: str) -> int:
-    try:
-        return int(environ[name])
-    except ValueError:
-        raise UserError(
-            f"{name}={environ[name]!r} is not an integer", "correct or unset it"
-        ) from None

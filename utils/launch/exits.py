@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from utils.errors import LostRank, UserError, one_line, shorten, split_error
 from utils.files import write_file
-from utils.launch.command import elastic_nodes, launcher_command
+from utils.launch.command import is_elastic, launcher_words
 from utils.launch.devices import ONE_EACH
 from utils.launch.environment import attempts_left, claimed_ranks, is_launched
 from utils.launch.status import end_status
@@ -27,6 +27,7 @@ from utils.output import exit_with
 from utils.waiting import call_with_timeout
 
 _CLEAR_LINE = "\r\x1b[K"
+_WHEELS = "https://pytorch.org/get-started/locally"
 # a part of PyTorch's message: problem, in which {} stands for the start of the message, and fix
 _KNOWN = {
     "Expected to have finished reduction": (
@@ -42,7 +43,7 @@ _KNOWN = {
     "Multiple Ranks are using the same GPU": ("two ranks share a GPU", ONE_EACH),
     "no kernel image is available": (
         "this build of PyTorch does not support this GPU",
-        "install one that does from https://pytorch.org/get-started/locally, or use the CPU with --cpu",
+        f"install one that does from {_WHEELS}, or use the CPU with --cpu",
     ),
     "does not have a deterministic implementation": (
         "{}",
@@ -57,7 +58,8 @@ def print_line(prog: str, text: str) -> None:
     One write, so that the lines of several processes do not mix. `tqdm.write` would wait for a
     lock, which another thread, or after a fork another rank, may never release.
     """
-    sys.stderr.write(f"{_CLEAR_LINE if sys.stderr.isatty() else ''}{prog}: {text}\n")
+    start = _CLEAR_LINE if sys.stderr.isatty() else ""
+    sys.stderr.write(f"{start}{prog}: {text}\n")
     sys.stderr.flush()
 
 
@@ -84,7 +86,7 @@ def exit_with_error(
     the ranks until none of --max_restarts is left, and then close the rendezvous for all machines
     and for later starts.
     """
-    is_final = not retry and elastic_nodes()
+    is_final = not retry and is_elastic()
     if is_final:
         os.environ["TORCHELASTIC_MAX_RESTARTS"] = "0"  # the launcher makes no other attempt
     if not prints:
@@ -95,7 +97,7 @@ def exit_with_error(
         # The cause, not its effect on this rank, belongs into the launcher's table.
         show = print_line if isinstance(error, LostRank) else print_last_line
         show(prog, f"error: {one_line(error)}")
-    if is_final and launcher_command():
+    if is_final and launcher_words():
         os.kill(os.getppid(), signal.SIGTERM)
     exit_with(2)
 
@@ -121,11 +123,15 @@ def how_to_resume(prog: str) -> str:
 
 
 def delay_exit() -> None:
-    """Wait before exiting, so that another process can print the error before the launcher ends it.
-
-    The wait is shorter if the launcher will restart the run, because it delays the restart.
+    """Wait before exiting, so that another process can print the error before a launcher ends
+    it.
     """
-    time.sleep(2 if attempts_left() else 5 if is_launched() else 0.5)
+    seconds = 0.5
+    if is_launched():
+        seconds = 5.0
+    if attempts_left():
+        seconds = 2.0  # it delays the restart
+    time.sleep(seconds)
 
 
 def inform_launcher(text: str) -> None:
@@ -187,10 +193,11 @@ def fix_for_memory() -> Iterator[None]:
 
 
 def with_known_fix(error: Exception) -> Exception:
-    """A UserError with the fix for a PyTorch error with a known cause; any other error unchanged."""
+    """A UserError with the fix for a PyTorch error of a known cause; other errors unchanged."""
     text = one_line(error)
     if is_out_of_memory(error):
-        fix = "raise --grad_accum, or, in a run with --microbatches, start a new run with more of them"
+        more = "in a run with --microbatches, start a new run with more of them"
+        fix = f"raise --grad_accum, or, {more}"
         return UserError(f"out of memory ({text[:120]})", fix)
     # raised anywhere in the main thread
     if isinstance(error, RuntimeError) and "DataLoader worker (pid" in text:

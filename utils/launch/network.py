@@ -64,8 +64,9 @@ def address_of(interface: str) -> str:
         for found in addresses:
             if found.family == family:
                 return found.address
-    problem = f"--interface (or GLOO_SOCKET_IFNAME) {interface}: has no IP address on {socket.gethostname()}"
-    raise UserError(problem, f"set --interface to one of {', '.join(sorted(known))}")
+    problem = f"--interface (or GLOO_SOCKET_IFNAME) {interface}: has no IP address on"
+    fix = f"set --interface to one of {', '.join(sorted(known))}"
+    raise UserError(f"{problem} {socket.gethostname()}", fix)
 
 
 def is_own_address(address: str) -> bool:
@@ -86,10 +87,10 @@ def resolve(name: str) -> str:
     try:
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as error:
-        raise UserError(
-            f"{name}: {socket.gethostname()} cannot find its address ({getattr(error, 'strerror', None) or error})",
-            "use the IP address of rank 0's machine as MASTER_ADDR, or enter the name in /etc/hosts",
-        ) from error
+        reason = getattr(error, "strerror", None) or error
+        problem = f"{name}: {socket.gethostname()} cannot find its address ({reason})"
+        fix = "use the IP address of rank 0's machine as MASTER_ADDR"
+        raise UserError(problem, f"{fix}, or enter the name in /etc/hosts") from error
 
 
 def _is_loopback(address: str) -> bool:

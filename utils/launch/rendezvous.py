@@ -70,8 +70,9 @@ def rendezvous(
     try:
         for member in members:
             if member.world_size != len(members):
+                problem = f"rank 0 was started with {len(members)} processes"
                 raise UserError(
-                    f"rank 0 was started with {len(members)} processes, rank {member.rank} with {member.world_size}",
+                    f"{problem}, rank {member.rank} with {member.world_size}",
                     "start all with the same WORLD_SIZE (--num_processes)",
                 )
         check_shared_gpus([(member.host, member.gpu) for member in members], backend)
@@ -89,11 +90,11 @@ def _open(store: Store, me: Member, deadline: float, where: str) -> tuple[str, l
     others = [f"{session}/{rank}" for rank in range(1, me.world_size)]
     if not _wait(lambda: not others or store.check(others), deadline):
         missing = [key.split("/")[1] for key in others if not store.check([key])]
-        raise UserError(
-            f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} did not connect to {where} in time, "
-            f"{me.world_size - len(missing)} of {me.world_size} did",
-            "check that all were started with that address and can reach it",
-        )
+        who = "ranks" if len(missing) > 1 else "rank"
+        problem = f"{who} {', '.join(missing)} did not connect to {where} in time"
+        found = me.world_size - len(missing)
+        fix = "check that all were started with that address and can reach it"
+        raise UserError(f"{problem}, {found} of {me.world_size} did", fix)
     answers = [asdict(me), *(json.loads(store.get(key)) for key in others)]
     store.set(f"{session}/all", json.dumps(answers))
     return session, answers
@@ -112,11 +113,9 @@ def _join(store: Store, me: Member, deadline: float, where: str) -> tuple[str, l
                 )
             store.set(f"{session}/{me.rank}", json.dumps(asdict(me)))
             joined = session
-        answers = (
-            store.get(f"{session}/all").decode()
-            if session and store.check([f"{session}/all"])
-            else ""
-        )
+        answers = ""
+        if session and store.check([f"{session}/all"]):
+            answers = store.get(f"{session}/all").decode()
         if me.nonce in answers:  # the list of an earlier attempt has the nonces of that attempt
             return session, json.loads(answers)
         time.sleep(_POLL)
@@ -154,8 +153,9 @@ def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> 
             raise UserError(
                 f"port {port} of {host} cannot be used ({one_line(error)[:160]})", _OTHER_PORT
             ) from error
-        fix = f"{_OTHER_PORT}, or stop the process that uses it; if that is a process of this run, two have RANK=0"
-        raise UserError(f"port {port} is taken on {host}", fix) from error
+        fix = f"{_OTHER_PORT}, or stop the process that uses it"
+        own = "if that is a process of this run, two have RANK=0"
+        raise UserError(f"port {port} is taken on {host}", f"{fix}; {own}") from error
 
 
 def leads_to_this_machine(address: str, port: int) -> bool:
@@ -186,8 +186,8 @@ def _reach(address: str, port: int, deadline: float) -> TCPStore:
             max(3.0, deadline - time.monotonic()),
         )
     except RuntimeError as error:
-        problem = f"the process that listens at {address}:{port} is not rank 0 of this run ({one_line(error)[:100]})"
-        raise UserError(problem, _OTHER_PORT) from error
+        problem = f"the process that listens at {address}:{port} is not rank 0 of this run"
+        raise UserError(f"{problem} ({one_line(error)[:100]})", _OTHER_PORT) from error
 
 
 def _listens(address: str, port: int) -> bool:
@@ -197,14 +197,12 @@ def _listens(address: str, port: int) -> bool:
 
 
 def launcher_store(timeout: float) -> Store | None:
-    """The store of torchrun or accelerate, which survives restarts; None if the launcher has none."""
+    """The store of torchrun or accelerate, which survives restarts; None if it has none."""
     address = os.environ.get("MASTER_ADDR", "")
     port = os.environ.get("MASTER_PORT", "")
-    return (
-        _reach(address, int(port), time.monotonic() + timeout)
-        if launcher_serves(address, port)
-        else None
-    )
+    if not launcher_serves(address, port):
+        return None
+    return _reach(address, int(port), time.monotonic() + timeout)
 
 
 def launcher_serves(address: str, port: int | str) -> bool:

@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -37,6 +38,7 @@ def check_precision(config: RankSettings, ranks: Ranks) -> None:
 
 
 _LONG = 10_000  # updates; minutes of training with most networks
+_NEED_FULL = ("muon", "adafactor")
 _FULL = "needs full matrices, but with FSDP each process has only some rows"
 _OF_DDP = "is a setting of DDP, which FSDP replaces"
 
@@ -55,22 +57,25 @@ def check_sharding(
     without = "leave it out, or train without FSDP"
     asked = config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
     ignored = os.environ.get("FSDP_IGNORED_MODULES", "None") != "None"
-    order = "--microbatches adds gradients in a fixed order, but with FSDP the order depends on the number of processes"
+    order = "with FSDP the order depends on the number of processes"
+    adamw = "use adamw, or train without FSDP"
+    precision = "use --mixed_precision bf16 or no"
+    hidden = "hide the GPUs: CUDA_VISIBLE_DEVICES=-1"
+    unused_gpu = "FSDP would use the GPU although the CPU is selected"
     for refused, problem, fix in (
         (os.environ.get("FSDP_VERSION") != "2", "FSDP 1 is not supported",
          "set fsdp_version: 2 in fsdp_config, or FSDP_VERSION=2"),
-        (fixed_order, order, without),
-        (optimizer == "muon", f"--optimizer muon {_FULL}", "use adamw, or train without FSDP"),
-        (optimizer == "adafactor", f"--optimizer adafactor {_FULL}", "use adamw, or train without FSDP"),
+        (fixed_order, f"--microbatches adds gradients in a fixed order, but {order}", without),
+        (optimizer in _NEED_FULL, f"--optimizer {optimizer} {_FULL}", adamw),
         (config.find_unused_parameters, f"--find_unused_parameters {_OF_DDP}", without),
         (config.comm_hook != "no", f"--comm_hook {config.comm_hook} {_OF_DDP}", without),
-        (asked == "fp16", "mixed precision fp16 is not supported with FSDP", "use --mixed_precision bf16 or no"),
+        (asked == "fp16", "mixed precision fp16 is not supported with FSDP", precision),
         (is_set("FSDP_ACTIVATION_CHECKPOINTING"), "fsdp_activation_checkpointing is not supported",
          "remove it from fsdp_config, and use --grad_checkpointing"),
         (ignored, "fsdp_ignored_modules is not supported", "remove it from fsdp_config"),
-        (on_gpu and ranks.backend == "gloo", "--backend gloo does not work with FSDP on GPUs", "leave it out"),
-        (not on_gpu and torch.cuda.is_available(), "FSDP would use the GPU although the CPU is selected",
-         "hide the GPUs: CUDA_VISIBLE_DEVICES=-1"),
+        (on_gpu and ranks.backend == "gloo", "--backend gloo does not work with FSDP on GPUs",
+         "leave it out"),
+        (not on_gpu and torch.cuda.is_available(), unused_gpu, hidden),
     ):  # fmt: skip
         if refused:
             raise UserError(problem, fix)
@@ -88,9 +93,7 @@ def has_native_bf16(device: torch.device) -> bool:
 
 
 def leave_run() -> None:
-    """Free the memory of a run that has ended, so that another one in this process is as in a new
-    process.
-    """
+    """Free the memory of a run that has ended: the next one is as in a new process."""
     AcceleratorState._reset_state(True)  # it keeps what FSDP and the compiler have changed
     torch.compiler.reset()  # after eight models, PyTorch would stop compiling
     clear_device_cache(garbage_collection=True)
@@ -191,9 +194,10 @@ def _fsdp_plugin(on_gpu: bool) -> FullyShardedDataParallelPlugin:
 
 def use_fsdp(plugin: FullyShardedDataParallelPlugin) -> None:
     """Make Accelerate use FSDP2 on CPUs, too. By itself it selects FSDP only on GPUs."""
-    # a new AcceleratorState copies the type from PartialState
-    PartialState().distributed_type = AcceleratorState().distributed_type = DistributedType.FSDP
-    AcceleratorState().fsdp_plugin = plugin
+    state = AcceleratorState()
+    state.distributed_type = DistributedType.FSDP
+    state.fsdp_plugin = plugin
+    PartialState().distributed_type = DistributedType.FSDP  # what a new AcceleratorState copies
 
 
 def choose_kernels(device: torch.device, deterministic: bool, tf32: bool | None) -> None:
@@ -215,7 +219,8 @@ def choose_kernels(device: torch.device, deterministic: bool, tf32: bool | None)
     torch.use_deterministic_algorithms(deterministic)
     # PyTorch would fill new tensors with NaN, to find programs that read them. That takes a kernel
     # for each tensor.
-    torch.utils.deterministic.fill_uninitialized_memory = not deterministic  # type: ignore[attr-defined]
+    of_tensors: Any = torch.utils.deterministic
+    of_tensors.fill_uninitialized_memory = not deterministic
     torch.backends.cudnn.benchmark = False  # training may set it, see `search_pays`
 
 
@@ -241,4 +246,4 @@ def compile_model(accelerator: Accelerator, module: nn.Module) -> None:
         # With None, PyTorch's default, the first smaller batch would make all later ones use slower
         # code for any size.
         module.compile(**plugin.to_kwargs() | {"dynamic": bool(plugin.dynamic)})
-        plugin.backend = DynamoBackend.NO  # done
+        plugin.backend = DynamoBackend.NO  # or Accelerate would compile it again

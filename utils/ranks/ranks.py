@@ -1,51 +1,53 @@
-"""This process as one of the ranks of a run: its device, and all communication between the ranks."""
+"""This process as one of the ranks of a run: its device, and how it finds the others."""
 
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from utils.config import PLUGIN_HASHES, require
 from utils.console import say
-from utils.errors import USER_ERRORS, AgreedError, as_lost_rank, one_line, split_error
+from utils.errors import USER_ERRORS, UserError, as_lost_rank, counted, one_line
 from utils.launch import (
     Topology,
+    address_of,
     choose_backend,
     choose_device,
     cpu_is_requested,
     end_status,
     gpu_id,
+    is_set,
     launcher_pid,
     set_interface,
     shards_model,
     threads_per_process,
 )
 from utils.memory import keep_freed_memory
-from utils.ranks.connecting import connect
+from utils.ranks.collectives import Collectives
 from utils.ranks.watch import Watch
 from utils.settings.ranks import LaunchConfig
-from utils.waiting import wait_for_keys
+from utils.waiting import call_with_timeout, wait_for_keys
 
 if TYPE_CHECKING:
     from utils.launch.rendezvous import Member
 
-Result = TypeVar("Result")
+_PATIENCE = timedelta(days=1)  # for slow work on one rank, such as a download
+# more for NCCL, which prints a dump and aborts: the watch reports a timeout first
+_NCCL_LATER = timedelta(seconds=30)
+_CONNECT = 36.0  # seconds to connect 32 ranks
 
 
-class Ranks:
+class Ranks(Collectives):
     """The processes of a run: the rank and device of this process, and the communication between
     all of them.
 
-    These methods are collective and must be called by all ranks or none: `join`, `agree`,
-    `local_main_first`, `from_main`, `gather`, `check_same`, `any_rank`, `broadcast_buffers`,
-    `finish`.
+    `join` and `finish` are collective too: all ranks must call them, or none.
     """
 
     def __init__(
@@ -55,7 +57,8 @@ class Ranks:
         prog: str = "train.py",
         fixed_order: bool = False,
     ):
-        self.topology = topology
+        watch = Watch(topology.rank, launch.timeout, prog, lambda: self.orphaned)
+        super().__init__(topology, watch)
         self.launch = launch
         self.prog = prog
         self.device = choose_device(topology, launch.cpu)
@@ -80,21 +83,8 @@ class Ranks:
         self.interface = ""
         self.members: list[Member] = []
         self.expects_peers = False  # whether `join` has begun to look for other processes
-        self.watch = Watch(topology.rank, launch.timeout, prog, lambda: self.orphaned)
-        # They record what this rank is doing, so that ranks that wait for it can report it. Not
-        # collective.
-        self.enter, self.enter_collective = self.watch.enter, self.watch.enter_collective
-        # Agreements use separate gloo groups, because NCCL's groups need a GPU. The store could not
-        # replace them: a wait in it does not end when a rank dies, and fails when the launcher,
-        # which may serve the store, dies.
-        self._fast: Any = None  # a single process needs none
-        self._slow: Any = None
         self.store: dist.Store | None = None  # once the ranks are connected
         self._launchers_store: dist.Store | None = None
-
-    @property
-    def is_main(self) -> bool:
-        return self.topology.is_main
 
     @property
     def orphaned(self) -> bool:
@@ -107,8 +97,10 @@ class Ranks:
         launch = self.launch
         self.expects_peers = topology.world_size > 1
         if self.device.type == "cpu" and not cpu_is_requested(launch.cpu):
-            several = f", {topology.world_size} processes over gloo" if self.expects_peers else ""
-            say(f"No GPU is visible: running on the CPU{several}")
+            line = "No GPU is visible: running on the CPU"
+            if self.expects_peers:
+                line += f", {topology.world_size} processes over gloo"
+            say(line)
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             from utils.launch.rendezvous import launcher_store
 
@@ -129,103 +121,45 @@ class Ranks:
         seen = [member.master for member in self.members]
         self.interface = set_interface(seen, launch.interface, several_machines)
         self.watch.enter_collective("connecting")
-        self._fast, self._slow = connect(
-            store, topology, self.device, self.backend, launch.timeout, self.interface
-        )
+        self._connect(store)
         self.store = dist.PrefixStore("lockstep", store)
         self.watch.enter()
         self.check_same(str(PLUGIN_HASHES), "another --plugin file")
 
-    @contextmanager
-    def agree(self, place: str = "", no_timeout: bool = False) -> Iterator[None]:
-        """Run the block on every rank; an error on any rank is raised on all of them, as
-        AgreedError, at its end.
-
-        The block must not communicate. `place` is passed to `enter`. With `no_timeout`, the wait for the other
-        ranks lasts as long as they are alive. A single process raises its error unchanged.
+    def _connect(self, store: dist.Store) -> None:
+        """Create the default group, and two groups of gloo for agreements: the collectives of one
+        wait for --timeout, those of the other for slow work.
         """
-        self.enter(place)
-        error = None
+        backend = self.backend
+        processes = self.topology.world_size
+        limit = timedelta(seconds=self.launch.timeout)
+        # FSDP with offload keeps its shards on the host, where only gloo can exchange them.
+        offloads = backend == "nccl" and shards_model() and is_set("FSDP_OFFLOAD_PARAMS")
+
+        def create() -> None:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # also in this thread
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if offloads else backend,
+                store=dist.PrefixStore("group", store),
+                rank=self.topology.rank,
+                world_size=processes,
+                timeout=limit + _NCCL_LATER if backend == "nccl" else limit,
+            )
+            fast = dist.new_group(backend="gloo", timeout=limit)
+            self._slow = dist.new_group(backend="gloo", timeout=_PATIENCE)
+            self._fast = fast  # from now on, ranks can agree
+
         try:
-            yield
-        except USER_ERRORS as raised:
-            if self._fast is None:
-                raise
-            error = raised
-        self._raise_on_all(error, no_timeout)
-
-    def _raise_on_all(self, error: Exception | None, no_timeout: bool) -> None:
-        who = "" if self.is_main else f"rank {self.topology.rank}: "
-        mine = None
-        if error:
-            problem, fix = split_error(error)
-            mine = AgreedError(who + problem, fix)
-        if first := next(filter(None, self.gather(mine, no_timeout)), None):
-            raise first from error
-
-    @contextmanager
-    def local_main_first(self, place: str = "") -> Iterator[None]:
-        """`agree`, but the first rank of each machine runs the block before the others.
-
-        So they find the files that it has downloaded or decoded. They wait for it as long as it is
-        alive.
-        """
-        is_first = self.topology.local_rank == 0
-        self.enter(place)
-        if not is_first:
-            self._raise_on_all(None, no_timeout=True)
-        with self.agree(no_timeout=True):
-            yield
-        if is_first:
-            self._raise_on_all(None, no_timeout=True)
-
-    def from_main(self, action: Callable[[], Result], no_timeout: bool = False) -> Result:
-        """The result of `action`, run on the main process, on every rank.
-
-        An error is raised on all ranks, as AgreedError. With `no_timeout`, the wait lasts as long as the main
-        process is alive.
-        """
-        result: Any = None
-        with self.agree(no_timeout=no_timeout):
-            if self.is_main:
-                result = action()
-        return self.gather(result)[0]
-
-    def gather(self, value: Result, no_timeout: bool = False) -> list[Result]:
-        """Every rank's value, in the order of the ranks. With `no_timeout`, the wait lasts as long as the
-        ranks are alive.
-
-        The values are pickled: the ranks of a run trust each other.
-        """
-        if self._fast is None:
-            return [value]
-        values = [value] * self.topology.world_size
-        self.watch.enter_collective(no_timeout=no_timeout)
-        dist.all_gather_object(values, value, self._slow if no_timeout else self._fast)
-        self.watch.enter()
-        return values
-
-    def check_same(self, text: str, what: str, fix: str = "give all ranks the same files") -> None:
-        """Raise UserError on all ranks unless all have the same text; `what` describes the
-        difference.
-        """
-        texts = self.gather(text)
-        other = next((rank for rank, theirs in enumerate(texts) if theirs != texts[0]), None)
-        require(other is None, f"rank {other} has {what} than rank 0", fix)
-
-    def any_rank(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
-        return any(self.gather(flag))
-
-    def broadcast_buffers(self, model: nn.Module) -> None:
-        """Copy the main process's buffers to all ranks, whose batch statistics are those of their
-        own batches.
-        """
-        if self._fast is not None:
-            self.watch.enter_collective()
-            for buffer in model.buffers():
-                dist.broadcast(buffer, 0)
-            self.watch.enter()
+            call_with_timeout(create, connect_timeout(backend, processes, self.launch.timeout))
+        except (RuntimeError, ValueError) as error:
+            reason = re.sub(r"\[/\S+\] ", "", one_line(error))  # gloo names its source files
+            place = f"{address_of(self.interface)} on interface {self.interface}"
+            problem = f"the processes found each other but could not connect over {backend}"
+            raise UserError(
+                f"{problem}, from {place} of {socket.gethostname()} ({reason[:160]})",
+                "check --interface, and whether a firewall is between the machines",
+            ) from error
 
     def store_set(self, key: str, text: str) -> None:
         """Store a text for the attempt after a restart by the launcher, if it has a store.
@@ -283,6 +217,17 @@ class Ranks:
 
     def describe(self) -> str:
         """This rank's machine, device and process, for the start table."""
-        threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else threads
+        name = counted(self.threads, "thread")
+        if self.device.type == "cuda":
+            name = torch.cuda.get_device_name(self.device)
         return f"{socket.gethostname()}, {self.device} ({name}), process {os.getpid()}"
+
+
+def connect_timeout(backend: str, processes: int, timeout: float) -> float:
+    """The seconds that the processes, which are all running, have to connect."""
+    # ProcessGroupNCCL2 starts NCCL in this time, the older class later
+    if backend == "nccl" and os.environ["TORCH_DIST_USE_NCCL2"] != "0":
+        return timeout
+    # They connect immediately, or one has died. With the time limit of a group, gloo would block
+    # for up to five times as long.
+    return min(timeout, _CONNECT * max(1.0, processes / 32))

@@ -1,18 +1,21 @@
 """How a script joins the processes of its launch, and how the ranks end after an error.
 
-    Error                                     Printed by                                          Exit code
-    ----------------------------------------  --------------------------------------------------  ------------------
-    flags, settings, launch, and until the    the first rank of each machine; each rank if they   2
-      ranks are connected                       were started by hand and may not see each other
-    of all ranks (AgreedError)                rank 0                                              2
-    of one rank                               the first rank with this error                      2
-    a lost rank (LostRank)                    rank 0; another one if rank 0 does not in time      2
-    any of these three, if the store is lost  each rank                                           2
-    any other exception, a bug                each rank that has it, as a traceback               1
-    a signal before results are written       rank 0                                              75; SIGINT: 130
-    a wait that the watchdog ends             the first rank that ends                            2; asked to stop: 75
-    blocked after another rank's error        this rank too                                       2
-    blocked after another rank has stopped    the other rank                                      75
+    Error                                   Printed by                                  Exit code
+    --------------------------------------  ------------------------------------------  ---------
+    before the ranks are connected: flags,  the first rank of each machine; each rank   2
+      settings, launch                        if they were started by hand and may
+                                              not see each other
+    of all ranks (AgreedError)              rank 0                                      2
+    of one rank                             the first rank with this error              2
+    a lost rank (LostRank)                  rank 0; another one if it does not in time  2
+    these three, if the store is lost       each rank                                   2
+    any other exception, a bug              each rank that has it, as a traceback       1
+    a signal before results are written     rank 0                                      75, 130 (1)
+    a wait that the watchdog ends           the first rank that ends                    2, 75 (2)
+    blocked after another rank's error      this rank too                               2
+    blocked after another rank has stopped  the other rank                              75
+
+    (1) 130 for SIGINT    (2) 75 if the run was asked to stop
 
 Errors of PyTorch with a known cause, such as out of memory, become UserErrors with a fix first
 (`with_known_fix`).
@@ -59,7 +62,8 @@ def distributed_session(
 
     After an error, all exit with code 2, and one rank prints one line.
     """
-    topology = ranks = None
+    topology = None
+    ranks = None
     try:
         topology = read_topology(init_method=launch.init_method)
         ranks = Ranks(topology, launch, prog, fixed_order)
@@ -96,47 +100,61 @@ def _end(
     """Exit after an error. Returns if it is a bug, which the caller raises again."""
     if isinstance(error, KeyboardInterrupt):
         if ranks is None or ranks.is_main:
-            print_last_line(prog, f"{str(error) or 'interrupted'}{how_to_resume(prog)}")
+            reason = str(error) or "interrupted"
+            print_last_line(prog, reason + how_to_resume(prog))
         if ranks:
             ranks.record_end(error)
         exit_with(getattr(error, "code", 130))
     with suppress(ValueError):  # only the main thread can set a handler
         # PyTorch's handler would raise for the next dead worker
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # If the ranks cannot connect, one may have died. Without a cause, an AgreedError is that of
-    # another rank.
-    connecting = ranks and ranks.expects_peers and not ranks.store
-    cause = error.__cause__ if isinstance(error, AgreedError) else error
-    retry = connecting or isinstance(cause, InUse) or not isinstance(cause, USER_ERRORS)
+    is_connecting = ranks is not None and ranks.expects_peers and ranks.store is None
+    retry = is_connecting or _may_succeed_later(error)  # a rank that cannot connect may have died
     error = with_known_fix(error)
     if ranks and isinstance(error, AgreedError):
         ranks.finish()
     prints = _should_print(error, topology, ranks)
     final = ranks.record_end(error) if ranks else error
     if isinstance(final, USER_ERRORS):
-        names_ranks = ranks and ranks.expects_peers
-        exit_with_error(
-            final if names_ranks else with_rank(final), prog, prints, launch.traceback, retry
-        )
+        if ranks is None or not ranks.expects_peers:
+            final = with_rank(final)
+        exit_with_error(final, prog, prints, launch.traceback, retry)
     inform_launcher(f"{prog}: {type(final).__name__}: {one_line(final)}")
 
 
+def _may_succeed_later(error: Exception) -> bool:
+    """Whether another attempt may succeed: not after a problem that the user has to fix."""
+    own: BaseException | None = error
+    if isinstance(error, AgreedError):
+        own = error.__cause__  # None if another rank had it, which decides
+    return isinstance(own, InUse) or not isinstance(own, USER_ERRORS)
+
+
 def _should_print(error: Exception, topology: Topology | None, ranks: Ranks | None) -> bool:
-    """Whether this rank prints the error that it exits with."""
-    if ranks is None or ranks.store is None:  # not connected
-        # Variables that were exported by hand may be wrong only in this shell, and rank 0 may be
-        # missing.
-        may_be_alone = ranks.expects_peers if ranks else topology is None and "RANK" in os.environ
-        return reports_for_machine() or (may_be_alone and not is_launched())
+    """Whether this rank prints the error that it exits with, as in the table above."""
+    if ranks is None:
+        # variables that were exported by hand may be wrong only in this shell
+        by_hand = topology is None and "RANK" in os.environ and not is_launched()
+        return reports_for_machine() or by_hand
+    if ranks.store is None:  # not connected: rank 0 may be missing
+        by_hand = ranks.expects_peers and not is_launched()
+        return reports_for_machine() or by_hand
     if ranks.watch.store_lost:  # the ranks cannot agree on which of them prints
         return True
-    with suppress(RuntimeError):
-        if ranks.is_main:
-            ranks.store.set("main-prints", "")
-        elif isinstance(error, AgreedError):
-            return False
-        elif is_lost_rank(error):  # rank 0 may be the lost one
-            return not wait_for_keys(ranks.store, ["main-prints"], seconds=3)
-        rank = str(ranks.topology.rank)
-        return ranks.store.compare_set(f"error {one_line(error)}", "", rank).decode() == rank
-    return True
+    try:
+        return _is_chosen(error, ranks, ranks.store)
+    except RuntimeError:  # the store is lost
+        return True
+
+
+def _is_chosen(error: Exception, ranks: Ranks, store: dist.Store) -> bool:
+    """Whether this one of the connected ranks prints the error."""
+    if ranks.is_main:
+        store.set("main-prints", "")
+    elif isinstance(error, AgreedError):
+        return False
+    elif is_lost_rank(error):  # rank 0 may be the lost one
+        return not wait_for_keys(store, ["main-prints"], seconds=3)
+    rank = str(ranks.topology.rank)
+    first = store.compare_set(f"error {one_line(error)}", "", rank).decode()
+    return first == rank

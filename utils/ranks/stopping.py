@@ -34,10 +34,11 @@ class Stopping:
         # other threads cannot set handlers
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                # nohup ignores SIGHUP on purpose, and a shell ignores SIGINT for its background
-                # jobs.
-                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._on_signal)
+                is_ignored = signal.getsignal(number) is signal.SIG_IGN
+                if number == signal.SIGHUP and is_ignored:  # by nohup, on purpose
+                    continue
+                # also SIGINT, which a shell ignores for its background jobs
+                self._before[number] = signal.signal(number, self._on_signal)
         Stopping.current = self
         return self
 
@@ -46,9 +47,9 @@ class Stopping:
         for number, handler in self._before.items():
             # SLURM and a launcher may both send a signal: a second one is ignored, even while the
             # last ranks exit.
-            signal.signal(
-                number, signal.SIG_IGN if self.agreed and number != signal.SIGINT else handler
-            )
+            if self.agreed and number != signal.SIGINT:
+                handler = signal.SIG_IGN
+            signal.signal(number, handler)
 
     def begin_run(self) -> None:
         """Before another run of this launch: end it if a signal has come, or when one comes, until

@@ -39,8 +39,6 @@ from utils.runs.metadata import (
 
 # what a resumed run keeps
 from utils.runs.resume import (
-    check_elastic,
-    check_elastic_sizes,
     choose_batch,
     keep_settings,
     restore_state,

@@ -36,9 +36,9 @@ class AugmentationSettings:
     """Mirror training images left to right: true mirrors a random half, alternate each image in
     every other epoch (default: true for photographs)."""
     min_scale: Fraction | None = None
-    """Smallest area of a random training crop, as a fraction of the image. With 1 there are no random
-    crops, and photographs are cropped to their centre (default: 1 for images up to 96 pixels, 0.35
-    to fine-tune more than the head, else 0.08)."""
+    """Smallest area of a random training crop, as a fraction of the image. With 1 there are no
+    random crops, and photographs are cropped to their centre (default: 1 for images up to 96
+    pixels, 0.35 to fine-tune more than the head, else 0.08)."""
     auto_augment: str | None = None
     """Change colours and shapes of training images by a policy."""
     auto_augment_args: Arguments = field(default_factory=dict)
@@ -88,12 +88,12 @@ class DataSettings(AugmentationSettings, SharedSettings):
         Annotated[str, Bound("K/N, such as 1/5", re.compile(r"[1-9]\d{0,3}/[1-9]\d{0,3}$").match)]
         | None
     ] = None
-    """Evaluate on fold K of N of the training split, such as 1/5, stratified by class, instead of on
-    a split."""
+    """Evaluate on fold K of N of the training split, such as 1/5, stratified by class, instead of
+    on a split."""
     group_by: Fixed[str | None] = None
-    """Keep images of the same group together in a fold or hold-out. Their group is the value in this
-    column, with folder the folder below that of their class, else what this regular expression finds
-    in the names of their files."""
+    """Keep images of the same group together in a fold or hold-out. Their group is the value in
+    this column, with folder the folder below that of their class, else what this regular expression
+    finds in the names of their files."""
     image_column: str | None = None
     """Column with the images (default: found by its type, or named path in a CSV file)."""
     label_column: str | None = None

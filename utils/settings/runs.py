@@ -10,12 +10,9 @@ from utils.settings.shared import SharedSettings
 
 
 def _can_name_a_folder(name: str) -> bool:
+    is_plain = re.match(r"[^./-][^/]*$", name) and name.isprintable()
     # The limit is 255 bytes; longer names are derived from it.
-    return (
-        bool(re.match(r"[^./-][^/]*$", name))
-        and name.isprintable()
-        and len(os.fsencode(name)) <= 200
-    )
+    return bool(is_plain) and len(os.fsencode(name)) <= 200
 
 
 _RUN_NAME = Bound("a plain name of at most 200 bytes, such as mnist-1", _can_name_a_folder)

@@ -139,9 +139,11 @@ class EvalConfig(LoadingConfig, InferenceConfig):
         is_part = self.weights in (None, "raw", "ema")
         if self.model is None:
             require(not self.pretrained, "--pretrained needs --model", "name the model")
-            problem = f"--weights {self.weights} needs --model: the file does not name the model of its weights"
-            require(is_part, problem, "add --model NAME")
-            fix = "give a run folder or a checkpoint, or --model NAME with --pretrained or --weights FILE"
+            problem = f"--weights {self.weights} needs --model"
+            why = "the file does not name the model of its weights"
+            require(is_part, f"{problem}: {why}", "add --model NAME")
+            published = "--model NAME with --pretrained or --weights FILE"
+            fix = f"give a run folder or a checkpoint, or {published}"
             require(self.ckpt != "", "--ckpt is missing", fix)
             exclude(self, "ckpt", "init_match", "mean", "std", "interpolation")
             return

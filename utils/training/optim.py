@@ -8,7 +8,6 @@ it ignores a setting, add a line to `advice` (training/defaults.py).
 
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from accelerate import Accelerator
@@ -61,7 +60,6 @@ _FROM_TORCH = {name.lower(): of_torch(getattr(optim, name)) for name in _OF_TORC
 OPTIMIZERS = Table(
     "optimizer",
     {"sgd": sgd, "muon": "utils.training.muon:Muon", **_FROM_TORCH},
-    trial=lambda config: _try_arguments(config),
 )
 
 
@@ -73,21 +71,6 @@ def build_optimizer(config: TrainingSettings, model: nn.Module) -> Optimizer:
     groups_of = getattr(OPTIMIZERS.choose(config.optimizer), "groups", None)
     more = groups_of(model) if groups_of else None
     return OPTIMIZERS.call(config, parameter_groups(config, model, more), config)
-
-
-def _try_arguments(config: TrainingSettings) -> None:
-    """Take a step on a small model, which fails if the optimizer does not accept
-    --optimizer_args.
-    """
-    # These defaults are chosen later, from the data.
-    lr = config.lr or 1.0
-    decay = config.weight_decay or 0.0
-    known = replace(config, lr=lr, weight_decay=decay, layer_decay=None)
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
-    optimizer = build_optimizer(known, model)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:

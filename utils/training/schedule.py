@@ -41,7 +41,11 @@ def due_after(config: TrainingSettings, state: TrainState, updates: int) -> Due:
 
 
 def total_updates(config: TrainingSettings, plan: Plan) -> int:
-    """The number of updates of the whole run. Raises ValueError if --drop_last leaves none."""
+    """The number of updates of the whole run. Raises ValueError if --drop_last leaves none, or
+    if --lr_schedule_args give an invalid learning rate.
+    """
+    if config.lr_schedule_args:
+        _check_arguments(config)
     batch = f"{plan.samples} samples do not fill a global batch of {plan.global_batch_size}"
     problem = f"--drop_last leaves no update: {batch}"
     require(plan.updates_per_epoch > 0, problem, "lower --global_batch_size")
@@ -192,8 +196,9 @@ def _check_arguments(config: TrainingSettings) -> None:
     config, last = replace(config, lr=1.0, cooldown_steps=0), 2**32  # beyond any warm-up
     for update in range(last, -1, -last // 16):
         lr = learning_rate(config, update, last)
-        if not 0 <= lr < math.inf:
-            raise ValueError(f"the learning rate would be {lr:g} times --lr")
+        problem = f"--lr_schedule_args for {config.lr_schedule}: the learning rate would be"
+        fix = "change or remove these arguments"
+        require(0 <= lr < math.inf, f"{problem} {lr:g} times --lr", fix)
 
 
 SCHEDULES = Table(
@@ -206,5 +211,4 @@ SCHEDULES = Table(
         "step": step,
         "multistep": multistep,
     },
-    trial=_check_arguments,
 )

@@ -34,8 +34,6 @@ from utils.runs import (
     TRACKERS,
     Checkpoint,
     TrainState,
-    check_elastic,
-    check_elastic_sizes,
     check_run_folder,
     choose_batch,
     keep_settings,
@@ -61,7 +59,6 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
     check_precision(config, ranks)
     check_sharding(config, ranks, optimizer=config.optimizer, fixed_order=config.fixed_order)
     check_run_folder(config)
-    check_elastic(config)
     if config.resume is None:  # otherwise later: the checkpoint may need a plug-in
         check_model(config)
         check_source(config)
@@ -149,7 +146,6 @@ def resolve(
     processes, train = accelerator.num_processes, data.train
     config, sizes = (config, []) if saved else choose_sizes(config, len(train), processes)
     _, grad_accum, batch = choose_batch(config, saved, processes)
-    check_elastic_sizes(config, batch)
     microbatches = config.microbatches or grad_accum * processes
     plan = make_plan(config, train.labels, batch, microbatches)
     updates = total_updates(config, plan)

@@ -1,0 +1,54 @@
+"""The fix for a name that does not exist: the names that it may stand for."""
+
+import re
+from collections.abc import Collection
+from difflib import get_close_matches
+
+from utils.errors import alternatives
+
+# What timm, torchvision's references and the Hugging Face examples call a setting of ours. Only the
+# names that people type most, and that `suggestion` does not find.
+OTHER_NAMES = {
+    "data_dir": "data",
+    "data_path": "data",
+    "dataset": "data",
+    "model_name_or_path": "model",
+    "learning_rate": "lr",
+    "num_train_epochs": "epochs",
+    "per_device_train_batch_size": "batch_size",
+    "amp": "mixed_precision",
+}
+
+
+def fix_for_unknown(name: str, names: Collection[str], prefix: str = "") -> str:
+    """The fix for a setting that is not one of `names`; `prefix` is written before a name that it
+    suggests.
+    """
+    ours = OTHER_NAMES.get(name.lower().replace("-", "_"))
+    if ours in names:
+        return f"use {prefix}{ours}"
+    return suggestion(name, names, "--help lists all", prefix)
+
+
+def suggestion(name: str, names: Collection[str], otherwise: str, prefix: str = "") -> str:
+    """The fix for a name that does not exist: up to four similar valid names, or `otherwise`."""
+    known = {each.lower(): each for each in names}
+    similar = _similar(re.sub(r"[-\s]", "_", name.lower()), known)
+    if not similar:
+        return otherwise
+    return f"did you mean {alternatives([prefix + known[each] for each in similar[:4]])}?"
+
+
+def _similar(given: str, known: Collection[str]) -> list[str]:
+    """The first of these that exist: the name itself, names that begin with it, contain it, or
+    resemble it.
+    """
+    if given in known:
+        return [given]
+    if not given:
+        return []
+    if begin := [each for each in known if each.startswith(given)]:
+        return begin
+    if len(given) > 2 and (contain := [each for each in known if given in each]):
+        return contain
+    return get_close_matches(given, known, n=1)
