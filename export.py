@@ -24,7 +24,7 @@ from utils.errors import UserError, one_line
 from utils.files import expand, new_folder, size_of
 from utils.memory import bytes_text
 from utils.ranks import distributed_session
-from utils.runs.inference import find_saved
+from utils.runs.inference import open_inference
 from utils.settings.scripts import ExportConfig
 
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
         out = expand(flags.out)
         if out.exists() or out.is_symlink():
             raise UserError(f"--out {out}: exists", "give another path, or delete it")
-        loaded = load(find_saved(flags.ckpt, flags.weights, ranks), ranks)
+        loaded = load(open_inference(flags, ranks), ranks)
         difference = write(loaded, flags.to, out)
         print(report(loaded, flags.to, out, difference))
     return {"difference": difference}

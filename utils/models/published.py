@@ -5,7 +5,7 @@ ImageNet's classes.
 import importlib.util
 import pickle
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 import torchvision
 from torch import nn
 
-from utils.config import require
 from utils.errors import UserError, one_line
 from utils.models.layers import OF_TENSORFLOW, head_prefixes
 from utils.models.matching import copy_matching, zero_heads
@@ -90,23 +89,6 @@ def published_outputs(name: str) -> int:
     """The number of outputs of the published weights of a model."""
     cfg = timm_weights(name)
     return cfg.num_classes if cfg else len(CLASSES)
-
-
-def names_of_outputs(count: int, published: bool, names: Sequence[str]) -> list[str]:
-    """The classes of weights with `count` outputs, in the order of the outputs, with the names that
-    the data set uses.
-
-    `names` are the classes of the data set. Weights with 1,000 outputs have ImageNet's classes
-    (`names_as_in`). Other weights, unless they are `published`, have the classes of the data set,
-    in numeric order if all are numbers. Raises UserError if nothing fits.
-    """
-    own = len(names) == count and not published
-    if count == len(CLASSES):
-        with suppress(UserError) if own else nullcontext():
-            return names_as_in(names)
-    problem = f"the weights have {count:,} classes, and --data has {len(names):,}"
-    require(own, problem, "use data with the classes of these weights")
-    return sorted(names, key=int) if all(map(str.isdecimal, names)) else list(names)
 
 
 def names_as_in(names: Sequence[str]) -> list[str]:
