@@ -77,7 +77,6 @@ def load_eval_split(found: Inference, flags: EvalConfig, ranks: Ranks) -> tuple[
     """The split to evaluate, and the names of its labels, the same on all ranks; collective."""
     config = found.config
     names = found.class_names or found.name_outputs
-    assert names is not None
     with ranks.local_main_first("loading the data"):
         split, class_names = load_split(config, flags.split, names, found.samples, found.own_data)
     fingerprint = fingerprint_of(split.label_fingerprint, split.content)
@@ -91,7 +90,8 @@ def evaluate(
     found: Inference, flags: EvalConfig, task: Task, split: Split, ranks: Ranks
 ) -> tuple[dict, Predictions | None]:
     """The metrics of one split, and its predictions for --predictions and the page; collective."""
-    config, spec = found.config, found.spec.for_evaluation()
+    config = found.config
+    spec = found.spec.for_evaluation()
     with ranks.local_main_first("decoding images"):
         dataset = make_dataset(split, spec, config, False, progress("decoding"))
     accelerator = make_accelerator(ranks, config, fixed_order=config.fixed_order)

@@ -53,7 +53,8 @@ def write(loaded: Loaded, name: str, out: Path) -> float:
     with new_folder(out) as folder:
         try:
             code = FORMATS[name](loaded, folder)
-            path, config = folder / "config.json", config_of(loaded)
+            path = folder / "config.json"
+            config = config_of(loaded)
             # timm has written its own
             config |= json.loads(path.read_text()) if path.exists() else {}
             path.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
@@ -72,7 +73,8 @@ def write(loaded: Loaded, name: str, out: Path) -> float:
 
 def report(loaded: Loaded, name: str, out: Path, difference: float) -> str:
     """The result as a table."""
-    model, classes = loaded.saved.config.model, len(loaded.task.class_names)
+    model = loaded.saved.config.model
+    classes = len(loaded.task.class_names)
     rows = [
         ("checkpoint", loaded.saved.path),
         ("model", f"{model}, {loaded.spec.describe()}, {classes} classes"),

@@ -88,7 +88,8 @@ def predict(
 
     A block has the same images on any number of processes, so its predictions are the same, too.
     """
-    config, spec = found.config, found.spec.for_evaluation()
+    config = found.config
+    spec = found.spec.for_evaluation()
     readable = split.select(np.flatnonzero(split.readable))
     # without a cache, because each image is read once
     dataset = PhotoDataset(shrink(readable, spec, config.shrink), spec)
@@ -107,7 +108,8 @@ def predict(
     check_finite(scores, found.path)
     if not ranks.is_main:
         return []
-    good, bad = iter(make_rows(task, top, scores, flags.top)), split.errors
+    good = iter(make_rows(task, top, scores, flags.top))
+    bad = split.errors
     return [Row(None, [], bad[n]) if n in bad else next(good) for n in range(len(split))]
 
 
@@ -116,7 +118,8 @@ def write(
 ) -> None:
     """Write the files of --out and --html."""
     if flags.out:
-        out, count = expand(flags.out), min(flags.top, len(task.class_names))
+        out = expand(flags.out)
+        count = min(flags.top, len(task.class_names))
         cells = [
             {"path": split.describe(number), **row.cells(count), "error": row.error}
             for number, row in enumerate(rows)

@@ -59,8 +59,8 @@ class Inference:
     origin: Mapping  # what a record of an evaluation says about them
     samples: SampleList | None = None  # the samples of the run
     evaluation: Mapping | None = None  # of these weights, in the run
-    # the classes of the outputs, given those of the data, if the weights do not name them
-    name_outputs: Callable[[list[str]], list[str]] | None = None
+    # without class names: the classes of the outputs, given those of the data
+    name_outputs: Callable[[list[str]], list[str]] = list
     own_data: bool = True  # whether `config` has the data of the run
 
 
@@ -135,22 +135,16 @@ def _of_model(model: str, flags: EvalConfig, ranks: Ranks) -> Inference:
     with ranks.agree():
         check_model(config)
         if flags.pretrained:
-            return _published(config)
+            return Inference(
+                Path(model),
+                config,
+                input_spec(config, 3, None),
+                [],
+                lambda: published_model(config).state_dict(),
+                {"model": model, "pretrained": version_of(config)},
+                name_outputs=partial(_names_in_data, published_outputs(model)),
+            )
     return _of_file(config, f"{flags.weights}", ranks)
-
-
-def _published(config: TrainConfig) -> Inference:
-    """The weights of --model that its library publishes."""
-    model = config.model
-    return Inference(
-        Path(model),
-        config,
-        input_spec(config, 3, None),
-        [],
-        lambda: published_model(config).state_dict(),
-        {"model": model, "pretrained": version_of(config)},
-        name_outputs=partial(_names_in_data, published_outputs(model)),
-    )
 
 
 def _of_file(config: TrainConfig, file: str, ranks: Ranks) -> Inference:

@@ -1,11 +1,10 @@
-"""Resume a run from a checkpoint: its settings, batch sizes and state, and what differs from the
-earlier run. Also runs whose number of machines changes: torchrun --nnodes MIN:MAX (docs/clusters.md).
+"""Resume a run from a checkpoint: its settings and state, and what differs from the earlier run.
+Also runs whose number of machines changes: torchrun --nnodes MIN:MAX (docs/clusters.md).
 """
 
 import os
 import uuid
 from collections.abc import Set
-from contextlib import suppress
 from dataclasses import replace
 from math import lcm
 from pathlib import Path
@@ -16,37 +15,16 @@ from utils.config import require
 from utils.data import DECODERS, Data, Plan
 from utils.errors import UserError, shorten
 from utils.launch import compile_backend, elastic_nodes, local_rank_and_size, precision_is_chosen
-from utils.runs.batch_sizes import resolve_batch
 from utils.runs.metadata import Checkpoint
 from utils.runs.state import TrainState
 from utils.settings.train import CHOSEN, FIXED, NAMES, OF_THIS_MACHINE, TrainConfig
 
+_OTHER_ORDER = (
+    "the samples are the same; floating-point sums have a different order: "
+    "losses agree to rounding; if processes x accumulation steps differs, "
+    "dropout masks and batch statistics differ too"
+)
 _VARIABLES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_WORKER_IDENTICAL=1"
-
-
-def choose_batch(
-    config: TrainConfig, saved: Checkpoint | None, processes: int
-) -> tuple[int, int, int]:
-    """(batch_size, grad_accum, global_batch_size) of this start; a resumed run keeps its global
-    batch size.
-
-    The batch size per process does not exceed --batch_size or, if it is not set, the largest one so
-    far. Raises ValueError, which lists the numbers of processes that work.
-    """
-    if saved is None or config.microbatches:
-        return resolve_batch(config, processes)
-    with suppress(ValueError):  # these sizes do not fit
-        if config.batch_size or config.grad_accum:
-            return resolve_batch(config, processes)
-    total = saved.config.global_batch_size
-    *works, most = [f"{number}" for number in range(1, 2 * processes) if total % number == 0]
-    problem = f"{saved.path}: its global batch of {total} is not divisible by {processes} processes"
-    fix = f"resume with {', '.join(works)} or {most} processes"
-    require(total % processes == 0, problem, fix)
-    share = total // processes
-    largest = config.batch_size or saved.state.batch_size
-    batch_size = next(size for size in range(min(largest, share), 0, -1) if share % size == 0)
-    return batch_size, share // batch_size, total
 
 
 def check_elastic(config: TrainConfig) -> None:
@@ -63,7 +41,8 @@ def check_elastic(config: TrainConfig) -> None:
     problem = f"{given}: all launchers would fail when a machine joins, because they share a store"
     require(not shared, problem, f"put {_VARIABLES} before torchrun on all machines")
     depends = config.batch_size and not config.global_batch_size
-    problem = "--batch_size is per process, so the global batch would depend on the number of machines at the start"
+    what = "the global batch would depend on the number of machines at the start"
+    problem = f"--batch_size is per process, so {what}"
     require(not depends, problem, "set --global_batch_size instead")
     again = config.run_name and config.resume == "auto"
     problem = f"{given} restarts this command when a machine joins or leaves, as a new run"
@@ -77,13 +56,15 @@ def check_elastic_sizes(config: TrainConfig, global_batch_size: int) -> None:
         return
     sizes = [machines * local_rank_and_size()[1] for machines in range(nodes[0], nodes[1] + 1)]
     if config.microbatches:
-        problem = f"--microbatches {config.microbatches} is less than the {sizes[-1]} processes of --nnodes"
+        most = f"the {sizes[-1]} processes of --nnodes {nodes[0]}:{nodes[1]}"
+        problem = f"--microbatches {config.microbatches} is less than {most}"
         fix = "lower --nnodes, or start a new run with more microbatches"
-        require(sizes[-1] <= config.microbatches, f"{problem} {nodes[0]}:{nodes[1]}", fix)
+        require(sizes[-1] <= config.microbatches, problem, fix)
         return
-    problem = f"the global batch of {global_batch_size} is not divisible by all possible numbers of processes"
+    numbers = f"all possible numbers of processes ({', '.join(map(str, sizes))})"
+    problem = f"the global batch of {global_batch_size} is not divisible by {numbers}"
     fix = f"use --microbatches, or set --global_batch_size to a multiple of {lcm(*sizes)}"
-    require(global_batch_size % lcm(*sizes) == 0, f"{problem} ({', '.join(map(str, sizes))})", fix)
+    require(global_batch_size % lcm(*sizes) == 0, problem, fix)
 
 
 def keep_settings(
@@ -104,8 +85,10 @@ def keep_settings(
     batch = {"batch_size", "grad_accum"}
     if not begun or given & batch:
         own |= batch
-    own |= {"max_steps"} if "epochs" in given else set()
-    own |= {"mixed_precision"} if precision_is_chosen() else set()
+    if "epochs" in given:
+        own.add("max_steps")
+    if precision_is_chosen():
+        own.add("mixed_precision")
     there = vars(before)
     # Arguments belong to the function that has them.
     own |= {f"{name}_args" for name in own if getattr(config, name) != there[name]}
@@ -134,7 +117,8 @@ def restore_state(
     metric = saved.config.best_metric
     if not saved.is_in(folder):
         state.run_id = uuid.uuid4().hex
-        state.best = state.best_step = None  # the best checkpoint belongs to the earlier run
+        state.best = None  # the best checkpoint belongs to the earlier run
+        state.best_step = None
         state.digest = []
         if metric != config.best_metric:
             state.best_value = None
@@ -150,21 +134,21 @@ def check_same_run(saved: Checkpoint, config: TrainConfig, plan: Plan, data: Dat
     checkpoint.
     """
     there = saved.state_file
-    for what, old, new in (
-        *(
-            (f"--{name}", getattr(saved.config, name), getattr(config, name))
-            for name in (*FIXED, "seed", "global_batch_size")
-        ),
-        ("training samples", there.samples, plan.samples),
-        ("the classes", saved.class_names, data.class_names),
-        ("labels", there.labels, data.train.label_fingerprint),
-    ):
+    pairs = {
+        f"--{name}": (getattr(saved.config, name), getattr(config, name))
+        for name in (*FIXED, "seed", "global_batch_size")
+    }
+    pairs["training samples"] = there.samples, plan.samples
+    pairs["the classes"] = saved.class_names, data.class_names
+    pairs["labels"] = there.labels, data.train.label_fingerprint
+    for what, (old, new) in pairs.items():
         what = f"{what} {shorten(str(old))}, not {shorten(str(new))}"
         fix = "use the same settings, or start a new run"
         require(old == new, f"{saved.path}: was trained with {what}", fix)
     threads = torch.get_num_threads()
     same = not config.microbatches or there.device != "cpu" or there.threads == threads
-    problem = f"{saved.path}: --microbatches needs the same threads per process: {there.threads}, not {threads}"
+    needed = f"the same threads per process: {there.threads}, not {threads}"
+    problem = f"{saved.path}: --microbatches needs {needed}"
     require(same, problem, f"set --threads {there.threads}")
 
 
@@ -186,16 +170,13 @@ def resume_lines(
     changed = [name for name in names if before[name] != now[name]]
     lines = [f"resuming from {saved.path}"]
     lines += [f"{name} was {before[name]} in the checkpoint, now {now[name]}" for name in changed]
-    lines += [
-        f"{name} was {old} in the checkpoint, now {now}: pixels may differ by a level"
-        for name, now in DECODERS.items()
-        if (old := there.versions.get(name, now)) != now
-    ]
+    for name, version in DECODERS.items():
+        old = there.versions.get(name, version)
+        if old != version:
+            change = f"{name} was {old} in the checkpoint, now {version}"
+            lines.append(f"{change}: pixels may differ by a level")
     if {"processes", "threads"} & {*changed} and not config.microbatches:
-        lines.append(
-            "the samples are the same; floating-point sums have a different order: losses agree to rounding; "
-            "if processes x accumulation steps differs, dropout masks and batch statistics differ too"
-        )
+        lines.append(_OTHER_ORDER)
     for name in ("batch_size", "grad_accum"):
         value = getattr(config, name)
         used = plan.sizes(processes)[name]

@@ -104,17 +104,13 @@ class RunTrackers:
 
             atexit.register(mlflow.end_run, "FAILED")  # unless `close` has ended it
         with self.guarded():
-            self._send_again()
-
-    def _send_again(self) -> None:
-        """Send the records that the log already has."""
-        records = [each for each in read_log(self.folder) if each["kind"] in ("train", "eval")]
-        for tracker in self.accelerator.trackers:
-            # W&B has the earlier ones, and would warn about each
-            first = tracker.tracker.starting_step if tracker.name == "wandb" else 0
-            for record in records:
-                if record["step"] >= first:
-                    tracker.log(numbers_to_send(record["kind"], record), step=record["step"])
+            for tracker in accelerator.trackers:
+                # W&B has the earlier updates, and would warn about each
+                first = tracker.tracker.starting_step if tracker.name == "wandb" else 0
+                for record in read_log(folder):
+                    kind = record["kind"]
+                    if kind in ("train", "eval") and record["step"] >= first:
+                        tracker.log(numbers_to_send(kind, record), step=record["step"])
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
