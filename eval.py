@@ -12,7 +12,6 @@ from utils.entry import guard_output  # the first import, see there
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import utils
@@ -20,18 +19,10 @@ from utils.config import parse_args, require
 from utils.console import printable, progress, say
 from utils.data import Split, absolute_data, check_source, fingerprint_of, load_split, make_dataset
 from utils.files import expand, write_file
-from utils.ranks import Ranks, Stopping, check_precision, distributed_session, make_accelerator
+from utils.ranks import Ranks, Stopping, distributed_session, make_accelerator
 from utils.replacing import RESULT, TABLE, check_output
 from utils.runs import find_checkpoint
-from utils.runs.inference import (
-    Inference,
-    given_settings,
-    load_model,
-    place_model,
-    warn_about_flags,
-    with_settings,
-)
-from utils.runs.source import find_inference
+from utils.runs.inference import Inference, load_model, open_inference, place_model
 from utils.settings.scripts import EvalConfig
 from utils.tasks import Predictions, Task, make_task
 from utils.training import Evaluator, check_finite, make_eval_loader, model_rate
@@ -54,17 +45,13 @@ def main(argv: Sequence[str] | None = None) -> dict:
         if flags.ckpt:
             find_checkpoint(expand(flags.ckpt))
         ranks.join()
-        found = find_inference(flags, ranks)
+        found = open_inference(flags, ranks)
         with ranks.agree():
-            found, own_data = apply_flags(found, flags)
-            check_precision(found.config, ranks)
             check_source(found.config)
             if ranks.is_main:
                 check_output(flags, "json", RESULT, data=found.config.data)
                 check_output(flags, "predictions", TABLE, data=found.config.data)
-        for line in warn_about_flags(flags, found):
-            say(line)
-        split, class_names = load_eval_split(found, flags, own_data, ranks)
+        split, class_names = load_eval_split(found, flags, ranks)
         with ranks.agree():
             _, task = make_task(found.config, class_names)
             if flags.predictions:
@@ -85,27 +72,12 @@ def main(argv: Sequence[str] | None = None) -> dict:
     return record
 
 
-def apply_flags(found: Inference, flags: EvalConfig) -> tuple[Inference, bool]:
-    """With the settings that the flags give; also whether the data is that of the run."""
-    given = given_settings(flags)
-    own_data = bool(flags.ckpt)
-    if flags.data and absolute_data(flags.data) != found.config.data:
-        own_data = False
-    if not own_data:  # other data has other splits
-        given |= dict.fromkeys(("train_split", "eval_split", "eval_fraction", "fold", "group_by"))
-    given |= {"metrics": True, "max_eval_samples": flags.max_eval_samples}
-    return with_settings(found, replace(found.config, **given)), own_data
-
-
-def load_eval_split(
-    found: Inference, flags: EvalConfig, own_data: bool, ranks: Ranks
-) -> tuple[Split, list[str]]:
+def load_eval_split(found: Inference, flags: EvalConfig, ranks: Ranks) -> tuple[Split, list[str]]:
     """The split to evaluate, and the names of its labels, the same on all ranks; collective."""
     config = found.config
+    names = found.class_names or found.name_outputs
     with ranks.local_main_first("loading the data"):
-        split, class_names = load_split(
-            config, flags.split, found.class_names, found.samples, own_data
-        )
+        split, class_names = load_split(config, flags.split, names, found.samples, found.own_data)
     fingerprint = fingerprint_of(split.label_fingerprint, split.content)
     ranks.check_same(fingerprint, f"different images in --data {config.data}")
     for note in split.notes:
@@ -117,7 +89,8 @@ def evaluate(
     found: Inference, flags: EvalConfig, task: Task, split: Split, ranks: Ranks
 ) -> tuple[dict, Predictions | None]:
     """The metrics of one split, and its predictions for --predictions and the page; collective."""
-    config, spec = found.config, found.spec.for_evaluation()
+    config = found.config
+    spec = found.spec.for_evaluation()
     with ranks.local_main_first("decoding images"):
         dataset = make_dataset(split, spec, config, False, progress("decoding"))
     accelerator = make_accelerator(ranks, config, fixed_order=config.fixed_order)

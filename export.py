@@ -23,7 +23,7 @@ from utils.errors import UserError, one_line
 from utils.files import expand, new_folder, size_of
 from utils.memory import bytes_text
 from utils.ranks import distributed_session
-from utils.runs.inference import find_saved
+from utils.runs.inference import open_inference
 from utils.settings.scripts import ExportConfig
 
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
         out = expand(flags.out)
         if out.exists() or out.is_symlink():
             raise UserError(f"--out {out}: exists", "give another path, or delete it")
-        loaded = load(find_saved(flags.ckpt, flags.weights, ranks), ranks)
+        loaded = load(open_inference(flags, ranks), ranks)
         difference = write(loaded, flags.to, out)
         print(report(loaded, flags.to, out, difference))
     return {"difference": difference}
@@ -52,7 +52,8 @@ def write(loaded: Loaded, name: str, out: Path) -> float:
     with new_folder(out) as folder:
         try:
             code = FORMATS[name](loaded, folder)
-            path, config = folder / "config.json", config_of(loaded)
+            path = folder / "config.json"
+            config = config_of(loaded)
             # timm has written its own
             config |= json.loads(path.read_text()) if path.exists() else {}
             path.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
@@ -71,7 +72,8 @@ def write(loaded: Loaded, name: str, out: Path) -> float:
 
 def report(loaded: Loaded, name: str, out: Path, difference: float) -> str:
     """The result as a table."""
-    model, classes = loaded.saved.config.model, len(loaded.task.class_names)
+    model = loaded.saved.config.model
+    classes = len(loaded.task.class_names)
     rows = [
         ("checkpoint", loaded.saved.path),
         ("model", f"{model}, {loaded.spec.describe()}, {classes} classes"),

@@ -22,18 +22,10 @@ from utils.console import printable, say, table
 from utils.data import PhotoDataset, Split, check_images, fingerprint_of, shrink
 from utils.errors import UserError
 from utils.files import expand, write_file
-from utils.ranks import Ranks, Stopping, check_precision, distributed_session, make_accelerator
+from utils.ranks import Ranks, Stopping, distributed_session, make_accelerator
 from utils.replacing import HTML, TABLE, check_output
 from utils.runs import find_checkpoint
-from utils.runs.inference import (
-    Inference,
-    find_saved,
-    given_settings,
-    load_model,
-    place_model,
-    warn_about_flags,
-    with_settings,
-)
+from utils.runs.inference import Inference, load_model, open_inference, place_model
 from utils.settings.scripts import PredictConfig
 from utils.settings.train import TrainConfig
 from utils.tasks import Task, make_task
@@ -52,16 +44,13 @@ def main(argv: Sequence[str] | None = None) -> dict:
         check_output(flags, "out", TABLE)
         check_output(flags, "html", HTML)
         ranks.join()
-        found = find_saved(flags.ckpt, flags.weights, ranks)
+        found = open_inference(flags, ranks)
         with ranks.agree():
-            config = replace(found.config, **given_settings(flags))
-            check_precision(config, ranks)
-            _, task = make_task(config, found.class_names)
+            _, task = make_task(found.config, found.class_names)
             task.check_predictions()
-        found = with_settings(found, config)
-        split = load_images(flags, config, ranks)
-        for line in [*warn_about_flags(flags, found), *map(printable, split.notes)]:
-            say(line)
+        split = load_images(flags, found.config, ranks)
+        for note in split.notes:
+            say(printable(note))
         start = time.perf_counter()
         rows = predict(flags, found, task, split, ranks)
         stopping.defer_signals()  # what is finished is written
@@ -98,7 +87,8 @@ def predict(
 
     A block has the same images on any number of processes, so its predictions are the same, too.
     """
-    config, spec = found.config, found.spec.for_evaluation()
+    config = found.config
+    spec = found.spec.for_evaluation()
     readable = split.select(np.flatnonzero(split.readable))
     # without a cache, because each image is read once
     dataset = PhotoDataset(shrink(readable, spec, config.shrink), spec)
@@ -117,7 +107,8 @@ def predict(
     check_finite(scores, found.path)
     if not ranks.is_main:
         return []
-    good, bad = iter(make_rows(task, top, scores, flags.top)), split.errors
+    good = iter(make_rows(task, top, scores, flags.top))
+    bad = split.errors
     return [Row(None, [], bad[n]) if n in bad else next(good) for n in range(len(split))]
 
 
@@ -126,7 +117,8 @@ def write(
 ) -> None:
     """Write the files of --out and --html."""
     if flags.out:
-        out, count = expand(flags.out), min(flags.top, len(task.class_names))
+        out = expand(flags.out)
+        count = min(flags.top, len(task.class_names))
         cells = [
             {"path": split.describe(number), **row.cells(count), "error": row.error}
             for number, row in enumerate(rows)

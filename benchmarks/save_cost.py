@@ -23,8 +23,8 @@ sys.path.insert(0, str(ROOT))
 from utils.data import InputSpec
 from utils.files import put_in_place, sync, write_file
 from utils.models import build_model
-from utils.runs.loading import extend_save_state
 from utils.runs.manifest import MANIFEST_FILE, manifest_text, sha256_of
+from utils.runs.save_state import extend_save_state
 from utils.runs.writing import finish_partial, new_partial, partial_of
 from utils.settings.train import TrainConfig
 from utils.training import build_optimizer

@@ -21,7 +21,7 @@ import train
 from utils.config.cli import parse_args
 from utils.data.order import permutation
 from utils.data.selection import load_data
-from utils.models.checking import sum_bits
+from utils.models.values import sum_bits
 from utils.ranks.ranks import Ranks
 from utils.runs.manifest import newest_good, write_manifest
 from utils.runs.metadata import read_checkpoint

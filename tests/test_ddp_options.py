@@ -17,7 +17,7 @@ import train
 import utils.models.zoo
 from utils.data.order import Plan
 from utils.data.samplers import UpdateSampler
-from utils.models.checking import check_batch_norm
+from utils.models.layers import check_batch_norm
 from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.session import distributed_session
 from utils.settings.train import TrainConfig

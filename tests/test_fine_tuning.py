@@ -32,8 +32,7 @@ import train
 from utils.config.cli import parse_args
 from utils.data.spec import InputSpec
 from utils.errors import UserError
-from utils.models.checking import has_batch_norm
-from utils.models.layers import checkpoint_blocks, find_heads, freeze
+from utils.models.layers import checkpoint_blocks, find_heads, freeze, has_batch_norm
 from utils.models.matching import copy_matching
 from utils.models.zoo import build_model
 from utils.runs.manifest import read_pointer

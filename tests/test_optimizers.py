@@ -30,8 +30,9 @@ import train
 from utils.config.cli import parse_args
 from utils.data.spec import InputSpec
 from utils.models.small import MnistCNN
-from utils.runs.loading import check_savable, load_optimizer
+from utils.runs.loading import load_optimizer
 from utils.runs.manifest import OPTIMIZER
+from utils.runs.save_state import check_savable
 from utils.settings.train import TrainConfig
 from utils.training.gradients import clip_gradients
 from utils.training.groups import (

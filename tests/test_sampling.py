@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import train
 from utils.data.order import Plan, make_plan, permutation
 from utils.data.samplers import UpdateSampler
-from utils.models.checking import check_batch_norm
+from utils.models.layers import check_batch_norm
 from utils.settings.train import TrainConfig
 from utils.tasks.classification import Classification, balanced_weights
 from utils.tasks.table import make_task

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import torchvision
 from helpers.make_data import image_folder
 from helpers.ranks import returned, run_ranks
 from helpers.training_runs import refused, same_tensors, weights, words
@@ -24,7 +25,6 @@ import train
 from utils.config.yaml_text import read_yaml
 from utils.errors import UserError
 from utils.models.matching import fit_names
-from utils.models.published import CLASSES, names_of_outputs
 from utils.models.weight_files import read_any
 
 # its published weights are for 160x160 pixels, bilinear, mean and std 0.5
@@ -97,21 +97,19 @@ def test_a_run_from_a_file_has_the_input_of_the_published_weights_and_says_so():
     assert "new fc.weight: shape [3, 512], in the source [7, 512]" in lines
 
 
+ONE = torch.ones(1)
+
+
 def prefixed(
     prefix: str, state: dict[str, torch.Tensor], scale: int = 1
 ) -> dict[str, torch.Tensor]:
     return {f"{prefix}{name}": tensor * scale for name, tensor in state.items()}
 
 
-FOREIGN = {  # what files of other trainers hold, and the names that are left out, if these are few
-    "lightning": lambda s: (
-        {"state_dict": {**prefixed("model.", s), "criterion.weight": torch.ones(3)}},
-        1,
-    ),
-    "moco": lambda s: (
-        {**prefixed("module.encoder_q.", s), **prefixed("module.encoder_k.", s, 0)},
-        len(s),
-    ),
+FOREIGN = {  # what files of other trainers hold, and how many names are left out
+    "ddp and compile": lambda s: (prefixed("module._orig_mod.", s), 0),
+    "simsiam": lambda s: ({**prefixed("module.encoder.", s), "module.predictor.0.bias": ONE}, 1),
+    "simclr": lambda s: ({"state_dict": {**prefixed("backbone.", s), "projector.bias": ONE}}, 1),
     "dino": lambda s: ({"student": prefixed("", s, 0), "teacher": prefixed("backbone.", s)}, 0),
 }
 
@@ -126,10 +124,28 @@ def test_the_model_is_found_among_other_tensors_of_a_file_and_these_are_named(fo
     found, left_out = fit_names(tensors, model_of(), "W.pth", MODEL)
     assert same_tensors(found, state)
     assert len(left_out) == others and not state.keys() & {*left_out}
-    if form == "lightning":
+    if form == "simclr":
         settings_of("--model", MODEL)
         lines = Path("runs/run/init_from.txt").read_text().splitlines()
-        assert "not used: criterion.weight" in lines
+        assert "not used: projector.bias" in lines
+
+
+def test_a_prefix_that_the_model_has_itself_stays():
+    model = torchvision.models.vit_b_32(num_classes=2)  # with encoder.layers and encoder.ln
+    own = model.state_dict()
+    for prefix in ("", "module.", "encoder."):
+        found, left_out = fit_names(prefixed(prefix, own), model, "W.pth", "vit_b_32")
+        assert list(found) == list(own) and not left_out
+
+
+def test_other_prefixes_are_named_in_the_error():
+    torch.save(prefixed("model.", model_of().state_dict()), "W.pth")
+    image_folder("data/val", dict.fromkeys(NAMES, 1), size=(160, 160))
+    for folder in ("train", "val"):
+        image_folder(f"photos/{folder}", dict.fromkeys(NAMES, 2), size=(110, 120), kind="jpg")
+    line = words(f"--data photos --model {MODEL} --init_from W.pth --threads 1")
+    assert "none of its tensors (model.conv1.0.weight, " in refused(train.main, *line)
+    assert "W.pth: has no head for timm/test_resnet" in refused(eval.main, *FILE)
 
 
 def test_names_of_the_authors_of_swin_are_converted_by_timm():
@@ -244,15 +260,15 @@ def test_weights_that_do_not_fit_are_not_evaluated(change, text):
     assert text in refused(eval.main, *FILE, *([] if change else ["--init_match", "order"]))
 
 
-def test_the_classes_follow_from_the_number_of_outputs_and_the_names_of_the_data():
-    assert names_of_outputs(1000, True, ["tench", "tabby"]) == CLASSES
-    own = [f"class {number}" for number in range(1000)]
-    assert names_of_outputs(3, False, NAMES) == NAMES and names_of_outputs(1000, False, own) == own
-    for count, names in ((3, NAMES), (1000, own)):  # published weights have other classes
-        with pytest.raises(UserError):
-            names_of_outputs(count, True, names)
-    with pytest.raises(UserError, match="the weights have 21,841 classes, and --data has 3"):
-        names_of_outputs(21841, False, NAMES)
+@pytest.mark.full
+def test_a_file_with_a_thousand_outputs_has_the_classes_of_imagenet():
+    torch.save(model_of(1000).state_dict(), "W.pth")
+    image_folder("data/val", {"tabby": 1, "tench": 1}, size=(160, 160))
+    (outcome,) = run_ranks(1, eval.main, FILE)
+    assert "classes of the outputs, in order: tench, goldfish, great white shark" in outcome.out
+    image_folder("other/val", {"cat": 1, "dog": 1}, size=(160, 160))
+    problem = "the class 'cat' of --data is not a class of ImageNet"
+    assert problem in refused(eval.main, *FILE[:-1], "other")
 
 
 @pytest.mark.full
@@ -266,7 +282,7 @@ def test_the_rate_of_the_model_alone_is_that_of_all_ranks():
 
 
 @pytest.mark.full
-def test_a_head_without_names_goes_to_classes_named_by_numbers_in_numeric_order():
+def test_a_head_without_names_goes_to_the_classes_in_the_order_of_the_data():
     torch.save(state := model_of(12).state_dict(), "W.pth")
     numbers = [str(number) for number in range(1, 13)]
     image_folder("photos/train", dict.fromkeys(numbers, 2), size=(110, 120), kind="jpg")
@@ -274,8 +290,7 @@ def test_a_head_without_names_goes_to_classes_named_by_numbers_in_numeric_order(
     line += words("--global_batch_size 4 --run_name run --num_workers 0 --report false")
     (outcome,) = run_ranks(1, train.main, line)
     assert outcome.code == 0, outcome.err
-    assert "outputs for classes, in order: 1, 2, 3, 4, 5, 6, ... (12 in all)" in outcome.out
-    order = [int(name) - 1 for name in sorted(numbers)]  # the run's own classes are sorted as text
-    assert torch.allclose(weights("run")["fc.bias"], state["fc.bias"][order], atol=1e-6)
+    assert "outputs for classes, in order: 1, 10, 11, 12, 2, 3, ... (12 in all)" in outcome.out
+    assert torch.allclose(weights("run")["fc.bias"], state["fc.bias"], atol=1e-6)
     (outcome,) = run_ranks(1, eval.main, [*FILE, *words("--num_workers 0 --data photos")])
-    assert "classes of the outputs, in order: 1, 2, 3" in outcome.out
+    assert "classes of the outputs, in order: 1, 10, 11" in outcome.out

@@ -21,8 +21,8 @@ from extras.page.html import template
 from helpers.ranks import Outcome, returned, run_ranks
 from helpers.waiting import PATIENCE, records_so_far, until
 from utils.models.weight_average import WeightAverage
-from utils.runs.loading import extend_save_state
 from utils.runs.manifest import NEEDED, OPTIMIZER, checkpoint_of, write_manifest
+from utils.runs.save_state import extend_save_state
 from utils.runs.writing import finish_partial, new_partial, partial_of, publish
 
 template("page.html")  # compiled once, before ranks are forked

@@ -146,8 +146,9 @@ class DeviceLoader:
         self.device = device
         self.error: Exception | None = None
         self.what = "a training batch" if training else "an evaluation batch"
-        self.dataset: Any = loader.dataset  # its `labels` are those of the whole split
-        self.no_labels = torch.tensor(self.dataset.labels[:0], device=device)
+        dataset: Any = loader.dataset
+        self.dataset = dataset  # its `labels` are those of the whole split
+        self.no_labels = torch.tensor(dataset.labels[:0], device=device)
         # Accelerate would copy on the compute stream; `_upload` copies instead
         self.loader.device = None
         self.mixing = Mixing(config, spec, outputs) if training and config.mixes else None
@@ -159,8 +160,8 @@ class DeviceLoader:
         self.scale, self.shift = scale.repeat(spec.width), shift.repeat(spec.width)
         self.channels = spec.channels
         shape = (spec.channels, spec.height, spec.width)
-        if self.dataset.source is not None:  # features
-            shape = self.dataset.rows.shape[1:]
+        if dataset.source is not None:  # features
+            shape = dataset.rows.shape[1:]
         self.no_images = torch.empty(0, *shape, device=device)  # an empty input of the model
 
     def check(self) -> None:

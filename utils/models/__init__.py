@@ -1,21 +1,13 @@
 """Models by name, their layers and weights."""
 
-# checks of a model and its weights
-from utils.models.checking import (
-    bad_tensors,
-    check_batch_norm,
-    has_batch_norm,
-    hash_tensors,
-    sum_bits,
-    sum_words,
-)
-
 # parts of a model
 from utils.models.layers import (
     TestTimeAugmentation,
+    check_batch_norm,
     checkpoint_blocks,
     find_blocks,
     freeze,
+    has_batch_norm,
     head_prefixes,
     keep_batch_stats,
     main_output,
@@ -34,6 +26,9 @@ from utils.models.sharded import (
     reshard,
     tied_names,
 )
+
+# the values of tensors
+from utils.models.values import bad_tensors, hash_tensors, sum_bits, sum_words
 
 # --ema_decay
 from utils.models.weight_average import WeightAverage

@@ -24,10 +24,7 @@ def find_last_part(model: nn.Module, spec: InputSpec) -> tuple[nn.Module | None,
     named = model.named_parameters()
     trained = [name.split(".")[:-1] for name, parameter in named if parameter.requires_grad]
     levels = takewhile(lambda level: len({*level}) == 1, zip(*trained, strict=False))
-    common = [level[0] for level in levels]
-    while isinstance(model.get_submodule(".".join(common[:-1])), nn.Sequential) and common[:-1]:
-        common = common[:-1]
-    name = ".".join(common)
+    name = _outermost_sequential(model, ".".join(level[0] for level in levels))
     if not name:
         return None, "the trained layers are in several modules"
     part = model.get_submodule(name)
@@ -42,11 +39,22 @@ def find_last_part(model: nn.Module, spec: InputSpec) -> tuple[nn.Module | None,
         returned = [model.train(training)(images) for training in (False, True)]
     model.train(was_training)
     takes_one = all(len(given) == 1 and isinstance(given[0], Tensor) for given in inputs)
-    if not takes_one or [*map(id, outputs)] != [*map(id, returned)]:
+    is_output = len(outputs) == 2 and outputs[0] is returned[0] and outputs[1] is returned[1]
+    if not takes_one or not is_output:
         return None, f"the output of the model is not that of {name}"
     if not torch.equal(*(features.nan_to_num() for (features,) in inputs)):
         return None, f"the input of {name} is random in training, as after dropout"
     return part, ""
+
+
+def _outermost_sequential(model: nn.Module, name: str) -> str:
+    """The name of the outermost nn.Sequential of those that this module is in, one in another; the
+    name itself if its parent is none.
+    """
+    parent = name.rpartition(".")[0]
+    if parent and isinstance(model.get_submodule(parent), nn.Sequential):
+        return _outermost_sequential(model, parent)
+    return name
 
 
 class FrozenPart(nn.Module):

@@ -1,5 +1,5 @@
-"""The layers of a model: those that compute the logits, and what --freeze, --grad_checkpointing and
---tta change.
+"""The layers of a model: those that compute the logits, batch normalisation, and what --freeze,
+--grad_checkpointing and --tta change.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from utils.config import require, suggestion
+from utils.data import Plan
 from utils.settings.shared import BACKBONE
 
 # torchvision itself would change ImageNet's normalisation to theirs (`transform_input`)
@@ -23,7 +24,8 @@ OF_TENSORFLOW = {"googlenet", "inception_v3"}
 
 def shape_of(tensor: Tensor) -> str:
     """The shape of a tensor as text, with a note if its values are integers."""
-    return f"{list(tensor.shape)}{' of integers' * (not tensor.is_floating_point())}"
+    shape = f"{list(tensor.shape)}"
+    return shape if tensor.is_floating_point() else f"{shape} of integers"
 
 
 def find_heads(model: nn.Module) -> tuple[str, ...]:
@@ -97,6 +99,34 @@ def keep_batch_stats(model: nn.Module, new: Collection[str]) -> None:
             _stay_in_evaluation(layer)
 
 
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether a layer of a model in training mode uses batch statistics.
+
+    Frozen ones stay in evaluation mode.
+    """
+    return any(isinstance(layer, _BatchNorm) and layer.training for layer in model.modules())
+
+
+def check_batch_norm(plan: Plan, updates: int, together: int = 1) -> None:
+    """Raise ValueError if batch statistics would be those of a single sample.
+
+    With synchronised batch normalisation, `together` processes share their statistics.
+    """
+    places = [0]
+    if updates >= plan.updates_per_epoch:
+        places.append((plan.updates_per_epoch - 1) * plan.global_batch_size)
+    batches = f"global batches of {plan.global_batch_size} in {plan.microbatches} microbatches"
+    size = f"{plan.samples} samples, {batches}"
+    problem = f"batch normalisation needs more than one sample, but one batch has only one ({size})"
+    fix = "use --drop_last, another --global_batch_size, or fewer processes or microbatches"
+    # ranks compute contiguous ranges; an accumulation step shares statistics
+    per_rank = plan.microbatches // together
+    for place in places:
+        sizes = plan.microbatch_sizes(place)
+        alone = any(sum(sizes[step::per_rank]) == 1 for step in range(per_rank))
+        require(not alone, problem, fix)
+
+
 def _stay_in_evaluation(layer: nn.Module) -> None:
     layer.training = False
     # Called by `train` of the model, also after an evaluation
@@ -157,8 +187,8 @@ def restored_buffers(module: nn.Module) -> Iterator[None]:
 
 
 def main_output(outputs: Any) -> Any:
-    """The logits in what a model returns: the first of a tuple or list, `logits` of a dictionary, or
-    else all of it.
+    """The logits in what a model returns: the first of a tuple or list, `logits` of a dictionary,
+    or else all of it.
     """
     if isinstance(outputs, Mapping):
         return outputs.get("logits", outputs)
@@ -180,7 +210,8 @@ class TestTimeAugmentation(nn.Module):
 
     def __init__(self, model: nn.Module, views: str):
         super().__init__()
-        self.model, self.views = model, views.split(",")
+        self.model = model
+        self.views = views.split(",")
 
     def forward(self, images: Tensor) -> Tensor:
         views = [(1.0, images)]

@@ -2,7 +2,6 @@
 name.
 """
 
-import re
 import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -15,6 +14,10 @@ from torch import Tensor, nn
 from utils.config import require
 from utils.console import join_names, nfc
 from utils.models.layers import find_heads, head_prefixes, shape_of
+
+_WRAPPERS = ("module.", "_orig_mod.", "backbone.", "encoder.")
+"""What DDP, torch.compile and other trainers put before the names of a model, also several of
+them."""
 
 
 @dataclass
@@ -50,13 +53,12 @@ def fit_names(
     """The `tensors` that were read from `where`, renamed to the names of the model, which the user
     calls `name`.
 
-    The prefix of its names is removed, and timm converts the names of the authors' own code. With
+    A prefix of `_WRAPPERS` is removed, and timm converts the names of the authors' own code. With
     `order`, the tensors get the model's names one after the other; the head may have another number
     of rows. Also returns the names of tensors without the prefix, which are left out. Raises
     UserError if `order` is set and the shapes differ.
     """
     own = model.state_dict()
-    heads = head_prefixes(model)
     prefix = _prefix_of(tensors, own)
     left_out = [each for each in tensors if not each.startswith(prefix)]
     fitting = {
@@ -64,29 +66,31 @@ def fit_names(
     }
     fitting = _with_timm(fitting, model)
     if order:
-        shapes = [
-            [each.shape[key.startswith(heads) :] for key, each in zip(own, state, strict=False)]
-            for state in (own.values(), fitting.values())
-        ]
+        heads = head_prefixes(model)
         problem = f"{where}: its tensors do not have the shapes of {name} in the same order"
         fix = "leave out --init_match order, or use another --model"
-        require(len(own) == len(fitting) and shapes[0] == shapes[1], problem, fix)
-        fitting = dict(zip(own, fitting.values(), strict=True))
+        require(len(own) == len(fitting), problem, fix)
+        renamed = dict(zip(own, fitting.values(), strict=True))
+        for key, tensor in own.items():
+            first = 1 if key.startswith(heads) else 0  # the rows of the head may differ
+            require(renamed[key].shape[first:] == tensor.shape[first:], problem, fix)
+        fitting = renamed
     return fitting, left_out
 
 
 def _prefix_of(tensors: Collection[str], own: Collection[str]) -> str:
-    """The prefix, such as `module.encoder_q.`, that turns the most of the model's `own` names into
-    names of the tensors.
-
-    Empty if these are less than half of them: the tensors may be those of other code.
+    """The prefix, such as `module._orig_mod.`, with which the tensors have the most of the model's
+    `own` names.
     """
-    dots = re.compile(r"^|\.").finditer
-    found = Counter(
-        name[: dot.end()] for name in tensors for dot in dots(name) if name[dot.end() :] in own
-    )
-    prefix = max(found, key=found.__getitem__, default="")
-    return prefix if 2 * found[prefix] >= min(len(own), len(tensors)) else ""
+    prefixes = [""]
+    for name in tensors:
+        prefix = ""
+        while name.startswith(_WRAPPERS):
+            wrapper, _, name = name.partition(".")
+            prefix += f"{wrapper}."
+            if prefix not in prefixes:
+                prefixes.append(prefix)
+    return max(prefixes, key=lambda prefix: sum(prefix + name in tensors for name in own))
 
 
 def _with_timm(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -132,28 +136,35 @@ def copy_matching(
     twice are left out.
     """
     state = model.state_dict()
-    heads = head_prefixes(model)
+    by_class = head_prefixes(model) if there and list(there) != list(here) else ()
+    row_of = _rows_of_both(there, here)
     new = {}
     copied = None
-    counts = Counter(map(nfc, there))
-    row_of = {nfc(name): row for row, name in enumerate(there) if counts[nfc(name)] == 1}
-    rows = [row for row, name in enumerate(here) if nfc(name) in row_of]
-    sources = [row_of[nfc(here[row])] for row in rows]
     for name, own in state.items():
         theirs = tensors.get(name)
         if theirs is None:
             new[name] = "not in the source"
-        elif there and list(there) != list(here) and name.startswith(heads):
-            fits = own.shape[:1] == (len(here),) and theirs.shape == (len(there), *own.shape[1:])
-            count = len(rows) if fits else 0
+        elif name.startswith(by_class):
+            count = 0
+            if own.shape[:1] == (len(here),) and theirs.shape == (len(there), *own.shape[1:]):
+                count = len(row_of)
             if count:
-                own[rows] = theirs[sources].to(own)
-            copied = count, len(here)
+                own[list(row_of)] = theirs[list(row_of.values())].to(own)
             if count < len(here):
                 new[name] = f"except for the rows of {count} of {len(here)} classes"
+            copied = count, len(here)
         elif shape_of(theirs) != shape_of(own):
             new[name] = f"shape {shape_of(own)}, in the source {shape_of(theirs)}"
         else:
             own.copy_(theirs)
     kept = [name for name in state if name not in new]
     return Match(kept, new, [name for name in tensors if name not in state], copied)
+
+
+def _rows_of_both(there: Sequence[str], here: Sequence[str]) -> dict[int, int]:
+    """The row in `there` of each row in `here` that has the same class name, without names that
+    occur twice.
+    """
+    counts = Counter(map(nfc, there))
+    row_of = {nfc(name): row for row, name in enumerate(there)}
+    return {row: row_of[nfc(name)] for row, name in enumerate(here) if counts[nfc(name)] == 1}

@@ -5,7 +5,7 @@ ImageNet's classes.
 import importlib.util
 import pickle
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 import torchvision
 from torch import nn
 
-from utils.config import require
 from utils.errors import UserError, one_line
 from utils.models.layers import OF_TENSORFLOW, head_prefixes
 from utils.models.matching import copy_matching, zero_heads
@@ -42,15 +41,23 @@ def published_input(name: str) -> dict:
 
     Empty for a model that neither timm nor torchvision describes.
     """
-    if cfg := timm_weights(name):
+    cfg = timm_weights(name)
+    if cfg:
         return input_of(cfg.to_dict())
     if name not in torchvision.models.list_models():
         return {}
     preset = torchvision_weights(name).transforms()
-    (side,), (resized,), how = preset.crop_size, preset.resize_size, preset.interpolation.value
-    shape = {"input_size": [3, side, side], "crop_pct": side / resized, "interpolation": how}
-    half = [0.5] * 3 * (name in OF_TENSORFLOW)
-    return input_of({"mean": half or preset.mean, "std": half or preset.std, **shape})
+    (side,) = preset.crop_size
+    (resized,) = preset.resize_size
+    is_half = name in OF_TENSORFLOW
+    about = {
+        "mean": [0.5, 0.5, 0.5] if is_half else preset.mean,
+        "std": [0.5, 0.5, 0.5] if is_half else preset.std,
+        "input_size": [3, side, side],
+        "crop_pct": side / resized,
+        "interpolation": preset.interpolation.value,
+    }
+    return input_of(about)
 
 
 def input_of(cfg: Mapping) -> dict:
@@ -70,7 +77,8 @@ def input_of(cfg: Mapping) -> dict:
 def _fix_of_weights(config: ModelSettings) -> str:
     """What to do if published weights cannot be loaded."""
     arguments = "leave out --model_args, or " if config.model_args else ""
-    if cfg := timm_weights(config.model):
+    cfg = timm_weights(config.model)
+    if cfg:
         from huggingface_hub.constants import HF_HUB_CACHE
 
         get = f"run `hf download {cfg.hf_hub_id}` elsewhere and copy the files to {HF_HUB_CACHE}"
@@ -90,23 +98,6 @@ def published_outputs(name: str) -> int:
     """The number of outputs of the published weights of a model."""
     cfg = timm_weights(name)
     return cfg.num_classes if cfg else len(CLASSES)
-
-
-def names_of_outputs(count: int, published: bool, names: Sequence[str]) -> list[str]:
-    """The classes of weights with `count` outputs, in the order of the outputs, with the names that
-    the data set uses.
-
-    `names` are the classes of the data set. Weights with 1,000 outputs have ImageNet's classes
-    (`names_as_in`). Other weights, unless they are `published`, have the classes of the data set,
-    in numeric order if all are numbers. Raises UserError if nothing fits.
-    """
-    own = len(names) == count and not published
-    if count == len(CLASSES):
-        with suppress(UserError) if own else nullcontext():
-            return names_as_in(names)
-    problem = f"the weights have {count:,} classes, and --data has {len(names):,}"
-    require(own, problem, "use data with the classes of these weights")
-    return sorted(names, key=int) if all(map(str.isdecimal, names)) else list(names)
 
 
 def names_as_in(names: Sequence[str]) -> list[str]:
@@ -151,7 +142,8 @@ def published_model(config: ModelSettings, **arguments: Any) -> nn.Module:
             return timm.create_model(config.model[5:], pretrained=True, **arguments)
         return torchvision.models.get_model(config.model, weights="DEFAULT", **arguments)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        problem = f"--pretrained: the weights of {config.model} cannot be loaded ({one_line(error)[:200]})"
+        reason = one_line(error)[:200]
+        problem = f"--pretrained: the weights of {config.model} cannot be loaded ({reason})"
         raise UserError(problem, _fix_of_weights(config)) from error
 
 

@@ -43,7 +43,8 @@ def copy_into(target: Tensor, tensor: Tensor) -> None:
     if isinstance(target, DTensor):
         assert target.placements == (Shard(0),)
         mesh = target.device_mesh
-        blocks, rank = tensor.chunk(mesh.size()), mesh.get_local_rank()  # as FSDP2 divides the rows
+        blocks = tensor.chunk(mesh.size())  # as FSDP2 divides the rows
+        rank = mesh.get_local_rank()
         tensor = blocks[rank] if rank < len(blocks) else tensor[:0]  # the last ranks may have none
     local_shard(target).copy_(tensor)
 

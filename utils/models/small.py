@@ -20,10 +20,14 @@ class MnistCNN(nn.Module):
     def __init__(self, spec: InputSpec, classes: int, dropout: float = 0.5):
         super().__init__()
         height, width = (((side - 2) // 2 - 2) // 2 for side in spec.size)
-        self.conv1, self.conv2 = nn.Conv2d(spec.channels, 32, 3), nn.Conv2d(32, 64, 3)
-        self.fc1, self.fc2 = nn.Linear(64 * height * width, 500), nn.Linear(500, classes)
-        self.drop_maps, self.drop_units = nn.Dropout2d(dropout), nn.Dropout(dropout)
-        self.pool, self.relu = nn.MaxPool2d(2), nn.ReLU()
+        self.conv1 = nn.Conv2d(spec.channels, 32, 3)
+        self.conv2 = nn.Conv2d(32, 64, 3)
+        self.fc1 = nn.Linear(64 * height * width, 500)
+        self.fc2 = nn.Linear(500, classes)
+        self.drop_maps = nn.Dropout2d(dropout)
+        self.drop_units = nn.Dropout(dropout)
+        self.pool = nn.MaxPool2d(2)
+        self.relu = nn.ReLU()
 
     def forward(self, images: Tensor) -> Tensor:
         height, width = images.shape[2:]  # without the pixels that the poolings would drop
@@ -44,13 +48,11 @@ def _onednn(images: Tensor) -> Tensor:
     The layout is not used with autocast to bfloat16, which it does not support, or with
     torch.compile, which fuses poolings itself.
     """
-    plain = (
-        images.device.type != "cpu"
-        or torch.is_autocast_enabled("cpu")
-        or torch.compiler.is_compiling()
-    )
-    plain = plain or images.dtype != torch.float32 or not torch.backends.mkldnn.is_available()
-    return images if plain else images.to_mkldnn()
+    fits = images.device.type == "cpu" and images.dtype == torch.float32
+    others = torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
+    if fits and not others and torch.backends.mkldnn.is_available():
+        return images.to_mkldnn()
+    return images
 
 
 class MLP(nn.Module):

@@ -22,7 +22,8 @@ class WeightAverage:
     """
 
     def __init__(self, module: nn.Module, decay: float):
-        self.decay, self._module = decay, module
+        self.decay = decay
+        self._module = module
         own = self._own()
         self._state = {name: tensor.clone() for name, tensor in own.items()}
         self._weights = [*map(local_shard, own.values())]  # in the memory of the model

@@ -84,25 +84,30 @@ def read_any(file: Path) -> tuple[dict[str, Tensor], str]:
         problem = f"{file}: its weights cannot be read ({one_line(error)[:160]})"
         fix = "give a safetensors file, or one of torch.save with a state dict"
         raise UserError(problem, fix) from error
+    content, inside = _unwrapped(content)
+    return plain_tensors(file, content), ", ".join(inside)
+
+
+def _unwrapped(content: Any) -> tuple[Any, list[str]]:
+    """The state dict in what a file holds, and the keys under which it was found."""
     inside: list[str] = []
     while isinstance(content, dict) and len(inside) < 4:  # a dictionary may contain itself
-        # Other names, such as net, only where there are no tensors beside them.
-        others = [] if _count(content) else sorted(content, key=lambda name: -_count(content[name]))
-        held = [name for name in (*WRAPPERS, *others) if _count(content.get(name), Tensor | dict)]
+        names = [*WRAPPERS]
+        if not _count(content):  # other names, such as net, only where no tensors are beside them
+            names += sorted(content, key=lambda name: -_count(content[name]))
+        held = [name for name in names if _count(content.get(name), Tensor | dict)]
         if not held:
             break
-        inside = [*inside, f"{held[0]}"]
+        inside.append(f"{held[0]}")
         content = content[held[0]]
-    return plain_tensors(file, content), ", ".join(inside)
+    return content, inside
 
 
 def _count(content: Any, kind: Any = Tensor) -> int:
     """How many values of a dictionary are tensors."""
-    return (
-        sum(isinstance(value, kind) for value in content.values())
-        if isinstance(content, dict)
-        else 0
-    )
+    if not isinstance(content, dict):
+        return 0
+    return sum(isinstance(value, kind) for value in content.values())
 
 
 def check_size(path: Path) -> None:

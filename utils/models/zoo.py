@@ -1,4 +1,4 @@
-"""Models by name: our own (small.py, fastnet.py), every classification model of torchvision, and timm's."""
+"""Models by name: our own (small.py, fastnet.py), torchvision's for classification, and timm's."""
 
 import importlib.util
 import math
@@ -14,8 +14,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from utils.config import Table, require, suggestion
 from utils.data import EVAL_CROP, SMALL, ImageDataset, InputSpec, fold_in, sides
 from utils.errors import UserError, one_line
-from utils.models.checking import MINIMUM_SIZE, check_output, hook_for_size
 from utils.models.layers import OF_TENSORFLOW
+from utils.models.probe import MINIMUM_SIZE, check_output, hook_for_size
 from utils.models.small import MLP, MnistCNN
 from utils.settings.models import ModelSettings
 
@@ -57,8 +57,9 @@ def check_model(config: ModelSettings) -> None:
         require(bare in known, f"--model {name}: no such model", fix)
     problem = f"--pretrained: {name} has no published weights"
     require(has_weights or not config.pretrained, problem, "use another model")
-    if name not in OWN_MODELS and (given := _NOT_ARGUMENTS & config.model_args.keys()):
-        problem = f"--model_args {min(given)}: cannot be set here"
+    reserved = _NOT_ARGUMENTS & config.model_args.keys()
+    if reserved and name not in OWN_MODELS:
+        problem = f"--model_args {min(reserved)}: cannot be set here"
         raise UserError(problem, "leave it out, or use --pretrained")
     own_stem = name in OWN_MODELS or is_timm or config.pretrained
     problem = "--stem small: only for models of torchvision without --pretrained"
@@ -126,7 +127,9 @@ def _per_channel(
     problem = f"{flag} has {len(values)} values for {channels} channels"
     fix = "give one value, or one for each channel"
     require(given is None or len(given) in (1, channels), problem, fix)
-    return list(values) if len(values) == channels else [sum(values) / len(values)] * channels
+    if len(values) == channels:
+        return list(values)
+    return [sum(values) / len(values)] * channels
 
 
 def build_model(
@@ -171,16 +174,20 @@ def build_model(
     except UserError:
         raise
     except Exception as error:  # invalid arguments can cause errors of any class
-        what = "--model"
-        fix = "use another --model or --image_size"
-        if config.model_args:
-            what = "--model_args for"
-            fix = "change or remove these arguments"
-        elif not isinstance(error, TypeError | ValueError | RuntimeError):
+        if not config.model_args and not isinstance(error, TypeError | ValueError | RuntimeError):
             raise
-        problem = f"{what} {name}: {type(error).__name__}: {one_line(error)[:200]}"
-        raise UserError(problem, fix) from error
+        raise _cannot_build(config, error) from error
     return model.to(memory_format=torch.channels_last) if config.channels_last else model
+
+
+def _cannot_build(config: ModelSettings, error: Exception) -> UserError:
+    what = "--model"
+    fix = "use another --model or --image_size"
+    if config.model_args:
+        what = "--model_args for"
+        fix = "change or remove these arguments"
+    reason = f"{type(error).__name__}: {one_line(error)[:200]}"
+    return UserError(f"{what} {config.model}: {reason}", fix)
 
 
 def _create(config: ModelSettings, spec: InputSpec, classes: int, arguments: dict) -> nn.Module:
@@ -195,8 +202,8 @@ def _create(config: ModelSettings, spec: InputSpec, classes: int, arguments: dic
         problem = f"--drop_path: {name} does not support it"
         require(has_drop_path or not config.drop_path, problem, _FOR_DROP_PATH)
         return model
-    if name in OF_TENSORFLOW:  # torchvision warns without the first; GoogLeNet's published weights
-        # have no auxiliary heads
+    if name in OF_TENSORFLOW:
+        # torchvision warns without the first; GoogLeNet's published weights have no auxiliary heads
         own = {"init_weights": True, "aux_logits": not config.pretrained or name == "inception_v3"}
         arguments = own | arguments
     model = torchvision.models.get_model(name, num_classes=classes, **arguments)

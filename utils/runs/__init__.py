@@ -1,7 +1,7 @@
 """What a run leaves on disk, and how it resumes."""
 
 # the batch sizes of the processes
-from utils.runs.batch_sizes import DEFAULT_BATCH, resolve_batch
+from utils.runs.batch_sizes import DEFAULT_BATCH, choose_batch, resolve_batch
 
 # saves and deletes the checkpoints of a run
 from utils.runs.checkpoint import CheckpointManager
@@ -39,7 +39,6 @@ from utils.runs.metadata import (
 
 # what a resumed run keeps
 from utils.runs.resume import (
-    choose_batch,
     keep_settings,
     restore_state,
     resume_lines,

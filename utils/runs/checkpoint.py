@@ -1,12 +1,13 @@
 """Find, save, load and delete the checkpoints of a run. A checkpoint is a folder that is complete
 or does not exist.
 
-RUN/checkpoints/step-00001234/   model.safetensors, optimizer.bin, scaler.pt of fp16   (Accelerator.save_state)
-                                 ema.safetensors with --ema_decay                      (loading.py)
-                                 state.json, config.yaml, samples.json.gz               (metadata.py)
-                                 manifest.json                                         (size and SHA-256 of each)
-RUN/checkpoints/latest, best     one line each: the name of such a folder
-RUN/resumed_from.txt             the path of a checkpoint of another run that this run started from
+RUN/checkpoints/step-00001234/
+    model.safetensors, optimizer.bin       by Accelerator.save_state, with fp16 also scaler.pt
+    ema.safetensors                        with --ema_decay, see save_state.py
+    state.json, config.yaml, samples.json.gz    see metadata.py
+    manifest.json                          the size and the SHA-256 of each file
+RUN/checkpoints/latest, best               one line each: the name of such a folder
+RUN/resumed_from.txt                       the checkpoint of another run that this run started from
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,16 +29,10 @@ from utils.runs.folder import (
     create_folder,
     find_start,
 )
-from utils.runs.loading import (
-    bytes_to_save,
-    check_savable,
-    extend_save_state,
-    load_average,
-    load_optimizer,
-    load_scale,
-)
+from utils.runs.loading import load_average, load_optimizer, load_scale
 from utils.runs.manifest import ORIGIN
 from utils.runs.metadata import Checkpoint, check_identity, read_checkpoint
+from utils.runs.save_state import bytes_to_save, check_savable, extend_save_state
 from utils.runs.state import TrainState
 from utils.runs.writing import (
     clean_up,
@@ -106,8 +101,8 @@ class CheckpointManager:
         optimizer: Optimizer,
         average: WeightAverage | None,
     ) -> Path:
-        """Open the folder of the run, and load the state of the optimizer, the average of the weights
-        and the loss scale from `saved`, if it is given.
+        """Open the folder of the run, and load the state of the optimizer, the average of the
+        weights and the loss scale from `saved`, if it is given.
 
         The `model` has its weights already. Deletes later checkpoints. `config` has the resolved
         settings; the name of a new folder contains the model. Raises ValueError, before any file is

@@ -57,7 +57,8 @@ def find_start(
         named = expand(config.resume)
         checkpoint = newest_good(named)
         if checkpoint is None:
-            verify(checkpoint := find_checkpoint(named))
+            checkpoint = find_checkpoint(named)
+            verify(checkpoint)
     if begun:
         start = checkpoint or "the beginning"
         print(
@@ -67,16 +68,17 @@ def find_start(
 
 
 def origin_of_run(folder: Path) -> tuple[Path | None, TrainConfig | None]:
-    """The checkpoint of another run that a run without checkpoints started from, and the settings of
-    the run; None for each that it has not written.
+    """The checkpoint of another run that a run without checkpoints started from, and the settings
+    of the run; None for each that it has not written.
     """
     origin = folder / ORIGIN
     settings = folder / "config.yaml"
     if (folder / "log.jsonl").exists():
         check_log(folder)
     try:
-        checkpoint = Path(read_text(origin, 8192)) if origin.exists() else None
-        if checkpoint:
+        checkpoint = None
+        if origin.exists():
+            checkpoint = Path(read_text(origin, 8192))
             verify(checkpoint)
         return checkpoint, read_settings(folder) if settings.exists() else None
     except UserError as error:  # its fix is for another checkpoint or a --config file

@@ -2,25 +2,45 @@
 library.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from utils.config import Settings, require
-from utils.data import InputSpec, SampleList, sides
+from utils.console import join_names, say
+from utils.data import InputSpec, SampleList, absolute_data, sides
 from utils.files import expand
-from utils.models import TestTimeAugmentation, build_model, read_weights, resize_input
-from utils.ranks import Ranks, compile_model
+from utils.models import (
+    TestTimeAugmentation,
+    build_model,
+    check_model,
+    input_spec,
+    read_weights,
+    resize_input,
+)
+from utils.models.matching import count_outputs, fit_names
+from utils.models.published import (
+    CLASSES,
+    names_as_in,
+    published_model,
+    published_outputs,
+    version_of,
+)
+from utils.ranks import Ranks, check_precision, compile_model
+from utils.runs.foreign import fill_input, read_foreign
 from utils.runs.loading import load_weights
 from utils.runs.manifest import EMA_FILE, WEIGHTS_FILE, files_of, find_checkpoint, verify
 from utils.runs.metadata import read_checkpoint
-from utils.settings.scripts import EvalConfig, PredictConfig
+from utils.settings.scripts import CheckpointConfig, EvalConfig, InferenceConfig
 from utils.settings.train import OF_ONE_START, TrainConfig
 from utils.tasks import Task
+
+_SPLITS = ("train_split", "eval_split", "eval_fraction", "fold", "group_by")
 
 
 @dataclass(frozen=True)
@@ -34,12 +54,33 @@ class Inference:
     path: Path  # of the checkpoint or file; the name of a published model
     config: TrainConfig
     spec: InputSpec
-    # list[str], or a function that takes those of the data and returns those of the outputs
-    class_names: Any
+    class_names: list[str]  # empty if the weights do not name them
     tensors: Callable[[], Mapping[str, Tensor]]
     origin: Mapping  # what a record of an evaluation says about them
     samples: SampleList | None = None  # the samples of the run
     evaluation: Mapping | None = None  # of these weights, in the run
+    # without class names: the classes of the outputs, given those of the data
+    name_outputs: Callable[[list[str]], list[str]] = list
+    own_data: bool = True  # whether `config` has the data of the run
+
+
+def open_inference(flags: CheckpointConfig, ranks: Ranks) -> Inference:
+    """The weights that --ckpt or --model names, with the settings that these flags replace;
+    collective.
+
+    Prints a line for each flag that has no effect.
+    """
+    if isinstance(flags, EvalConfig) and flags.model:
+        found = _of_model(flags.model, flags, ranks)
+    else:
+        found = find_saved(flags.ckpt, flags.weights, ranks)
+    with ranks.agree():
+        found = _with_flags(found, flags)
+        if isinstance(flags, InferenceConfig):  # export.py computes in full precision
+            check_precision(found.config, ranks)
+    for line in _without_effect(flags, found):
+        say(line)
+    return found
 
 
 def find_saved(ckpt: str, kind: str | None, ranks: Ranks, tries: int = 10) -> Inference:
@@ -52,43 +93,138 @@ def find_saved(ckpt: str, kind: str | None, ranks: Ranks, tries: int = 10) -> In
     try:
         ranks.from_main(lambda: verify(path), no_timeout=True)
         with ranks.agree():
-            return _read(path, kind)
+            return _read_saved(path, kind)
     except (ValueError, OSError):
         if tries == 1 or not ranks.any_rank(not path.is_dir()):
             raise
     return find_saved(ckpt, kind, ranks, tries - 1)
 
 
-def _read(path: Path, kind: str | None) -> Inference:
+def _read_saved(path: Path, kind: str | None) -> Inference:
     """The weights of a verified checkpoint: by default the average, if it has one."""
     saved = read_checkpoint(path)
     has_average = EMA_FILE in files_of(path)
     fix = "use --weights raw, or train with --ema_decay"
     require(has_average or kind != "ema", f"{path}: has no average of the weights", fix)
-    kind = kind or ("ema" if has_average else "raw")
+    uses_average = has_average and kind != "raw"
+    tensors = read_weights(path / (EMA_FILE if uses_average else WEIGHTS_FILE))
     state = saved.state
     origin = {"checkpoint": str(path.absolute()), "step": state.step, "epoch": state.epochs_begun}
-    # With an average, those of the average.
-    known = state.evaluation.get("step") == state.step and (kind == "ema" or not has_average)
-    tensors = read_weights(path / (EMA_FILE if kind == "ema" else WEIGHTS_FILE))
+    if has_average:
+        origin["weights"] = "ema" if uses_average else "raw"
+    # With an average, the run has evaluated it.
+    is_evaluated = state.evaluation.get("step") == state.step and uses_average == has_average
     return Inference(
         path,
         saved.config,
         saved.spec,
         saved.class_names,
         lambda: tensors,
-        origin | ({"weights": kind} if has_average else {}),
+        origin,
         saved.samples,
-        state.evaluation if known else None,
+        state.evaluation if is_evaluated else None,
     )
 
 
-def with_settings(found: Inference, config: TrainConfig) -> Inference:
-    """The same weights with these settings, and with the input in evaluation that they ask for."""
+def _of_model(model: str, flags: EvalConfig, ranks: Ranks) -> Inference:
+    """The weights of --model in a file or of its library; collective."""
+    config = TrainConfig(
+        model=model, pretrained=flags.pretrained, task="classification", report=False
+    )
+    config = replace(config, **given_settings(flags))
+    with ranks.agree():
+        check_model(config)
+        if flags.pretrained:
+            return Inference(
+                Path(model),
+                config,
+                input_spec(config, 3, None),
+                [],
+                lambda: published_model(config).state_dict(),
+                {"model": model, "pretrained": version_of(config)},
+                name_outputs=partial(_names_in_data, published_outputs(model)),
+            )
+    return _of_file(config, f"{flags.weights}", ranks)
+
+
+def _of_file(config: TrainConfig, file: str, ranks: Ranks) -> Inference:
+    """The weights of --model in a file or repository; collective."""
+    where = f"--weights {file}"
+    source = read_foreign("--weights", file, config.model, ranks)
+    ranks.check_same(source.weights, f"different weights in {where}")
+    with ranks.agree("building the model"):
+        config = fill_input(config, source.settings)
+        config = replace(config, image_size=config.image_size or config.eval_size)
+        spec = input_spec(config, 3, None)
+        # for the names of its tensors
+        model = build_model(config, spec, 1, weight_bytes=math.inf)
+        in_order = config.init_match == "order"
+        tensors, left_out = fit_names(source.tensors, model, where, config.model, in_order)
+        outputs = count_outputs(tensors, model)
+        fix = "set --model to the model of these weights"
+        require(outputs > 0, f"{where}: has no head for {config.model}", fix)
+    if left_out:
+        say(f"{where}: not used: {join_names(left_out, 6)}")
+    return Inference(
+        Path(source.name),
+        config,
+        spec,
+        source.class_names,
+        lambda: tensors,
+        {"model": config.model, "weights": file},
+        name_outputs=partial(_names_in_data, outputs),
+    )
+
+
+def _names_in_data(outputs: int, names: list[str]) -> list[str]:
+    """The classes of so many outputs: those of the data, in its order; of 1,000 outputs,
+    ImageNet's.
+    """
+    if outputs == len(CLASSES):
+        return names_as_in(names)
+    problem = f"the weights have {outputs:,} classes, and --data has {len(names):,}"
+    require(outputs == len(names), problem, "use data with the classes of these weights")
+    return names
+
+
+def given_settings(flags: Settings) -> dict:
+    """The settings of a training run that these flags replace: those that both have, except where
+    it is launched.
+    """
+    own = {setting.name for setting in fields(TrainConfig)} - {*OF_ONE_START, "model", "pretrained"}
+    return {name: value for name, value in vars(flags).items() if name in own and value is not None}
+
+
+def _with_flags(found: Inference, flags: CheckpointConfig) -> Inference:
+    """The same weights with the settings that the flags give, and with the input in evaluation that
+    these ask for.
+    """
+    given = given_settings(flags)
+    is_other = "data" in given and absolute_data(given["data"]) != found.config.data
+    own_data = found.samples is not None and not is_other
+    if isinstance(flags, EvalConfig):
+        given |= {"metrics": True, "max_eval_samples": flags.max_eval_samples}
+        if not own_data:  # other data has other splits
+            given |= dict.fromkeys(_SPLITS)
+    config = replace(found.config, **given)
     spec = found.spec.for_evaluation().cropped(config.eval_crop)
     if config.eval_size not in (None, found.config.eval_size):
         spec = resize_input(found.spec, config, sides(config.eval_size))
-    return replace(found, config=config, spec=replace(found.spec, evaluation=spec))
+    spec = replace(found.spec, evaluation=spec)
+    return replace(found, config=config, spec=spec, own_data=own_data)
+
+
+def _without_effect(flags: CheckpointConfig, found: Inference) -> list[str]:
+    """Lines about given settings that have no effect."""
+    config = found.config
+    lines = []
+    if isinstance(flags, InferenceConfig) and flags.threshold is not None:
+        if config.task == "classification":
+            lines.append("--threshold has no effect: only multilabel and binary use it")
+    if isinstance(flags, EvalConfig) and config.eval_crop is not None:
+        if found.spec.for_evaluation().small:
+            lines.append("--eval_crop has no effect: small images are evaluated whole")
+    return lines
 
 
 def load_model(found: Inference, task: Task, ranks: Ranks) -> nn.Module:
@@ -109,23 +245,3 @@ def place_model(model: nn.Module, tta: str | None, accelerator: Accelerator) -> 
     """The model, or its test-time augmentation `tta`, compiled and on the device; without DDP."""
     compile_model(accelerator, model)
     return (TestTimeAugmentation(model, tta) if tta else model).to(accelerator.device).eval()
-
-
-def given_settings(flags: Settings) -> dict:
-    """The settings of a training run that these flags replace: those that both have, except where
-    it is launched.
-    """
-    own = {setting.name for setting in fields(TrainConfig)} - {*OF_ONE_START, "model", "pretrained"}
-    return {name: value for name, value in vars(flags).items() if name in own and value is not None}
-
-
-def warn_about_flags(flags: EvalConfig | PredictConfig, found: Inference) -> list[str]:
-    """Lines about given settings that have no effect."""
-    config = found.config
-    lines = []
-    if flags.threshold is not None and config.task == "classification":
-        lines.append("--threshold has no effect: only multilabel and binary use it")
-    small = found.spec.for_evaluation().small
-    if isinstance(flags, EvalConfig) and config.eval_crop is not None and small:
-        lines.append("--eval_crop has no effect: small images are evaluated whole")
-    return lines

@@ -81,10 +81,9 @@ def read_log(folder: Path) -> list[dict]:
     path = folder / "log.jsonl"
     records = []
     require(path.is_file(), f"{folder}: has no log.jsonl", "name a run folder, such as runs/NAME")
-    # A run may be writing the last line, or was killed meanwhile.
-    for number, line in enumerate(
-        path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1], 1
-    ):
+    text = path.read_text(encoding="utf-8", errors="replace")
+    # without the last line: a run may be writing it, or was killed meanwhile
+    for number, line in enumerate(text.split("\n")[:-1], 1):
         with suppress(ValueError, TypeError, LookupError, RecursionError):
             record = {**json.loads(line)}
             fit(record["step"], Count)
@@ -108,7 +107,8 @@ def _reopen(path: Path, state: TrainState) -> int:
         lines = []
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError, TypeError, KeyError):  # a crash cut the line short
-                lines += [line + "\n"] * is_kept(json.loads(line), state)
+                if is_kept(json.loads(line), state):
+                    lines.append(f"{line}\n")
         write_file(path, "".join(lines))
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 

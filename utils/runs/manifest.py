@@ -24,7 +24,8 @@ NEEDED = (WEIGHTS_FILE, "state.json", "config.yaml", SAMPLES)
 
 def checkpoint_of(folder: Path, step: int | None) -> Path:
     """The path of the checkpoint of `step`; of step 0, which never has one, if `step` is None."""
-    return folder / f"step-{step or 0:08d}"
+    number = 0 if step is None else step
+    return folder / f"step-{number:08d}"
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
@@ -40,9 +41,11 @@ def beginnings(run: Path, records: Sequence[Mapping]) -> dict[int, Path]:
     """The checkpoints of a run by their updates, with the one of another run that it started from,
     if any, oldest first; `records` are those of its log.
     """
+    found = {}
     origin = run / ORIGIN
-    first = {records[0]["step"]: Path(read_text(origin, 8192))} if origin.is_file() else {}
-    return first | {step_of(path): path for path in checkpoints_of(run / "checkpoints")}
+    if origin.is_file():
+        found[records[0]["step"]] = Path(read_text(origin, 8192))
+    return found | {step_of(path): path for path in checkpoints_of(run / "checkpoints")}
 
 
 def newest_good(run: Path) -> Path | None:
@@ -65,8 +68,8 @@ def newest_good(run: Path) -> Path | None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint at `path`, or in the run folder, or that of its checkpoints: the best one, else
-    the newest.
+    """The checkpoint at `path`, or in the run folder, or that of its checkpoints: the best one,
+    else the newest.
 
     Raises ValueError if there is none.
     """
@@ -79,9 +82,11 @@ def find_checkpoint(path: Path) -> Path:
         found = read_pointer(folder, name)
         if found and found.is_dir():
             return found
-    fix = "use a run folder that has one, or, for a file of weights, eval.py --model NAME --weights FILE"
-    require(bool(checkpoints_of(folder)), f"{path}: holds no checkpoint", fix)
-    return checkpoints_of(folder)[-1]
+    found_here = checkpoints_of(folder)
+    command = "eval.py --model NAME --weights FILE"
+    fix = f"use a run folder that has one, or, for a file of weights, {command}"
+    require(found_here, f"{path}: holds no checkpoint", fix)
+    return found_here[-1]
 
 
 def verify(checkpoint: Path) -> None:
@@ -111,7 +116,8 @@ def damage_of(checkpoint: Path) -> str | None:
     path = checkpoint / MANIFEST_FILE
     try:
         files = files_of(checkpoint)
-        if left_out := [name for name in NEEDED if name not in files]:
+        left_out = [name for name in NEEDED if name not in files]
+        if left_out:
             return f"{path}: does not name {', '.join(left_out)}"
         for name, entry in files.items():
             path = checkpoint / name

@@ -77,10 +77,21 @@ class Checkpoint:
     state_file: StateFile
     samples: SampleList
 
-    state = property(lambda self: self.state_file.state)
-    spec = property(lambda self: self.state_file.input)
-    class_names = property(lambda self: self.state_file.class_names)
-    weight_bytes = property(lambda self: (self.path / WEIGHTS_FILE).stat().st_size)
+    @property
+    def state(self) -> TrainState:
+        return self.state_file.state
+
+    @property
+    def spec(self) -> InputSpec:
+        return self.state_file.input
+
+    @property
+    def class_names(self) -> list[str]:
+        return self.state_file.class_names
+
+    @property
+    def weight_bytes(self) -> int:
+        return (self.path / WEIGHTS_FILE).stat().st_size
 
     def is_in(self, run: Path | None) -> bool:
         """Whether this is a checkpoint of the folder of a run."""
@@ -151,15 +162,17 @@ def versions() -> dict[str, str]:
     """The versions of Lockstep, its commit, Python, the main packages, decoders and the plug-in,
     and the compiler of the model, if any.
     """
-    return {
+    found = {
         "lockstep": VERSION,
         "commit": code_commit(),
         **{each.__name__: each.__version__ for each in (torch, torchvision, accelerate, np)},
         **DECODERS,
         "python": platform.python_version(),
-        **({"compiler": compile_backend()} if compile_backend() else {}),
-        **PLUGIN_HASHES,
     }
+    compiler = compile_backend()
+    if compiler:
+        found["compiler"] = compiler
+    return found | PLUGIN_HASHES
 
 
 def config_to_save(config: TrainConfig) -> str:

@@ -1,10 +1,7 @@
-"""Resume a run from a checkpoint: its settings, batch sizes and state, and what differs from the
-earlier run.
-"""
+"""Resume a run from a checkpoint: its settings and state, and what differs from the earlier run."""
 
 import uuid
 from collections.abc import Set
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,35 +11,15 @@ from utils.config import require
 from utils.data import DECODERS, Data, Plan
 from utils.errors import UserError, shorten
 from utils.launch import compile_backend, precision_is_chosen
-from utils.runs.batch_sizes import resolve_batch
 from utils.runs.metadata import Checkpoint
 from utils.runs.state import TrainState
 from utils.settings.train import CHOSEN, FIXED, NAMES, OF_THIS_MACHINE, TrainConfig
 
-
-def choose_batch(
-    config: TrainConfig, saved: Checkpoint | None, processes: int
-) -> tuple[int, int, int]:
-    """(batch_size, grad_accum, global_batch_size) of this start; a resumed run keeps its global
-    batch size.
-
-    The batch size per process does not exceed --batch_size or, if it is not set, the largest one so
-    far. Raises ValueError, which lists the numbers of processes that work.
-    """
-    if saved is None or config.microbatches:
-        return resolve_batch(config, processes)
-    with suppress(ValueError):  # these sizes do not fit
-        if config.batch_size or config.grad_accum:
-            return resolve_batch(config, processes)
-    total = saved.config.global_batch_size
-    *works, most = [f"{number}" for number in range(1, 2 * processes) if total % number == 0]
-    problem = f"{saved.path}: its global batch of {total} is not divisible by {processes} processes"
-    fix = f"resume with {', '.join(works)} or {most} processes"
-    require(total % processes == 0, problem, fix)
-    share = total // processes
-    largest = config.batch_size or saved.state.batch_size
-    batch_size = next(size for size in range(min(largest, share), 0, -1) if share % size == 0)
-    return batch_size, share // batch_size, total
+_OTHER_ORDER = (
+    "the samples are the same; floating-point sums have a different order: "
+    "losses agree to rounding; if processes x accumulation steps differs, "
+    "dropout masks and batch statistics differ too"
+)
 
 
 def keep_settings(
@@ -63,8 +40,10 @@ def keep_settings(
     batch = {"batch_size", "grad_accum"}
     if not begun or given & batch:
         own |= batch
-    own |= {"max_steps"} if "epochs" in given else set()
-    own |= {"mixed_precision"} if precision_is_chosen() else set()
+    if "epochs" in given:
+        own.add("max_steps")
+    if precision_is_chosen():
+        own.add("mixed_precision")
     there = vars(before)
     # Arguments belong to the function that has them.
     own |= {f"{name}_args" for name in own if getattr(config, name) != there[name]}
@@ -93,7 +72,8 @@ def restore_state(
     metric = saved.config.best_metric
     if not saved.is_in(folder):
         state.run_id = uuid.uuid4().hex
-        state.best = state.best_step = None  # the best checkpoint belongs to the earlier run
+        state.best = None  # the best checkpoint belongs to the earlier run
+        state.best_step = None
         state.digest = []
         if metric != config.best_metric:
             state.best_value = None
@@ -109,21 +89,21 @@ def check_same_run(saved: Checkpoint, config: TrainConfig, plan: Plan, data: Dat
     checkpoint.
     """
     there = saved.state_file
-    for what, old, new in (
-        *(
-            (f"--{name}", getattr(saved.config, name), getattr(config, name))
-            for name in (*FIXED, "seed", "global_batch_size")
-        ),
-        ("training samples", there.samples, plan.samples),
-        ("the classes", saved.class_names, data.class_names),
-        ("labels", there.labels, data.train.label_fingerprint),
-    ):
+    pairs = {
+        f"--{name}": (getattr(saved.config, name), getattr(config, name))
+        for name in (*FIXED, "seed", "global_batch_size")
+    }
+    pairs["training samples"] = there.samples, plan.samples
+    pairs["the classes"] = saved.class_names, data.class_names
+    pairs["labels"] = there.labels, data.train.label_fingerprint
+    for what, (old, new) in pairs.items():
         what = f"{what} {shorten(str(old))}, not {shorten(str(new))}"
         fix = "use the same settings, or start a new run"
         require(old == new, f"{saved.path}: was trained with {what}", fix)
     threads = torch.get_num_threads()
     same = not config.microbatches or there.device != "cpu" or there.threads == threads
-    problem = f"{saved.path}: --microbatches needs the same threads per process: {there.threads}, not {threads}"
+    needed = f"the same threads per process: {there.threads}, not {threads}"
+    problem = f"{saved.path}: --microbatches needs {needed}"
     require(same, problem, f"set --threads {there.threads}")
 
 
@@ -145,16 +125,13 @@ def resume_lines(
     changed = [name for name in names if before[name] != now[name]]
     lines = [f"resuming from {saved.path}"]
     lines += [f"{name} was {before[name]} in the checkpoint, now {now[name]}" for name in changed]
-    lines += [
-        f"{name} was {old} in the checkpoint, now {now}: pixels may differ by a level"
-        for name, now in DECODERS.items()
-        if (old := there.versions.get(name, now)) != now
-    ]
+    for name, version in DECODERS.items():
+        old = there.versions.get(name, version)
+        if old != version:
+            change = f"{name} was {old} in the checkpoint, now {version}"
+            lines.append(f"{change}: pixels may differ by a level")
     if {"processes", "threads"} & {*changed} and not config.microbatches:
-        lines.append(
-            "the samples are the same; floating-point sums have a different order: losses agree to rounding; "
-            "if processes x accumulation steps differs, dropout masks and batch statistics differ too"
-        )
+        lines.append(_OTHER_ORDER)
     for name in ("batch_size", "grad_accum"):
         value = getattr(config, name)
         used = plan.sizes(processes)[name]

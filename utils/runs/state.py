@@ -91,7 +91,8 @@ class TrainState:
             return value is not None and (best is None or sign * value > sign * best)
 
         if improves(self.best):
-            self.best, self.best_step = value, self.step
+            self.best = value
+            self.best_step = self.step
         self.evaluations_since_best += 1
         if improves(self.best_value):
             self.best_value = value

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, WandBTracker, get_available_trackers
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from utils.config import Table, require, suggestion
 from utils.console import say
@@ -24,17 +24,6 @@ from utils.settings.train import OF_ONE_START, TrainConfig
 
 # Folders and addresses of this machine are private, and of no use elsewhere.
 _NOT_SENT = {*OF_ONE_START, "output_dir", "data_dir", "cache_dir", "report_to"}
-
-
-class ContinuedWandB(WandBTracker):
-    """Skips the updates that W&B already has: it would warn and keep the old points."""
-
-    def log(self, values: dict, step: int) -> None:
-        if step >= self.run.starting_step:
-            super().log(values, step)
-
-
-LOGGER_TYPE_TO_CLASS["wandb"] = ContinuedWandB  # where `Accelerator.init_trackers` finds it
 
 
 class Trackers(Table):
@@ -93,9 +82,12 @@ class RunTrackers:
         # TensorBoard then hides the points of earlier starts, and a run in W&B continues. Other
         # trackers add a run, which has all records.
         name = {"name": folder.name}
-        wandb = name | {"id": self.run_id, "resume": "allow", "settings": _OF_WANDB}
-        options = {"tensorboard": {"purge_step": 0}, "trackio": name, "wandb": wandb}
-        options["mlflow"] = {"run_name": folder.name}
+        options = {
+            "tensorboard": {"purge_step": 0},
+            "trackio": name,
+            "wandb": name | {"id": self.run_id, "resume": "allow", "settings": _OF_WANDB},
+            "mlflow": {"run_name": folder.name},
+        }
         settings = settings_to_send(self.config) | as_scalars(topology)
         try:
             # TensorBoard reads files in the order of their names, which begin with the time, and
@@ -112,9 +104,13 @@ class RunTrackers:
 
             atexit.register(mlflow.end_run, "FAILED")  # unless `close` has ended it
         with self.guarded():
-            for record in read_log(folder):
-                if (kind := record["kind"]) in ("train", "eval"):
-                    accelerator.log(numbers_to_send(kind, record), step=record["step"])
+            for tracker in accelerator.trackers:
+                # W&B has the earlier updates, and would warn about each
+                first = tracker.tracker.starting_step if tracker.name == "wandb" else 0
+                for record in read_log(folder):
+                    kind = record["kind"]
+                    if kind in ("train", "eval") and record["step"] >= first:
+                        tracker.log(numbers_to_send(kind, record), step=record["step"])
 
     @contextmanager
     def guarded(self) -> Iterator[None]:

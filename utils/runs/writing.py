@@ -50,11 +50,8 @@ def delete_failed(partial: Path, error: Exception) -> Exception:
     UserError.
     """
     shutil.rmtree(partial, ignore_errors=True)  # free the space on a full disk
-    if (
-        not isinstance(error, RuntimeError | SafetensorError)
-        or is_lost_rank(error)
-        or is_out_of_memory(error)
-    ):
+    of_library = isinstance(error, RuntimeError | SafetensorError)
+    if not of_library or is_lost_rank(error) or is_out_of_memory(error):
         return error
     problem = f"{partial}: the checkpoint cannot be written ({one_line(error)[:160]})"
     return UserError(problem, "check the disk, and how much of it is free")
@@ -80,11 +77,8 @@ def publish(folder: Path, step: int, tied: Iterable[str] = ()) -> None:
     """
     partial = partial_of(folder, step)
     if (partial / _OF_FSDP).exists():
-        weights = {
-            name: tensor
-            for name, tensor in load_pickled(partial / _OF_FSDP).items()
-            if name not in tied
-        }
+        tensors = load_pickled(partial / _OF_FSDP)
+        weights = {name: tensor for name, tensor in tensors.items() if name not in tied}
         save_file(weights, partial / WEIGHTS_FILE, {"format": "pt"})
         (partial / _OF_FSDP).unlink()
     write_manifest(partial)
@@ -150,9 +144,10 @@ def clean_up(folder: Path) -> None:
         if not final.exists():  # killed between the two renames of `put_in_place`
             old.rename(final)
     for leftover in [*folder.glob(".step-*"), *folder.glob(".*.partial")]:
-        shutil.rmtree(leftover, ignore_errors=True) if leftover.is_dir() else leftover.unlink(
-            missing_ok=True
-        )
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
 
 
 def partial_of(folder: Path, step: int) -> Path:
