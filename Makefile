@@ -1,6 +1,6 @@
 # make train      set everything up and train on two CPU processes   make train ARGS="--config recipes/mnist.yaml"
 # make doctor     check whether two CPU processes can train here     make doctor ARGS="--json doctor.json"
-# make test       set everything up and run the quick tests          make test ARGS="tests/test_order.py"
+# make test       set everything up and run the quick tests          make test ARGS="tests/promises/test_order.py"
 # make test-all   the quick tests and those marked `full`, more cases of long tables
 # make test-full  only the tests marked `full`
 # make gpu        check everything that needs a GPU, or a part of it   make gpu ARGS="runs"    (table: build/gpu.md)

@@ -4,7 +4,7 @@ The host takes 5 to 40 us to launch an operation; a small network has 47 to 76, 
 GPU. A graph launches all of them at once. Its results are bitwise identical, because it has the same
 kernels. Clipping, the optimizer, EMA and the meter's sums stay outside.
 
-No GPU has run it yet, so it is not in utils/. tests/gpu/ measures it, and test_graphs.py compares it
+No GPU has run it yet, so it is not in utils/. tests/gpu/ measures it, and test_cuda_graphs.py compares it
 with the usual updates on a CPU, where graph_recorder.py takes the place of CUDA's graphs.
 """
 

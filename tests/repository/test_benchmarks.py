@@ -10,7 +10,7 @@ import pandas
 import pytest
 from helpers.waiting import SOON, lives, until
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if path.stem != "common")
 
 

@@ -1,7 +1,7 @@
 """kill -9 of any process at any moment, saving included: a resumed run ends with the very weights
 of a whole one.
 
-The full table:  python -m pytest -m slow -s tests/test_kills.py
+The full table:  python -m pytest -m slow -s tests/promises/test_kills.py
 """
 
 import gc

@@ -1,5 +1,5 @@
 """Signals, kills and restarts under the real launchers:  python -m pytest -m slow -s
-tests/test_launch_faults.py
+tests/launch/test_launch_faults.py
 """
 
 import random

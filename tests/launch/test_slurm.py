@@ -1,5 +1,5 @@
 """The job scripts in slurm/ on a real SLURM of two nodes:  python -m pytest -m slurm -s
-tests/test_slurm.py
+tests/launch/test_slurm.py
 """
 
 import os

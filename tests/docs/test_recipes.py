@@ -16,7 +16,7 @@ from utils.models.zoo import check_model, input_spec
 from utils.settings.train import TrainConfig
 from utils.training.schedule import learning_rate
 
-RECIPES = Path(__file__).parent.parent / "recipes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 NAMES = sorted(path.name for path in RECIPES.glob("*.yaml"))
 
 

@@ -4,7 +4,7 @@ several buckets of DDP.
 Each run is killed once or twice at random and resumed. It must end with the bits of an
 uninterrupted run:
 
-    python -m pytest -m "full or slow" tests/test_fuzz.py
+    python -m pytest -m "full or slow" tests/promises/test_random_networks.py
 """
 
 import json

@@ -1,6 +1,6 @@
 """--help and config.yaml are those of the files in tests/unchanged, byte by byte.
 
-If a change of them is intended, `PYTHONPATH=. python tests/test_unchanged.py` writes them again.
+If a change of them is intended, `PYTHONPATH=. python tests/config/test_unchanged.py` writes them again.
 """
 
 import math
@@ -21,7 +21,7 @@ from utils.settings.scripts import (
 )
 from utils.settings.train import GROUPS, TrainConfig, to_yaml
 
-FILES = Path(__file__).parent / "unchanged"
+FILES = Path(__file__).parents[1] / "unchanged"
 SCRIPTS = {
     "train": TrainConfig,
     "eval": EvalConfig,

@@ -285,7 +285,7 @@ def test_gpus_of_a_machine_are_one_line_with_the_least_memory_free():
     ]
 
 
-# Two machines of a network:  python -m pytest -m machines tests/test_doctor.py
+# Two machines of a network:  python -m pytest -m machines tests/extras/test_doctor.py
 
 
 def by_hand(places, *flags_of_each):

@@ -1,6 +1,6 @@
 """Launchers that start a run again by themselves, with ranks killed at any moment:  python -m pytest -m slow -s
 
-On two machines:  python -m pytest -m machines -s tests/test_restarts.py
+On two machines:  python -m pytest -m machines -s tests/launch/test_restarts.py
 """
 
 import random

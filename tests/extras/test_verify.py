@@ -317,7 +317,7 @@ def test_honest_updates_are_equal(trained, by):
 
 
 PAGES = [(ROOT / page).read_text() for page in ("docs/compare.md", "SECURITY.md")]
-MARK = r"<!-- run by tests/test_verify.py[^\n]*\n```bash\n(.*?)^```"
+MARK = r"<!-- run by tests/extras/test_verify.py[^\n]*\n```bash\n(.*?)^```"
 
 
 @pytest.mark.full

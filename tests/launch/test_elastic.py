@@ -1,6 +1,6 @@
-"""Runs whose machines come and go:  python -m pytest -m slow -s tests/test_elastic.py
+"""Runs whose machines come and go:  python -m pytest -m slow -s tests/launch/test_elastic.py
 
-Between network namespaces, as root:  python -m pytest -m machines -s tests/test_elastic.py
+Between network namespaces, as root:  python -m pytest -m machines -s tests/launch/test_elastic.py
 """
 
 import os
