@@ -1,4 +1,4 @@
-"""What a loader's batches are: pixels scaled like torchvision's, uploads in order."""
+"""Batches of a loader: their pixels, their order on the way to a GPU, and the processes that load."""
 
 import os
 import sys
@@ -6,21 +6,25 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from helpers.make_data import CPU, pictures
-from helpers.ranks import run_ranks, start_ranks
+from helpers.pretended_gpu import GPU, PretendedGpu
+from helpers.ranks import returned, run_ranks, start_ranks
 from helpers.training_runs import ROOT, start
 from helpers.waiting import lives, until
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.v2 import functional as F
 
 from utils.data import workers as worker_process
-from utils.data.batches import DeviceLoader
-from utils.data.datasets import ArrayDataset
+from utils.data.batches import DeviceLoader, _upload
+from utils.data.datasets import ArrayDataset, PhotoDataset
 from utils.data.decode import resize
 from utils.data.order import Microbatch
+from utils.data.samplers import BlockSampler
 from utils.data.spec import InputSpec
+from utils.data.splits import whole_split
 from utils.data.workers import make_loaders
 from utils.settings.train import TrainConfig
 
@@ -48,6 +52,47 @@ def test_large_batches_are_normalised_like_single_images(channels_last):
     assert torch.allclose(batch.images.double(), expected.permute(0, 3, 1, 2), atol=1e-5)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     assert batch.images.is_contiguous(memory_format=layout)
+
+
+def order_of_uploads():
+    """What happens, in turn, while batches are trained on a GPU."""
+    PretendedGpu().install()
+    happened = []
+
+    def loaded():
+        for number in range(3):
+            happened.append("fetch")
+            yield {"number": torch.tensor(number)}
+
+    for batch in _upload(loaded(), GPU):
+        happened.append(f"train {batch['number'].item()}")
+    return happened
+
+
+def test_a_batch_is_handed_over_before_the_next_one_is_fetched():
+    expected = ["fetch", "train 0", "fetch", "train 1", "fetch", "train 2"]
+    assert returned(1, order_of_uploads) == [expected]
+
+
+@pytest.mark.parametrize(("device", "expected"), [(GPU, 2), (CPU.device, 4)])
+def test_fewer_batches_are_in_page_locked_memory(device, expected):
+    split = whole_split("train", pictures(4, (9, 9)), np.arange(4), "made")
+    photographs = PhotoDataset(split, InputSpec(8, 8, 3, [], [])), BlockSampler(4, 2)
+    (loader,) = make_loaders([photographs], TrainConfig(num_workers=2), 1, device)
+    assert loader.prefetch_factor == expected
+
+
+def test_loader_processes_are_chosen_by_physical_cores(monkeypatch):
+    for logical, physical, threads, processes, expected in (
+        (2, 1, 2, 1, 2),  # up to 8 are started for logical cores
+        (192, 96, 24, 8, 12),
+        (256, 128, 4, 1, 4),  # --threads
+        (64, None, 64, 1, 16),  # unknown, as in some virtual machines
+    ):
+        cores = physical, logical
+        monkeypatch.setattr(psutil, "cpu_count", lambda logical=True, cores=cores: cores[logical])
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, all=logical: range(all))
+        assert worker_process.default_workers(threads, processes) == expected
 
 
 class Large(Dataset):

@@ -1,15 +1,13 @@
-"""Small images on the device: batches are bit for bit those of the loader, and runs end with the
-same weights.
-"""
+"""--data_on_device: the batches are bit for bit those of the loader, and so is the run."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from helpers.make_data import CPU, pictures
-from helpers.ranks import returned
+from helpers.pretended_gpu import GPU, PretendedGpu
+from helpers.ranks import returned, run_ranks
 from helpers.training_runs import records, same_tensors, train_run, weights, words
 
 import eval
@@ -23,7 +21,6 @@ from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
 from utils.data.splits import whole_split
 from utils.data.workers import make_loaders
-from utils.errors import UserError
 from utils.settings.train import TrainConfig
 
 SPEC = InputSpec(10, 12, 3, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
@@ -115,6 +112,14 @@ def test_images_that_loader_processes_augment_stay_with_them(images):
     assert describe_place(sets).endswith("MB on cpu")
 
 
+def kept_on_gpu(images, setting, free):
+    """Whether the images go to a GPU with so many free bytes."""
+    PretendedGpu().install()
+    torch.cuda.mem_get_info = lambda _device: (free, 10**9)
+    keep_on_device([images], TrainConfig(data_on_device=setting), GPU)
+    return bool(images.on_device)
+
+
 @pytest.mark.parametrize(
     ("setting", "free", "kept"),
     [
@@ -124,20 +129,13 @@ def test_images_that_loader_processes_augment_stay_with_them(images):
         ("no", 10**9, False),
     ],
 )
-def test_images_go_to_a_gpu_if_they_take_a_quarter_of_its_free_memory(
-    setting, free, kept, images, monkeypatch
-):
-    gpu = SimpleNamespace(type="cuda")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free, 10**9))
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, _device: self)  # there is no GPU here
-    monkeypatch.setattr(torch, "tensor", lambda values, device: torch.from_numpy(values))
-    keep_on_device([images], TrainConfig(data_on_device=setting), gpu)
-    assert bool(images.on_device) == kept
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (21599, 10**9))
-    with pytest.raises(
-        UserError, match=r"^--data_on_device yes: 0\.0 MB of images or features, but "
-    ):
-        keep_on_device([images], TrainConfig(data_on_device="yes"), gpu)
+def test_images_go_to_a_gpu_if_they_take_a_quarter_of_its_free_memory(setting, free, kept, images):
+    assert returned(1, kept_on_gpu, images, setting, free) == [kept]
+
+
+def test_images_that_do_not_fit_on_the_gpu_are_refused(images):
+    (outcome,) = run_ranks(1, kept_on_gpu, images, "yes", 21599)
+    assert "--data_on_device yes: 0.0 MB of images or features, but " in outcome.err
 
 
 def test_on_a_cpu_images_stay_where_they_are_unless_asked(images):

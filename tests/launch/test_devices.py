@@ -1,14 +1,11 @@
-"""What GPUs need, checked without one: the launcher's environment, fake CUDA tensors, a patched
-torch.cuda.
-"""
+"""The GPUs of a launch, checked without one: which a rank takes, its errors, precision and kernels."""
 
 import itertools
-import math
 import os
 import shlex
 import subprocess
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,26 +13,18 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, PartialState
+from accelerate import PartialState
 from accelerate.commands import launch as accelerate_launch
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from helpers.ranks import returned, run_ranks
 from helpers.training_runs import ROOT, refused, start
 from helpers.waiting import SOON
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import doctor
 import train
 import utils.models.zoo
-from utils.data import batches as uploads
-from utils.data import workers
-from utils.data.spec import InputSpec
 from utils.errors import UserError, is_lost_rank
 from utils.launch import devices
 from utils.launch.command import precision_is_chosen
@@ -44,45 +33,11 @@ from utils.launch.environment import Topology
 from utils.launch.exits import with_known_fix
 from utils.models.small import MLP
 from utils.ranks import accelerator as wrapping
-from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.connecting import connect_timeout
 from utils.ranks.session import distributed_session
 from utils.settings.train import TrainConfig
-from utils.tasks.classification import Classification
-from utils.training.gradients import make_gradients
-from utils.training.meter import Meter
 
 CUDA = torch.device("cuda", 0)
-
-
-class Recorder(TorchDispatchMode):
-    """The operations that are called: their names and the devices of their tensors.
-
-    Views are left out.
-    """
-
-    VIEWS = ("view", "slice", "permute", "as_strided", "detach", "split", "alias", "select")
-    VIEWS += ("unsqueeze", "device", "empty")
-
-    def __init__(self):
-        super().__init__()
-        self.operations: list[tuple[str, set[str]]] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        name = str(function).split(".")[1]
-        if not name.startswith(self.VIEWS):
-            leaves = tree_leaves((args, kwargs, result))
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            self.operations.append((name, {tensor.device.type for tensor in tensors}))
-        return result
-
-
-@contextmanager
-def fake_gpu():
-    """CUDA tensors that have shapes but no values. Reading a value raises an error."""
-    with FakeTensorMode(), Recorder() as recorder:
-        yield recorder
 
 
 # Launching.
@@ -395,123 +350,3 @@ def test_each_rank_reads_that_it_shares_its_gpu_before_rank_0_ends():
     lines = (out + err).splitlines()
     (line,) = [line for line in lines if line.startswith("train.py: error")]
     assert code and "ranks 0, 1, 2 share a GPU, which NCCL 2.28.9 does not allow; start" in line
-
-
-def test_ddp_does_not_measure_updates_which_would_wait_for_the_gpu():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = DistributedDataParallel(nn.Linear(1, 1))
-        gloo = SimpleNamespace(num_processes=1, device=torch.device("cpu"))
-        task = SimpleNamespace(loss=lambda outputs, targets: outputs.sum())
-        plan = SimpleNamespace(ranges=lambda processes: [range(1)])
-        setup = SimpleNamespace(config=TrainConfig(), accelerator=gloo, task=task, plan=plan)
-        empty = SimpleNamespace(no_images=torch.zeros(0, 1), no_labels=torch.zeros(0))
-        make_gradients(setup, model, empty)
-        for _ in range(110):
-            model(torch.ones(1, 1)).sum().backward()
-        assert model._get_ddp_logging_data()["iteration"] <= 10
-    finally:
-        dist.destroy_process_group()
-
-
-# The work of an update besides the network.
-
-
-def test_synchronised_batch_statistics_copy_nothing_from_the_host():
-    with fake_gpu() as gpu:
-        layer = convert_batch_norm(nn.BatchNorm2d(3, device=CUDA))
-        gpu.operations.clear()
-        layer(torch.randn(4, 3, 5, 5, device=CUDA))
-    assert len(gpu.operations) > 20
-    assert [name for name, devices in gpu.operations if "cpu" in devices] == []
-
-
-ALONE = SimpleNamespace(num_processes=1, reduce=lambda values, _: values)  # an accelerator
-
-
-def test_sums_are_added_in_float64_in_the_order_of_the_batches():
-    task, labels = Classification(TrainConfig(), ["a", "b"]), torch.arange(7) % 2
-    meter, total = Meter(task, torch.device("cpu"), {}, True), torch.zeros((), dtype=torch.float64)
-    for number in range(150):
-        outputs = torch.randn(7, 2)
-        loss = task.loss(outputs, labels) / 3
-        meter.add(loss, outputs, SimpleNamespace(labels=labels, update=0, number=number))
-        total += loss.double()
-    totals = meter.reduce(ALONE, False, False)[0]
-    assert (totals["loss"], totals["count"]) == (total.item(), 1050)
-
-
-def _skipped(fused: bool) -> list[float]:
-    """The skipped updates of four, of which two have no finite gradients, after three skipped
-    earlier; read twice.
-    """
-    Accelerator(cpu=True)  # the wrapper of the optimizer needs its state
-    weight, scaler = nn.Parameter(torch.ones(1)), torch.amp.GradScaler("cpu", init_scale=4.0)
-    optimizer = AcceleratedOptimizer(torch.optim.SGD([weight], fused=fused), False, scaler)
-    sums = dict.fromkeys(["loss", "accuracy", "count", "wait"], 0.0) | {"skipped": 3.0}
-    task = Classification(TrainConfig(), ["a", "b"])
-    meter = Meter(task, torch.device("cpu"), sums, True, optimizer)
-    for factor in (1.0, math.inf, 1.0, math.nan):
-        meter.updates += 1
-        scaler.scale(weight.sum() * factor).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [meter.reduce(ALONE, False, False)[0]["skipped"] for _ in range(2)]
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_updates_that_fp16_skips_are_counted(fused):
-    assert returned(1, _skipped, fused) == [[5, 5]]
-
-
-def test_a_gpu_normalises_in_one_operation():
-    spec = InputSpec(4, 64, 3, [0.1, 0.45, 0.9], [0.2, 0.3, 0.7])
-    loader = SimpleNamespace(dataset=SimpleNamespace(labels=[], source=None))
-    with fake_gpu() as gpu:
-        batches = uploads.DeviceLoader(loader, spec, TrainConfig(), CUDA, training=False)
-        images = torch.empty(5, 4, 64, 3, dtype=torch.uint8, device=CUDA)
-        gpu.operations.clear()
-        result = batches._normalise(images)
-    assert [name for name, _ in gpu.operations] == ["addcmul"]
-    assert result.shape == (5, 3, 4, 64) and result.dtype == torch.float32
-
-
-def test_a_batch_is_handed_over_before_the_next_one_is_fetched(monkeypatch):
-    happened = []
-
-    def loaded():
-        for number in range(3):
-            happened.append(f"fetch {number}")
-            yield {"number": number}
-
-    stream = SimpleNamespace(record_event=lambda: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(uploads, "_wait_for_copy", lambda batch, copied, *_: batch)
-    for batch in uploads._upload(loaded(), CUDA):
-        happened.append(f"train {batch['number']}")
-    assert happened == [f"{what} {number}" for number in range(3) for what in ("fetch", "train")]
-
-
-# Loader processes, and where the time goes.
-
-
-@pytest.mark.parametrize(("device", "expected"), [(CUDA, 2), (torch.device("cpu"), 4)])
-def test_fewer_batches_are_in_page_locked_memory(device, expected):
-    # data set and sampler
-    part = SimpleNamespace(in_loader=True, image_bytes=1, largest=1, on_device=None)
-    (loader,) = workers.make_loaders([(part, part)], TrainConfig(num_workers=2), 1, device)
-    assert loader.prefetch_factor == expected
-
-
-def test_loader_processes_are_chosen_by_physical_cores(monkeypatch):
-    for logical, physical, threads, processes, expected in (
-        (2, 1, 2, 1, 2),  # up to 8 are started for logical cores
-        (192, 96, 24, 8, 12),
-        (256, 128, 4, 1, 4),  # --threads
-        (64, None, 64, 1, 16),  # unknown, as in some virtual machines
-    ):
-        cores = physical, logical
-        monkeypatch.setattr(psutil, "cpu_count", lambda logical=True, cores=cores: cores[logical])
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, all=logical: range(all))
-        assert workers.default_workers(threads, processes) == expected

@@ -1,6 +1,4 @@
-"""Batch statistics over all processes, and models that DistributedDataParallel needs to be told
-about.
-"""
+"""DistributedDataParallel: batch statistics over all processes, unused parameters, what it measures."""
 
 import copy
 from functools import partial
@@ -9,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.ranks import returned
-from helpers.training_runs import records, refused, train_run, weights, words
+from helpers.training_runs import records, refused, train_run, train_watched, weights, words
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -257,3 +255,16 @@ def test_unused_parameters_do_not_change_if_a_rank_has_no_samples_and_the_model_
     alone, both = weights("on-1"), weights("on-2")
     assert torch.equal(alone["second.1.weight"], both["second.1.weight"])
     assert torch.allclose(alone["first.weight"], both["first.weight"], atol=1e-5)
+
+
+def last_measured_update(flags):
+    """The last update that DDP has measured, for which it waits for the GPU."""
+    seen = []
+    train_watched(flags, after=lambda run: seen.append(run.model._get_ddp_logging_data()))
+    return seen[-1]["iteration"]
+
+
+def test_ddp_measures_only_its_first_updates():
+    flags = words("--model mlp --max_train_samples 60 --global_batch_size 2 --max_steps 110")
+    measured = returned(2, last_measured_update, [*flags, *words("--threads 1 --report false")])
+    assert max(measured) <= 10
