@@ -130,9 +130,7 @@ def _fill(launch_flags, processes, name):
 
 @pytest.mark.full
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_shared_memory_that_fills_up_later_ends_the_run_within_a_minute_with_one_line(
-    photos, processes
-):
+def test_shared_memory_that_fills_up_ends_the_run_within_a_minute(photos, processes):
     outcomes, seconds = in_small_shm(
         24, _fill, [*ENDLESS, "--eval_batch_size", "16"], processes, "run"
     )

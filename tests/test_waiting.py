@@ -42,7 +42,7 @@ def photos():
             os.kill(pid, signal.SIGKILL)
 
 
-def test_a_worker_that_ends_half_way_through_a_batch_is_reported_with_its_cause_if_known(
+def test_a_worker_that_ends_within_a_batch_is_reported_with_its_cause(
     monkeypatch,
 ):
     def broken():
@@ -61,7 +61,7 @@ def test_a_worker_that_ends_half_way_through_a_batch_is_reported_with_its_cause_
     assert "/dev/shm" in str(with_known_fix(caught.value)) and DataWait.current is None
 
 
-def test_the_workers_of_a_loader_start_with_sigterm_blocked_which_ends_with_the_first_item():
+def test_workers_of_a_loader_start_with_sigterm_blocked_until_the_first_item():
     def blocked():
         return signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 

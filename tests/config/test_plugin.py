@@ -185,7 +185,7 @@ def plain_loss(run):
     return (losses + 0.5 * (1 - torch.exp(-losses))).mean().item()
 
 
-def test_a_task_trains_all_outputs_of_a_model_and_its_logits_are_evaluated_and_exported(runs):
+def test_a_task_trains_all_outputs_and_its_logits_are_evaluated_and_exported(runs):
     flags = [*FLAGS, *shlex.split("--model two_heads --task supervised")]
     for count in (1, 2):
         returned(count, train.main, [*flags, "--run_name", f"heads{count}"])

@@ -144,7 +144,7 @@ def changed_by_hand(image, index, spec, is_cropped, padding, flip):
         ((100, 120), "loader", 2, True, "bicubic"),
     ],
 )
-def test_small_images_and_photographs_are_changed_by_the_same_flags_in_the_same_order(
+def test_small_images_and_photographs_have_the_same_flags_in_the_same_order(
     size, place, padding, flip, mode
 ):
     spec = InputSpec(*size, 3, [0.0] * 3, [1 / 255] * 3, interpolation=mode)
@@ -170,7 +170,7 @@ def test_small_images_and_photographs_are_changed_by_the_same_flags_in_the_same_
         assert torch.equal(image, expected)
 
 
-def test_each_flag_has_effect_at_any_size_and_by_default_only_photographs_are_cropped():
+def test_each_flag_has_effect_at_any_size_and_only_photographs_are_cropped():
     def made(spec, training=True, **settings):
         return make_augmentation(TrainConfig(**settings), spec, training).transforms
 

@@ -199,7 +199,7 @@ def skipped(own_folders, skipping, monkeypatch):
     monkeypatch.chdir(restore(skipping))
 
 
-def test_the_numbers_are_the_same_on_any_number_of_processes_with_bad_images_left_out(skipped):
+def test_without_bad_images_numbers_are_the_same_on_any_number_of_processes(skipped):
     (one,) = records("on1", "eval")
     assert one["count"] == 6 and len(bad_images("on1")) == 5
     for name in ("on2", "on3"):
@@ -224,7 +224,7 @@ def test_a_resume_with_bad_images_left_out_ends_in_the_same_bits(skipped):
     assert same_tensors(weights("run"), weights("on2"))
 
 
-def test_another_image_of_its_class_takes_the_place_of_a_deleted_one_in_a_resumed_run(skipped):
+def test_in_a_resumed_run_another_image_of_its_class_replaces_a_deleted_one(skipped):
     train_run(1, "run", *SKIP, "--max_steps", "4")
     data = load("data", bad_images="skip")
     gone = data.train.describe(permutation(49, TrainConfig.seed, 0)[48])  # drawn next

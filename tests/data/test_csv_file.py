@@ -115,9 +115,7 @@ def test_paths_are_relative_to_the_file_or_absolute(monkeypatch):
         ("NA null 1", "1 NA null"),
     ],
 )
-def test_classes_are_in_numeric_order_if_all_are_numbers_and_else_in_the_order_of_folders(
-    labels, order
-):
+def test_classes_that_are_all_numbers_are_in_numeric_order_others_as_folders(labels, order):
     rows = "".join(f"{number}.png,{label}\n" for number, label in enumerate(labels.split()))
     source = opened(write(f"path,label\n{rows}"))
     assert source.class_names == order.split()
@@ -193,7 +191,7 @@ def test_an_image_that_is_listed_in_two_spellings_is_refused_as_in_one():
     assert len(opened(write(text)).split("train")) == 5
 
 
-def test_paths_with_backslashes_capitals_or_without_endings_are_refused_with_the_file_meant():
+def test_paths_in_another_spelling_are_refused_with_the_file_meant():
     image_folder("photos", {"cat": 2})
     others = ("photos/cat/000.PNG", "Photos/Cat/000.png")
     for written in ("photos\\cat\\000.png", "photos/cat/000", "photos\\cat\\000", *others):
@@ -202,7 +200,7 @@ def test_paths_with_backslashes_capitals_or_without_endings_are_refused_with_the
         assert f"row 3: there is no file {os.getcwd()}/{written}, but {meant};" in line
 
 
-def test_a_path_may_begin_in_the_home_folder_and_other_wrong_paths_have_the_right_fix(monkeypatch):
+def test_a_path_may_begin_in_the_home_folder_and_wrong_ones_have_a_fix(monkeypatch):
     paths = image_folder("home/photos", {"cat": 2, "dog": 2})
     monkeypatch.setenv("HOME", f"{os.getcwd()}/home")
     rows = [f"~/photos/{path.parent.name}/{path.name},{path.parent.name}" for path in paths]
@@ -216,7 +214,7 @@ def test_a_path_may_begin_in_the_home_folder_and_other_wrong_paths_have_the_righ
     assert line.endswith("list each image once, with all its labels, as in a|b")
 
 
-def test_rows_are_counted_as_a_spreadsheet_shows_them_after_a_line_that_names_the_separator():
+def test_rows_are_counted_as_a_spreadsheet_does_also_after_a_separator_line():
     assert ", row 4: the label is ''" in error("sep=;\npath;label\na.png;cat\nb.png;\n")
 
 

@@ -162,7 +162,7 @@ def test_links_are_followed_but_not_in_circles():
 # -------------------------------------------------------------------------------------
 
 
-def test_the_start_names_the_classes_and_what_was_left_out_and_the_evaluation_its_data():
+def test_the_start_names_classes_and_what_was_left_out_and_an_evaluation_its_data():
     image_folder("folder/train", {"ant": 12, "bee": 30, "cat": 20})
     image_folder("folder/test", {"bee": 4, "cat": 6})
     image_folder("other", {"ant": 3, "bee": 3, "cat": 3})
@@ -199,7 +199,7 @@ def test_the_start_names_the_classes_without_training_images():
 
 
 @pytest.mark.full
-def test_class_names_that_are_not_utf8_or_hold_a_newline_are_trained_saved_and_resumed():
+def test_class_names_without_utf8_or_with_a_newline_are_trained_and_resumed():
     image_folder("folder", {"cat": 12, "caf\udce9": 12, "new\nline": 12})
     os.rename("folder/cat/000.png", b"folder/cat/b\xff\n.png")
     flags = ["--data", "folder", *SHORT]
@@ -217,7 +217,7 @@ def test_a_name_with_escape_codes_is_printed_without_them():
 
 
 @pytest.mark.full
-def test_a_test_split_that_chooses_the_checkpoint_is_named_at_the_start_and_on_the_page():
+def test_a_test_split_that_chooses_the_checkpoint_is_named():
     for other in ("test", "val"):
         image_folder(f"{other}-set", pets("train", other))
         flags = ["--data", f"{other}-set", *SHORT, "--run_name", other, "--report", "true"]

@@ -156,7 +156,7 @@ def joined(*names: str) -> pandas.DataFrame:
     return pandas.read_csv("folds.csv")
 
 
-def test_the_folds_together_have_one_prediction_of_the_last_weights_for_each_photograph(runs):
+def test_the_folds_together_predict_each_photograph_once_with_the_last_weights(runs):
     table = joined("three", "one", "two")
     columns = "path label predicted fold class_1 probability_1"
     assert [*table.columns][:6] == columns.split()

@@ -120,7 +120,7 @@ def test_copies_of_one_sample_are_not_mixed(images):
     assert (batch.labels[kept].amax(1) == 1).all()
 
 
-def test_from_mix_off_epoch_on_nothing_is_mixed_and_without_mixing_labels_are_classes(images):
+def test_from_mix_off_epoch_on_nothing_is_mixed_and_labels_are_classes(images):
     epochs = [microbatch(range(9), epoch=epoch) for epoch in (2, 3)]
     before, after = read(images, epochs, **BOTH, mix_off_epoch=3)
     (plain,) = read(images, epochs[1:])

@@ -183,7 +183,7 @@ def tiff(values, photometric, extra=None):
     return b"II*\0\x08\0\0\0" + struct.pack("<H", len(entries)) + listed + bytes(4) + data
 
 
-def test_16_bits_are_scaled_by_the_bits_that_grey_uses_and_to_the_high_bytes_of_colours():
+def test_16_bits_are_scaled_by_the_bits_in_use_in_grey_and_colour():
     for bits in (16, 12, 10):
         deep = DEEP >> 16 - bits
         high = (deep >> 8).astype(np.uint8)
@@ -234,7 +234,7 @@ def test_white_may_be_0_and_colours_may_be_premultiplied_in_tiff_files():
 # ------------------------------------------------------------------------------------------------------------
 
 
-def test_lines_say_how_many_images_are_transparent_and_name_those_of_one_colour_on_white():
+def test_lines_count_transparent_images_and_name_those_of_one_colour_on_white():
     white = np.full((HEIGHT, WIDTH), 255, np.uint8)
     files = [encoded(IMAGES["RGB"][0], "PNG")] * 3
     files += [encoded(with_alpha(white, ALPHA), "PNG"), encoded(with_alpha(RGB, ALPHA), "WEBP")]
@@ -246,7 +246,7 @@ def test_lines_say_how_many_images_are_transparent_and_name_those_of_one_colour_
     )
 
 
-def test_a_line_names_files_of_several_frames_but_not_the_small_copies_in_those_of_phones():
+def test_a_line_names_files_of_several_frames_but_not_those_of_phones():
     more = {"save_all": True, "append_images": [Image.fromarray(RGB[::-1])]}
     image = Image.fromarray(RGB)
     files = [encoded(image, kind, **more) for kind in ("GIF", "TIFF", "PNG", "WEBP", "MPO")]
@@ -312,7 +312,7 @@ def test_channels_and_size_of_random_mixtures_follow_from_all_images(seed):
         assert any("set --image_bits 12" in line for line in lines)
 
 
-def test_a_few_images_in_colour_or_of_another_size_decide_for_all_in_files_tables_and_arrays():
+def test_a_few_images_in_colour_or_of_another_size_decide_for_all():
     grey = pictures(3000, (10, 10), 1)
     colour = pictures(2, (10, 10))
     stacked = np.stack([grey] * 3, -1)
@@ -372,7 +372,7 @@ def cut_outs(root, on_paper):
                 Image.fromarray(pixels).save(folder / f"{number}.png")
 
 
-def test_training_evaluation_prediction_and_the_card_of_an_export_see_cut_outs_on_white():
+def test_every_script_and_the_card_of_an_export_see_cut_outs_on_white():
     results = []
     for name, on_paper in (("white", True), ("clear", False)):
         cut_outs(name, on_paper)

@@ -232,7 +232,7 @@ def first_loss(config: TrainConfig, counts: np.ndarray) -> tuple[float, float]:
     return smoothed * factor * np.log(classes), mean
 
 
-def test_whatever_balances_the_classes_the_first_loss_is_that_of_the_samples_that_are_drawn():
+def test_the_first_loss_is_that_of_the_drawn_samples_however_classes_balance():
     rng = random.Random(60)
     for _ in range(300):
         config, labels = random_balance(rng)

@@ -71,7 +71,7 @@ def write_set(form: str, samples: dict[str, list[tuple[int, str]]], draw: random
 
 @pytest.mark.parametrize("form", ["folder", "csv", "parquet", "saved"])
 @pytest.mark.parametrize("seed", range(6))
-def test_names_decide_in_any_order_and_form_or_one_line_has_the_classes_of_both_splits(form, seed):
+def test_names_decide_in_any_order_and_form_or_a_line_has_both_splits_classes(form, seed):
     draw = random.Random(f"{form} {seed}")
     classes = draw.sample(WORDS, draw.randint(2, 5))
     in_train = draw.sample(classes, len(classes) if draw.random() < 0.7 else len(classes) - 1)

@@ -32,7 +32,7 @@ def test_each_recipe_is_accepted_and_listed_and_has_its_command_in_its_header(na
 
 
 @pytest.mark.full
-def test_the_swin_recipe_has_the_learning_rates_of_its_authors_and_trains_at_64_pixels():
+def test_the_swin_recipe_has_its_authors_learning_rates_and_trains_at_64_pixels():
     recipe = str(RECIPES / "swin_tiny.yaml")
     config = parse_args(TrainConfig, "train.py", ["--config", recipe], TABLES)
     updates, warmup = 300 * (1_281_167 // 1024), 20 * (1_281_167 // 1024)

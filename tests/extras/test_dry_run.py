@@ -13,7 +13,7 @@ import train
 FLAGS = words("--model mlp --threads 1 --run_name run --max_steps 3")
 
 
-def test_a_dry_run_says_what_an_update_and_an_evaluation_batch_need_and_leaves_no_run():
+def test_a_dry_run_says_what_a_batch_needs_and_leaves_no_run():
     main, other = run_ranks(
         2, sizes_of_dry_run, [*FLAGS, *words("--max_eval_samples 150 --eval_batch_size 10")]
     )

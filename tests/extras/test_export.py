@@ -138,9 +138,7 @@ def of(home: Path, run: str) -> Checkpoint:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("run", "name"), FOLDERS)
-def test_the_lines_on_the_card_predict_what_the_checkpoint_does_for_any_number_of_images(
-    exported, run, name
-):
+def test_the_lines_on_the_card_predict_what_the_checkpoint_does(exported, run, name):
     out, saved = exported / f"{run}-{name}", of(exported, run)
     inputs, found = np.load(out / "inputs.npz"), np.load(out / "found.npz")
     for key in inputs.files:
@@ -159,7 +157,7 @@ def test_the_lines_on_the_card_predict_what_the_checkpoint_does_for_any_number_o
 
 
 @pytest.mark.full
-def test_config_and_card_have_the_classes_the_input_and_the_numbers_of_the_evaluation(exported):
+def test_config_and_card_have_the_classes_the_input_and_the_numbers(exported):
     for run, name in FOLDERS:
         saved, out = of(exported, run), exported / f"{run}-{name}"
         config = json.loads((out / "config.json").read_text())
@@ -318,9 +316,7 @@ def test_what_cannot_be_exported_is_one_line_and_no_folder_appears(run):
     assert not Path("out").exists() and list(Path("full").iterdir()) == []
 
 
-def test_an_export_that_fails_or_differs_from_the_checkpoint_is_refused_and_no_folder_appears(
-    run, monkeypatch
-):
+def test_an_export_that_fails_or_differs_is_refused_and_leaves_no_folder(run, monkeypatch):
     write = FORMATS["torch"]
 
     def unwritable(one, folder):

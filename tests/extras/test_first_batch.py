@@ -22,7 +22,7 @@ FLAGS = words(
 
 
 @pytest.mark.full
-def test_the_picture_has_the_images_of_the_first_microbatch_of_rank_0_with_their_classes():
+def test_the_picture_has_the_first_microbatch_of_rank_0_with_its_classes():
     paths = image_folder("pictures", {"cat": 10, "dog": 10}, size=(8, 16))
     known = {np.asarray(Image.open(path)).tobytes(): path.parent.name for path in paths}
     train_run(2, "run", *FLAGS)

@@ -143,7 +143,7 @@ def test_the_interval_of_a_share_is_that_of_wilson_even_if_all_images_are_right(
     assert found_bounds == pytest.approx((expected.low, expected.high), abs=1e-4)
 
 
-def test_multilabel_has_the_precision_of_each_class_and_the_calibration_of_all_probabilities():
+def test_multilabel_has_each_classs_precision_and_the_calibration_of_all():
     random = np.random.default_rng(0)
     truth = (random.random((200, 4)) < 0.4).astype(np.uint8)
     # Of many of these logits the probability is 0 or 1 in float32.
@@ -168,7 +168,7 @@ def test_multilabel_has_the_precision_of_each_class_and_the_calibration_of_all_p
     assert all(e["text"].startswith(f"{NAMES[largest[e['index']]]} ") for e in errors)
 
 
-def test_binary_is_shown_as_a_classification_of_two_classes_with_an_interval_of_its_auc():
+def test_binary_is_shown_as_two_classes_with_an_interval_of_its_auc():
     random = np.random.default_rng(0)
     truth = (random.random(200) < 0.4).astype(int)
     logits = (2 * truth + random.normal(size=200) - 1)[:, None].astype(np.float32)
@@ -260,7 +260,7 @@ def test_an_evaluation_writes_the_page_again_with_the_same_numbers_on_two_proces
     assert f"{result['accuracy']:.4f}" in page and f"{result['macro_f1']:.4f}" in page
 
 
-def test_each_error_in_the_gallery_is_an_image_of_the_split_that_the_weights_get_wrong(inside):
+def test_each_image_in_the_gallery_is_one_that_the_weights_get_wrong(inside):
     errors = read("last.json")["errors"]
     split = load_data(TrainConfig(max_train_samples=480, cache_dir="cache")).evaluation
     assert errors
@@ -290,7 +290,7 @@ def _train_to_a_constant_answer(flags: list[str], die_at: int | None = None) -> 
 
 
 @pytest.mark.full
-def test_the_page_shows_the_best_checkpoint_after_a_kill_and_before_and_after_eval_py(inside):
+def test_the_page_shows_the_best_checkpoint_after_a_kill_and_an_eval_py(inside):
     flags = [*REPORT, *words("--max_steps 12 --lr 0.05 --eval_every 4 --save_every 4")]
     (killed,) = run_ranks(1, _train_to_a_constant_answer, flags, 9)
     assert killed.code == -signal.SIGKILL
@@ -405,7 +405,7 @@ def test_the_analysis_of_a_training_that_went_on_is_not_shown_and_that_of_eval_p
         assert run["evaluation"]["step"] == (40 if shown else 100)
 
 
-def test_the_page_says_which_views_were_evaluated_and_shows_a_dash_for_an_infinite_loss(tmp_path):
+def test_the_page_names_the_views_and_shows_a_dash_for_an_infinite_loss(tmp_path):
     folder, found = made_up(tmp_path / "run"), predictions(10)._replace(indices=np.arange(500))
     record = {"step": 100, "accuracy": 0.5, "loss": math.inf, "tta": "flip"}
     images = Files([str(tmp_path / f"{n}.png") for n in range(507)], str(tmp_path))  # they are gone

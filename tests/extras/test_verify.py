@@ -191,7 +191,7 @@ def train_with_a_bit_flipped_on_rank_1() -> None:
     train_again(train, "train_update", changed)
 
 
-def test_a_bit_that_flips_on_one_of_two_ranks_is_found_and_parts_the_run_from_another():
+def test_a_bit_that_flips_on_one_rank_is_found_and_parts_two_runs():
     train_run(1, "other", *FLAGS)
     returned(2, train_with_a_bit_flipped_on_rank_1)
     line = refused(replay.main, *VERIFY, "all", processes=2)

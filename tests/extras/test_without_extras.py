@@ -33,7 +33,7 @@ def run(script: Path, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_without_the_folder_a_run_has_the_same_bits_and_one_line_says_what_is_missing(bare):
+def test_without_the_folder_a_run_has_the_same_bits_and_a_line_says_so(bare):
     for script, name in ((ROOT / "train.py", "whole"), (bare / "train.py", "bare")):
         code, said = run(script, *FLAGS, name)
         assert code == 0 and said.count(MISSING) == (name == "bare"), said

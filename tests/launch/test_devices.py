@@ -220,7 +220,7 @@ LAUNCHES = [
 
 
 @pytest.mark.parametrize(("words", "exported", "file", "expected"), LAUNCHES)
-def test_a_precision_is_chosen_by_a_flag_or_a_file_and_not_by_what_the_launcher_exports(
+def test_a_precision_is_chosen_by_a_flag_or_a_file_not_by_an_export(
     words, exported, file, expected, monkeypatch
 ):
     typed = ["python", *words.split(), "train.py", "--mixed_precision", "ours"]

@@ -183,7 +183,7 @@ def test_ranks_do_not_wait_for_one_whose_launcher_was_killed():
 
 
 @pytest.mark.full
-def test_an_error_in_the_settings_ends_the_launcher_at_once_and_the_corrected_command_continues():
+def test_a_wrong_setting_ends_the_launcher_at_once_and_the_fixed_command_runs():
     """torchrun would use all its restarts, then close the file for the next start."""
     flags = [*FLAGS, *NAMED, "--max_steps", "2"]
     for wrong in (["--lr", "-1"], []):

@@ -107,9 +107,7 @@ FSDP = variables_of("ACCELERATE_USE_FSDP=true FSDP_VERSION=2")
         full("--deterministic --microbatches 2", {}, "0"),
     ],
 )
-def test_sums_in_the_network_are_off_in_a_deterministic_run_before_the_first_collective(
-    more, environment, expected
-):
+def test_a_deterministic_run_has_no_sums_in_the_network_from_the_start(more, environment, expected):
     for found, counts, last in returned(2, nvls_after, [*SHORT, *words(more)], environment):
         assert found == expected and counts == [0]
         assert last > 0  # the gradients are added up over this group, so the count means something
@@ -231,7 +229,7 @@ def under_a_launcher(port: int) -> dict[str, str]:
     return variables_of(f"{text} TORCHELASTIC_USE_AGENT_STORE=True TORCHELASTIC_RUN_ID=test")
 
 
-def test_a_process_that_its_launcher_may_restart_looks_for_its_store_until_the_timeout():
+def test_with_restarts_a_process_looks_for_its_store_until_the_timeout():
     (outcome,) = run_ranks(
         1, alone, train.main, [*SHORT, "--timeout", "1"], under_a_launcher(free_port())
     )

@@ -40,7 +40,7 @@ def trains_again():
 
 
 @pytest.mark.full
-def test_after_ctrl_c_the_command_that_resumes_is_printed_above_the_traceback_of_the_launcher():
+def test_after_ctrl_c_the_resume_command_is_above_the_launchers_traceback():
     process = begin(ACCELERATE, "--max_steps", str(UPDATES))
     until(has_logged(3))
     # the ranks have sessions of their own: a terminal sends it to the launcher
@@ -51,7 +51,7 @@ def test_after_ctrl_c_the_command_that_resumes_is_printed_above_the_traceback_of
 
 
 @pytest.mark.full
-def test_torchrun_restarts_killed_ranks_and_a_sigterm_then_saves_and_ends_them_within_30_seconds():
+def test_torchrun_restarts_killed_ranks_and_sigterm_saves_within_30_seconds():
     """The other launchers, signals and moments are in the slow tests below."""
     flags = ["--threads", "1", "--lr_schedule", "constant", "--max_steps", str(UPDATES)]
     process = begin("torchrun, 2 processes", *flags, restarts=1)

@@ -179,7 +179,7 @@ def test_a_loss_that_is_not_a_number_is_failed():
 
 
 @pytest.mark.full
-def test_a_run_whose_data_does_not_arrive_is_failed_though_no_exception_reaches_the_main_thread():
+def test_a_run_whose_data_does_not_arrive_is_failed_without_an_exception():
     def without_data(run):
         if run.state.step == 4:
             DataWait.current = DataWait("a batch")

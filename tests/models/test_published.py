@@ -60,7 +60,7 @@ def check(found: list[dict], logits: torch.Tensor, labels: torch.Tensor) -> None
 
 
 @pytest.mark.full
-def test_weights_of_torchvision_are_evaluated_on_folders_named_by_synset_as_by_torchvision_alone():
+def test_weights_of_torchvision_have_its_results_on_folders_named_by_synset():
     published = publish("resnet18")
     # the size that the weights' own transform resizes to
     paths, labels = pictures_of(SYNSETS, size=(256, 256))
@@ -75,7 +75,7 @@ def test_weights_of_torchvision_are_evaluated_on_folders_named_by_synset_as_by_t
 
 
 @pytest.mark.full
-def test_weights_of_timm_are_evaluated_on_folders_named_as_by_torchvision_in_all_views():
+def test_weights_of_timm_are_evaluated_on_folders_with_torchvisions_names():
     published = publish("timm/resnet10t")
     paths, labels = pictures_of(SYNSETS.values(), size=(201, 201))  # 176 / 0.875
     images = normalised(paths)[..., 12:188, 12:188]

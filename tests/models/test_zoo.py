@@ -311,7 +311,7 @@ def test_models_and_arguments_that_do_not_work_are_refused_with_a_fix(settings, 
         build_model(config, input_spec(config, 3, (32, 32)), 7)
 
 
-def test_a_model_that_cannot_take_an_empty_batch_computes_an_image_of_zeros_without_effect():
+def test_a_model_that_refuses_an_empty_batch_computes_zeros_without_effect():
     model = build(NO_EMPTY, spec_of(28, 3), model_args=SMALL_SWIN)
     freeze(model, ["layers.1"])
     modes = [module.training for module in model.modules()]

@@ -196,7 +196,7 @@ def test_an_error_between_two_microbatches_of_a_rank_ends_the_others_within_seco
 
 
 @FULL
-def test_a_killed_run_that_moves_to_other_numbers_of_processes_ends_with_the_same_bits():
+def test_a_killed_run_that_moves_to_other_processes_ends_with_the_same_bits():
     flags = [*SIZES, *MODELS["resnet"]]
     train_run(1, "whole", *flags)
     for processes, saved, shares in ((8, 3, []), (3, 6, ["--shares", "5,1,2"])):

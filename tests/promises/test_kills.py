@@ -163,7 +163,7 @@ def test_twenty_kills_at_random_moments(processes):
 
 
 @pytest.mark.full
-def test_two_kills_and_a_move_from_two_to_one_to_three_processes_keep_order_and_losses():
+def test_two_kills_and_moves_to_other_processes_keep_order_and_losses():
     flags = words("--log_every 1 --save_every 3 --lr_schedule constant --resume auto")
     flags = [*MLP, *flags, "--max_steps", "60"]
     whole = train_run(1, "whole", *flags)

@@ -102,9 +102,7 @@ def test_pieces_of_an_update_differ_by_at_most_one_sample():
 @pytest.mark.parametrize(
     ("samples", "sizes"), [(10, [10]), (153, [16] * 9 + [9]), (4097, [256] * 16 + [1])]
 )
-def test_few_evaluation_samples_are_cut_into_up_to_sixteen_blocks_and_many_by_the_batch_size(
-    samples, sizes
-):
+def test_few_samples_are_evaluated_in_up_to_16_blocks_and_many_in_batches(samples, sizes):
     blocks = [block.indices.tolist() for block in evaluation_blocks(samples, 256)]
     assert list(map(len, blocks)) == sizes and sum(blocks, []) == list(range(samples))
 

@@ -64,7 +64,7 @@ def test_the_same_command_on_another_number_of_processes_keeps_the_global_batch(
 
 
 @pytest.mark.full
-def test_a_number_of_processes_that_cannot_keep_it_is_refused_before_the_data_is_loaded():
+def test_processes_that_cannot_keep_it_are_refused_before_data_is_loaded():
     def without_data(flags):
         np.loadtxt = None  # a call of it would be another error
         train.main(flags)
@@ -139,7 +139,7 @@ def test_the_run_folder_and_its_checkpoints_can_be_named_to_go_on_in_place():
 
 
 @pytest.mark.full
-def test_a_resumed_run_has_the_data_and_settings_of_its_checkpoint_unless_others_are_given(
+def test_a_resumed_run_keeps_its_data_and_settings_unless_others_are_given(
     monkeypatch,
 ):
     flags = "--data synthetic/3x28x480 --eval_fraction 0.2 --mixed_precision bf16 --max_steps 2"
@@ -179,7 +179,7 @@ def test_a_run_killed_before_its_first_checkpoint_continues_with_its_own_setting
 
 
 @pytest.mark.full
-def test_a_run_killed_before_its_first_checkpoint_starts_again_from_the_checkpoint_of_another_run():
+def test_a_run_without_a_checkpoint_starts_again_from_that_of_another_run():
     train_run(1, "other", *MLP, "--max_steps", "2")
     flags = words("--run_name run --threads 1")
     first = words("--resume runs/other --max_steps 4 --momentum 0.5 --save_every 9 --threads 1")

@@ -249,7 +249,7 @@ def train_refusing(*flags: str) -> None:
 
 
 @pytest.mark.full
-def test_unused_parameters_do_not_change_if_a_rank_has_no_samples_and_the_model_refuses_an_empty_batch():
+def test_unused_parameters_stay_if_a_rank_has_no_samples():
     for processes in (1, 2):  # every second update has one sample
         returned(processes, train_refusing, "--run_name", f"on-{processes}")
     alone, both = weights("on-1"), weights("on-2")

@@ -156,7 +156,7 @@ def _train_with_restarts(flags):
 
 
 @pytest.mark.full
-def test_a_silent_rank_ends_the_others_long_before_the_timeout_if_the_launcher_starts_them_again():
+def test_with_restarts_a_silent_rank_ends_the_others_before_the_timeout():
     """A machine without power closes no connection."""
     waited, outcomes = _stop_rank_1(_train_with_restarts, ENDLESS)
     assert 25 < waited < 90 and outcomes[0].code == 2
@@ -212,7 +212,7 @@ def test_a_restart_before_the_first_checkpoint_starts_again_in_the_same_folder(s
 
 
 @pytest.mark.full
-def test_a_restart_keeps_to_the_checkpoint_that_was_asked_for_until_it_has_gone_back_there(store):
+def test_a_restart_goes_back_once_to_the_checkpoint_that_was_asked_for(store):
     flags = [*FLAGS, *words("--save_every 10 --keep 9 --run_name run")]
     train_run(1, "run", *flags, "--max_steps", "40")
     flags += words("--max_steps 60 --resume runs/run/checkpoints/step-00000010")

@@ -18,7 +18,7 @@ def requirements(name: str) -> list[Requirement]:
     return [Requirement(line) for line in lines if line and not line.startswith("-r")]
 
 
-def test_the_newest_entry_of_the_changelog_and_the_citation_have_the_version_of_the_code():
+def test_the_changelog_and_the_citation_have_the_version_of_the_code():
     changes = (ROOT / "CHANGELOG.md").read_text()
     assert re.search(r"^## \[(?!Unreleased)(.+)\]", changes, re.M)[1] == VERSION
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())

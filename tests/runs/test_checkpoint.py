@@ -157,7 +157,7 @@ def test_the_state_has_the_finite_numbers_of_the_last_evaluation():
 
 
 @pytest.mark.full
-def test_settings_of_the_optimizer_are_those_of_the_flags_after_a_resume_and_are_reported():
+def test_after_a_resume_the_optimizer_has_the_settings_of_the_flags():
     train_run(1, "run", *FLAGS, "--max_steps", "2")
     first, second = run_ranks(2, train.main, [*RUN, *words("--max_steps 3 --momentum 0.5")])
     assert first.code == 0, first.err

@@ -304,7 +304,7 @@ def impatient(flags, seconds=1.0):
 
 
 @pytest.mark.full
-def test_a_second_run_is_refused_with_the_place_of_the_first_which_it_does_not_disturb(whole):
+def test_a_second_run_is_refused_with_the_place_of_the_first(whole):
     first = start_ranks(2, train_with, {4: hold}, FLAGS)
     until(Path("held-0").exists)
     outcomes = run_ranks(1, impatient, AUTO)

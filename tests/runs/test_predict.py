@@ -103,7 +103,7 @@ def predicted(processes: int, run: str, *flags: str) -> dict:
     return returned(processes, predict.main, ["--ckpt", f"runs/{run}", *QUICK, *flags])[0]
 
 
-def test_the_predictions_of_a_split_are_those_of_plain_pytorch_in_the_order_of_the_split():
+def test_predictions_of_a_split_are_those_of_plain_pytorch_in_its_order():
     record = evaluated(2, "small", "--predictions", "found.csv")
     rows, paths = read_csv("found.csv"), sorted(Path("small/val").rglob("*.png"))
     # A spreadsheet would run what begins with an equals sign.
@@ -204,7 +204,7 @@ def test_the_results_are_printed_even_if_the_predictions_cannot_be_written():
     assert re.search(r"^accuracy +[01]\.\d{4}$", outcome.out, re.M) and Path("x.json").exists()
 
 
-def test_predict_py_writes_the_same_bytes_on_one_to_three_processes_with_unreadable_images():
+def test_predict_py_writes_the_same_bytes_on_one_to_three_processes():
     paths = sorted(Path("photos/val").rglob("*.jpeg"))
     paths[2].write_bytes(b"no image")
     paths[13].write_bytes(paths[13].read_bytes()[:500])  # it ends early
@@ -218,7 +218,7 @@ def test_predict_py_writes_the_same_bytes_on_one_to_three_processes_with_unreada
     assert all((row["predicted"] == "") == (row["error"] != "") for row in rows)
 
 
-def test_images_of_all_kinds_and_names_are_predicted_and_others_keep_their_row_with_the_reason():
+def test_all_kinds_of_images_are_predicted_and_others_have_a_row_with_the_reason():
     Path("odd/ünter").mkdir(parents=True)
     (colour,), (grey,) = pictures(1, seed=5), pictures(1, channels=1, seed=6)
     good = {
@@ -252,7 +252,7 @@ def test_images_of_all_kinds_and_names_are_predicted_and_others_keep_their_row_w
         assert row["probability_1"] == pytest.approx(expected.item(), rel=2e-5)
 
 
-def test_a_prediction_without_a_readable_image_ends_with_one_line_after_its_rows_are_written():
+def test_predictions_without_a_readable_image_are_written_and_end_with_a_line():
     Path("bad").mkdir()
     for number in range(5):
         Path(f"bad/{number}.png").write_text("not an image")

@@ -317,7 +317,7 @@ def test_settings_that_a_task_cannot_have_are_refused(monkeypatch):
     assert not task.higher_is_better
 
 
-def test_a_loss_with_an_argument_for_each_class_is_tried_with_the_classes_of_the_data(monkeypatch):
+def test_a_loss_with_an_argument_for_each_class_is_tried_with_the_data(monkeypatch):
     def weighted(logits, targets, smoothing, weight, alpha=(1.0,)):
         return F.cross_entropy(logits, targets, torch.tensor(alpha), reduction="none")
 

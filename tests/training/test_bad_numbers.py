@@ -108,7 +108,7 @@ def test_after_bad_numbers_the_run_goes_on_from_the_last_good_checkpoint():
 
 
 @pytest.mark.full
-def test_evaluations_and_predictions_of_nan_weights_or_infinite_outputs_end_with_one_line():
+def test_evaluations_with_nan_weights_or_infinite_outputs_end_with_one_line():
     train_run(1, "run", *MLP, "--max_steps", "2")
     checkpoint, tensors = Path("runs/run/checkpoints/step-00000002"), weights("run")
     (image,) = image_folder("images", {"a": 1})

@@ -104,7 +104,7 @@ def test_fine_tuning_all_layers_has_gentle_defaults(settings, expected):
     assert tuple(getattr(config, name) for name in names) == expected
 
 
-def test_a_run_on_cached_features_has_more_epochs_and_fewer_evaluations_and_checkpoints():
+def test_a_run_on_cached_features_has_more_epochs_and_evaluates_less_often():
     head = {"pretrained": True, "model": "resnet18", "freeze": ["backbone"]}
     own = {"eval_every": 3, "save_every": 5}
     for settings, expected in (
@@ -211,7 +211,7 @@ def test_a_resumed_run_keeps_the_settings_of_its_checkpoint_unless_they_are_give
 
 
 @pytest.mark.full
-def test_a_loss_that_explodes_while_it_is_finite_is_reported_once_in_a_run_with_the_fix():
+def test_a_loss_that_explodes_but_is_finite_is_reported_once_with_the_fix():
     flags = words("--data synthetic/4x8x64 --model mlp --threads 1 --run_name run --log_every 1")
     flags += words("--lr_schedule constant --global_batch_size 16 --save_every 4 --resume auto")
     lines = []

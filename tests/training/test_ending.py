@@ -69,7 +69,7 @@ def test_another_topology_ends_at_the_same_update_with_the_same_bits(in_folder):
 
 
 @pytest.mark.full
-def test_a_resumed_run_ends_at_the_same_update_with_the_same_bits_also_in_a_new_folder(in_folder):
+def test_a_resumed_run_ends_with_the_same_bits_also_in_a_new_folder(in_folder):
     middle = newest("run") - 6  # three evaluations after the best one
     train_run(1, "first", *STOPPING, "--max_steps", str(middle))
     train_run(1, "second", *STOPPING, "--resume", "runs/first")

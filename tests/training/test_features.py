@@ -132,7 +132,7 @@ def cached_features() -> np.ndarray:
     return {array.shape[1]: array for array in arrays}[48]
 
 
-def test_the_views_of_the_recipe_are_the_centre_and_its_mirror_image_and_the_last_is_the_best():
+def test_the_recipe_views_the_centre_and_its_mirror_image_and_is_best_at_the_end():
     recipe = str(ROOT / "recipes/head.yaml")
     flags = words("--data small --init_from runs/source --model timm/test_resnet --mean 0.4")
     flags += words("--epochs 3 --report false --cache_dir cache --threads 1 --num_workers 0")
@@ -240,7 +240,7 @@ def started(*flags: str, processes: int = 1) -> str:
 
 
 @pytest.mark.full
-def test_a_second_start_finds_the_features_and_another_backbone_augmentation_or_decoder_does_not(
+def test_a_second_start_finds_the_features_if_nothing_they_depend_on_changed(
     monkeypatch,
 ):
     first = started(processes=2)

@@ -78,7 +78,7 @@ def test_the_rows_of_the_head_follow_the_names_of_the_classes():
     ]
 
 
-def test_a_name_that_occurs_twice_is_unknown_and_without_names_a_head_is_kept_if_its_shape_fits():
+def test_a_class_name_twice_is_unknown_and_a_head_without_names_is_kept():
     source, model = two_layers(3, inputs=5), two_layers(3)
     for names, order, rows in (
         (["a", "b", "c"], [2, 0, 1], (3, 3)),
@@ -91,7 +91,7 @@ def test_a_name_that_occurs_twice_is_unknown_and_without_names_a_head_is_kept_if
         assert found.new["0.weight"] == "shape [4, 3], in the source [4, 5]"
 
 
-def test_the_head_of_timm_is_the_one_that_it_names_and_of_others_the_last_linear_layer():
+def test_the_head_is_the_one_that_timm_names_or_the_last_linear_layer():
     heads = {"mnist_cnn": "fc2", "mobilenet_v3_small": "classifier.3", RESNET: "fc"}
     heads["squeezenet1_0"] = "classifier.1"
     assert {name: find_heads(build(name)) for name in heads} == {
@@ -349,7 +349,7 @@ ALL_ON += words("--layer_decay 0.8 --ema_decay 0.7 --clip_value 0.1 --cooldown_s
 
 
 @pytest.mark.full
-def test_a_killed_run_with_everything_on_ends_with_the_same_bits_on_other_numbers_of_processes(
+def test_a_killed_run_with_everything_on_has_the_same_bits_on_other_processes(
     folder,
 ):
     # it changes no bit
@@ -390,9 +390,7 @@ def test_the_rates_of_timms_blocks_grow_up_to_the_one_that_is_given():
         pytest.param("mobilenet_v3_small", {}, marks=pytest.mark.full),
     ],
 )
-def test_checkpointed_blocks_are_computed_twice_with_the_same_bits_and_batch_statistics(
-    name, settings
-):
+def test_checkpointed_blocks_have_the_same_bits_and_batch_statistics(name, settings):
     results, calls = [], []
     for again in (False, True):
         model = build(name, **settings)
@@ -415,7 +413,7 @@ def test_checkpointed_blocks_are_computed_twice_with_the_same_bits_and_batch_sta
 
 
 @pytest.mark.full
-def test_checkpointed_blocks_with_random_layers_take_an_empty_batch_that_the_model_refuses(folder):
+def test_checkpointed_random_blocks_take_an_empty_batch_the_model_refuses(folder):
     """The third update has one sample: three of four microbatches are empty, and one rank of two
     has none.
     """

@@ -328,7 +328,7 @@ RATES = [0.0005, *[0.001] * 7]
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["muon", *SLOW])
-def test_runs_on_one_two_and_three_processes_agree_and_a_resumed_one_ends_with_the_same_bits(name):
+def test_runs_on_one_to_three_processes_agree_and_a_resumed_one_has_equal_bits(name):
     # Muon rounds to bfloat16, which enlarges differences in rounding: without them, the bits must
     # be the same.
     flags = [*RUN, *BASE, "--optimizer", name, *(["--microbatches", "4"] * (name == "muon"))]
@@ -399,7 +399,7 @@ def test_a_resume_in_other_groups_changes_no_bit_of_the_weights_and_the_state(na
 # What is refused or reported
 
 
-def test_sgd_has_the_momentum_of_every_parameter_before_the_first_update_also_with_fp16():
+def test_sgd_has_all_its_momentum_before_the_first_update_also_with_fp16():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
     wrapped = SimpleNamespace(optimizer=optimizer)  # as Accelerate wraps it
@@ -409,7 +409,7 @@ def test_sgd_has_the_momentum_of_every_parameter_before_the_first_update_also_wi
     assert all(optimizer.state[p]["momentum_buffer"].shape == p.shape for p in model.parameters())
 
 
-def test_a_model_without_hidden_matrices_cannot_use_muon_and_names_are_found_in_any_case():
+def test_muon_needs_hidden_matrices_and_names_are_found_in_any_case():
     error = refused(train.main, *words("--model mlp --optimizer Muon --max_steps 1"))
     assert "--optimizer muon: this model has no hidden matrices to train; use adamw" in error
 

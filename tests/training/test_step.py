@@ -39,9 +39,7 @@ def tutorial(net, x):
 
 @pytest.mark.parametrize(("side", "channels"), [(28, 1), (31, 3)])
 @pytest.mark.parametrize("count", [0, 50])
-def test_mnist_cnn_is_the_network_of_the_tutorials_dropout_and_ties_of_the_pooling_included(
-    side, channels, count
-):
+def test_mnist_cnn_is_the_network_of_the_tutorials_with_dropout_and_ties(side, channels, count):
     net = MnistCNN(
         InputSpec(side, side, channels, [0.5] * channels, [0.5] * channels), 10, dropout=0.5
     )
@@ -151,7 +149,7 @@ def test_freed_memory_is_used_again_without_faulting_it_in_anew():
     assert max(returned(1, _faults_of_reuse, False)[0]) > 1000
 
 
-def test_what_start_up_made_is_out_of_the_garbage_collectors_sight_for_as_long_as_asked():
+def test_the_garbage_collector_leaves_out_what_start_up_made_as_long_as_asked():
     before = gc.get_freeze_count()
     with host.gc_frozen():
         assert gc.get_freeze_count() > before + 10_000
