@@ -1,4 +1,4 @@
-"""Where a file system lacks an operation, a run goes on and prints the risk, or ends with the fix."""
+"""utils/files.py where a file system lacks an operation: the risk is printed, or the fix."""
 
 import errno
 import mmap
@@ -54,7 +54,8 @@ def train_without(what, *more):
 
 @pytest.mark.full
 def test_a_run_goes_on_without_an_operation_and_says_once_what_is_weaker():
-    line = "this file system cannot flush folders: if the machine fails, the newest files may be lost (Invalid"
+    line = "this file system cannot flush folders: if the machine fails, "
+    line += "the newest files may be lost (Invalid"
     (outcome,) = run_ranks(1, train_without, "fsync")
     assert outcome.code == 0, outcome.err
     assert outcome.out.count("this file system") == 1 and line in outcome.out
@@ -83,8 +84,8 @@ def test_a_folder_that_cannot_be_renamed_ends_the_run_with_the_fix():
     (outcome,) = run_ranks(1, train_without, "rename")
     assert outcome.code == 2 and outcome.err.count("\n") == 1
     assert (
-        "this file system cannot rename folders (Operation not permitted); choose another file system"
-        in outcome.err
+        "this file system cannot rename folders (Operation not permitted); "
+        "choose another file system" in outcome.err
     )
     assert not list(Path("runs/run/checkpoints").glob("*step*"))
 

@@ -1,6 +1,4 @@
-"""/dev/shm that is small or gets full: loaders use what there is, or the run ends with one line;
-nothing hangs.
-"""
+"""utils/memory.py: a small or full /dev/shm is used as far as it goes, or ends the run."""
 
 import ctypes
 import os

@@ -1,6 +1,4 @@
-"""Output that cannot be printed (closed, full, gone, another encoding) neither ends a run nor loses
-results.
-"""
+"""utils/output.py: output that cannot be printed neither ends a run nor loses results."""
 
 import io
 import json
@@ -72,7 +70,8 @@ def _train_in(encoding, flags):
 )
 def test_an_evaluation_that_nobody_reads_writes_its_numbers(redirection, trained):
     unbuffered = "-u" * (redirection[0] == ">")
-    command = f'"$python" {unbuffered} "$root/eval.py" --ckpt "{trained}" --json numbers.json {redirection}'
+    evaluate = f'"$root/eval.py" --ckpt "{trained}" --json numbers.json'
+    command = f'"$python" {unbuffered} {evaluate} {redirection}'
     done = shell(command)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
     assert json.loads(Path("numbers.json").read_text())["count"] == 180

@@ -1,6 +1,4 @@
-"""Data that does not arrive: the run reports it, exits when told to stop, and exits after
---timeout; nothing hangs.
-"""
+"""utils/waiting.py: data that does not arrive is reported; at --timeout the run ends."""
 
 import os
 import signal

@@ -1,5 +1,4 @@
-"""Run `make train` and the quick tests with the oldest, the tested or the newest versions, in a new
-environment.
+"""Run `make train` and the quick tests with other versions of libraries, in a new environment.
 
     python3 tests/versions.py oldest --python python3.11
 

@@ -39,7 +39,7 @@ def _weight_of(kind: str, text: str) -> int:
 
 
 def _literals(body: str, at: int, raw: bool, in_format: bool = False) -> tuple[int, int]:
-    """The tokens of an f-string without its quotes, or of the format in a field, from place `at` on,
+    """The tokens of an f-string without its quotes, or of the format in a field, from place `at`,
     and the place after them.
     """
     total = 0
@@ -129,13 +129,11 @@ def main(root: Path) -> None:
             long_files.append(path.name)
     for part, count in weights.most_common():
         print(f"{count:8,}  {part}")
-    print(
-        f"{found['all']:8,}  scripts, utils and extras; core (utils, train.py, eval.py) {found['core']:,}"
-    )
+    core = f"core (utils, train.py, eval.py) {found['core']:,}"
+    print(f"{found['all']:8,}  scripts, utils and extras; {core}")
     print(f"functions of utils that take all settings: {found['settings']}")
-    print(
-        f"conditions in f-strings: {found['conditions']}; lines above {MOST_COLUMNS} columns: {found['lines']}"
-    )
+    long_lines = f"lines above {MOST_COLUMNS} columns: {found['lines']}"
+    print(f"conditions in f-strings: {found['conditions']}; {long_lines}")
     print(f"files above {MOST_LINES} lines: {', '.join(sorted(long_files))}")
 
 

@@ -1,6 +1,4 @@
-"""Settings: files first, then flags; what is saved can be read back; batch sizes multiply to the
-global batch.
-"""
+"""utils/config: files first, then flags; what is saved can be read back; sizes of batches."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The parts of docs/architecture.md work together as one plug-in, and runs with a plug-in are exact."""
+"""--plugin: the parts of docs/architecture.md work together, and runs with them are exact."""
 
 import json
 import math
@@ -49,7 +49,8 @@ LAB += """
 class TwoHeads(nn.Module):
     def __init__(self, spec, classes):
         super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(spec.channels, 8, 3), nn.BatchNorm2d(8), nn.Dropout(0.1))
+        layers = nn.Conv2d(spec.channels, 8, 3), nn.BatchNorm2d(8), nn.Dropout(0.1)
+        self.first = nn.Sequential(*layers)
         self.early, self.last = nn.Linear(8, classes), nn.Linear(8, classes)
 
     def forward(self, images):
@@ -296,7 +297,8 @@ ENDINGS = {
     "raise GeneratorExit": ", line 1: GeneratorExit",
     "class Odd(BaseException): pass\nraise Odd('why')": ", line 2: Odd: why",
     # Ctrl-C while it is imported
-    "import signal\nsignal.signal(2, signal.default_int_handler)\nsignal.raise_signal(2)": ", line ",
+    "import signal\nsignal.signal(2, signal.default_int_handler)\n"
+    "signal.raise_signal(2)": ", line ",
 }
 
 

@@ -1,6 +1,4 @@
-"""Optimizers, schedules, losses and sources are chosen by name from tables, and arguments are
-passed to them.
-"""
+"""Tables: optimizers, schedules, losses and sources by name, with their arguments."""
 
 import inspect
 import math

@@ -1,6 +1,6 @@
 """--help and config.yaml are those of the files in tests/unchanged, byte by byte.
 
-If a change of them is intended, `PYTHONPATH=. python tests/config/test_unchanged.py` writes them again.
+To write them again: PYTHONPATH=. python tests/config/test_unchanged.py
 """
 
 import math

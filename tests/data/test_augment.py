@@ -1,4 +1,4 @@
-"""Augmentation equals plain loops, for single photographs and for batches of small images."""
+"""utils/data/augment.py: single photographs and batches of small images, against plain loops."""
 
 from dataclasses import replace
 from itertools import product
@@ -50,7 +50,7 @@ def test_crop_boxes_lie_inside_the_image_with_the_area_and_shape_they_should_hav
 
 
 # -- single images and batches
-# ---------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 # Settings with which each entry of AUGMENTATIONS makes an operation
 ENABLED = {
@@ -184,7 +184,7 @@ def test_each_flag_has_effect_at_any_size_and_only_photographs_are_cropped():
 
 
 # -- datasets and loaders
-# --------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 SPEC = InputSpec(112, 112, 3, [0.5] * 3, [0.25] * 3)
 

@@ -1,6 +1,4 @@
-"""Images that cannot be read: all found at the start, left out only on request, and equally on any
-topology.
-"""
+"""--bad_images: all found at the start, left out only on request, equally on any topology."""
 
 import json
 import os
@@ -69,7 +67,7 @@ def checked(paths, full=False):
 
 
 # -- what a check finds
-# ----------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -136,7 +134,7 @@ def test_many_images_are_checked_by_several_processes_with_the_same_result():
 
 
 # -- refuse
-# ----------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 def test_all_bad_files_are_listed_before_training():
@@ -171,7 +169,7 @@ def test_a_photograph_that_fails_in_training_ends_the_run_with_the_fixes():
 
 
 # -- skip
-# ------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

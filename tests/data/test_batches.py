@@ -1,4 +1,4 @@
-"""Batches of a loader: their pixels, their order on the way to a GPU, and the processes that load."""
+"""utils/data/batches.py and workers.py: pixels, the way to a GPU, and the processes that load."""
 
 import os
 import sys

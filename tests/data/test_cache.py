@@ -1,4 +1,4 @@
-"""Small data sets decoded to the cache, against the pixels that were encoded."""
+"""utils/data/cache.py: small images decoded once, against the pixels that were encoded."""
 
 import os
 import random
@@ -250,8 +250,8 @@ def test_a_damaged_file_of_the_cache_is_rebuilt(kind):
 
 
 def flips(good: bytes, chance: random.Random) -> Iterator[bytes]:
-    """A file with one bit changed: in each byte of the header, in the last bytes, and in others; and
-    with several bytes changed.
+    """A file with one bit changed, in each byte of the header, the last ones and others, or with
+    several bytes changed.
     """
     places = [*range(128), *range(len(good) - 8, len(good)), *chance.sample(range(len(good)), 60)]
     for place in places:

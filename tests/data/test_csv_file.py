@@ -1,4 +1,4 @@
-"""Data sets that are listed in a CSV file: what it may look like, what is refused, and runs on it."""
+"""utils/data/csv_file.py: what a list of images may look like, what is refused, runs on it."""
 
 import os
 import shutil
@@ -58,7 +58,7 @@ def error(text):
 
 
 # -- what a file may look like
-# ---------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 EXPECTED = [("a.png", "cat"), ("b, c.png", "dog, small"), ("deep/d.png", "cat")]
 PLAIN = 'path,label\na.png,cat\n"b, c.png","dog, small"\ndeep/d.png,cat\n'
@@ -68,11 +68,12 @@ FILES = {
     "written by a spreadsheet": b"\xef\xbb\xbf" + PLAIN.replace("\n", "\r\n").encode(),
     "lines that end in CR": PLAIN.replace("\n", "\r"),
     "blank lines": PLAIN.replace("a.png", "\n\na.png") + "\n,\n , \n\n",
-    "another order and more columns": 'n,LABEL,,Path\n0,cat,x,a.png\n1,"dog, small",,"b, c.png"\n2,cat,,deep/d.png\n',
+    "another order and more columns": "n,LABEL,,Path\n0,cat,x,a.png\n"
+    '1,"dog, small",,"b, c.png"\n2,cat,,deep/d.png\n',
     "spaces": 'path, label\na.png , cat\n"b, c.png", "dog, small"\n deep/d.png,cat\n',
     "semicolons": "path;label\na.png;cat\nb, c.png;dog, small\ndeep/d.png;cat\n",
-    "Excel's line that names the separator": "sep=;\r\npath;label\r\na.png;cat\r\nb, c.png;dog, small\r\n"
-    "deep/d.png;cat\r\n",
+    "Excel's line that names the separator": "sep=;\r\npath;label\r\na.png;cat\r\n"
+    "b, c.png;dog, small\r\ndeep/d.png;cat\r\n",
     "tabs": "path\tlabel\na.png\tcat\nb, c.png\tdog, small\ndeep/d.png\tcat\n",
 }
 
@@ -151,7 +152,7 @@ def test_rows_of_an_unusual_split_are_said_to_be_left_out_unless_a_flag_names_it
 
 
 # -- what is refused
-# -------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 REFUSED = {
@@ -162,12 +163,14 @@ REFUSED = {
     "path,label\na.png,cat\n\nb.png,\n": ", row 4: the label is ''",
     "path,label,split\na.png,cat\n": ", row 2: the split is ''",
     "path,label\n,cat\n": ", row 2: the path is ''",
-    "path,label\na, b.png,cat\n": ": cannot be read (Error tokenizing data. C error: Expected 2 fields in line 2",
+    "path,label\na, b.png,cat\n": ": cannot be read (Error tokenizing data. "
+    "C error: Expected 2 fields in line 2",
     "path,label\na.png,cat\nb.png,dog\na.png,dog\n": ", row 4: CWD/a.png is also in row 2",
     'path,label\n"a\n.png",cat\nb.png,\n': ", row 3: the label is ''",  # as a spreadsheet counts
     'path,label\na.png,cat\n"b.png,dog\nc.png,cat\n': ": cannot be read (Error tokenizing",
     b"path,label\na.png,caf\xe9\n": ": cannot be read ('utf-8' codec can't decode",
-    "path,label,split\na.png,cat,train\nb.png,dog,test\n": ", row 3: the training split has no class 'dog'",
+    "path,label,split\na.png,cat,train\nb.png,dog,test\n": ", row 3: the training split has no"
+    " class 'dog'",
     "path,label,split\na.png,cat,val\nb.png,dog,dev\n": ": the splits val and dev may be the same",
 }
 
@@ -187,7 +190,8 @@ def test_an_image_that_is_listed_in_two_spellings_is_refused_as_in_one():
         rows = f"real/a/x.png,cat,train\ny.png,dog,train\n{second},dog,val\n"
         line = error("path,label,split\n" + rows)
         assert f"labels.csv, row 4: {os.path.join(os.getcwd(), second)} is also in row 2" in line
-    text = "path,label\nx.png,cat\nshort/../x.png,dog\nreal/a/x.png,dog\nREAL/a/x.png,cat\nnone/../y.png,cat\n"
+    text = "path,label\nx.png,cat\nshort/../x.png,dog\nreal/a/x.png,dog\n"
+    text += "REAL/a/x.png,cat\nnone/../y.png,cat\n"
     assert len(opened(write(text)).split("train")) == 5
 
 
@@ -228,7 +232,7 @@ def test_a_file_under_another_unicode_form_of_its_path_is_found(folder):
 
 
 # -- runs
-# ------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 def write_list(relabelled=(), more=""):

@@ -1,4 +1,4 @@
-"""Encoded images to pixels, against Pillow and numpy."""
+"""utils/data/decode.py: encoded images to pixels, against Pillow and numpy."""
 
 import io
 import os
@@ -309,7 +309,7 @@ def test_a_table_row_without_an_image_is_an_error_that_names_it():
 
 
 # -- size
-# ------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 # Landscape and portrait; in some of them, torchvision's rounding of the longer side differs from

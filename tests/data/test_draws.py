@@ -1,6 +1,4 @@
-"""Random numbers are a function of (seed, epoch, sample, occurrence, stream), uniform and
-independent.
-"""
+"""utils/data/draws.py: a function of seed, epoch, sample, turn and stream; uniform, independent."""
 
 import hashlib
 import math

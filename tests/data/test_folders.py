@@ -1,4 +1,4 @@
-"""Splits, classes and images in folders as users have them; missing shards and labels; notes."""
+"""utils/data/folders.py: splits, classes and images in folders; missing shards and labels."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def pets(*folders, count=10):
 
 
 # -- splits and classes
-# --------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 HELD_OUT, WITH_TEST = (18, "hold-out of train", 2), (20, "test", 20)
 LAYOUTS = {
@@ -111,7 +111,7 @@ def test_a_folder_of_images_of_unknown_types_is_refused_with_the_types_that_are_
 
 
 # -- what is left out
-# ------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 def test_what_may_have_been_meant_as_samples_is_named():
@@ -159,7 +159,7 @@ def test_links_are_followed_but_not_in_circles():
 
 
 # -- lines at the start of a run
-# -------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 def test_the_start_names_classes_and_what_was_left_out_and_an_evaluation_its_data():
@@ -229,7 +229,7 @@ def test_a_test_split_that_chooses_the_checkpoint_is_named():
 
 
 # -- shards and labels
-# -----------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 NAMED = ClassLabel(names=["cat", "dog", "emu"])
 

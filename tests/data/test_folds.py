@@ -1,6 +1,4 @@
-"""--fold and --group_by: which samples are evaluated on; python -m extras.folds: what becomes of their
-predictions.
-"""
+"""--fold and --group_by: which samples are evaluated on, and what becomes of their predictions."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Images of training and evaluation may differ in size, and need not be square."""
+"""--image_size and --eval_size may differ, and need not be square."""
 
 import math
 from dataclasses import asdict, replace
@@ -124,12 +124,19 @@ def test_the_input_of_a_checkpoint_has_one_of_evaluation_or_none():
             InputSpec.from_dict(asdict(spec) | {"evaluation": wrong})
 
 
-@pytest.mark.parametrize(("model", "settings", "text"), [
-    ("mlp", {"eval_size": [28, 30]}, "mlp does not accept 28x30x3 images .*; leave out --eval_size"),
-    ("timm/vit_tiny_patch16_224", {"image_size": 224, "eval_size": 256}, "256x256x3 images .*; leave out --eval_size"),
-    ("timm/vit_tiny_patch16_224", {"image_size": [224, 256]}, r"224x256x3 images .*; try --image_size 224"),
-    ("vit_b_16", {"pretrained": True, "image_size": 64}, "image_size.* expected value 224"),
-])  # fmt: skip
+LEAVE_OUT = "images .*; leave out --eval_size"
+VIT = "timm/vit_tiny_patch16_224"
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "text"),
+    [
+        ("mlp", {"eval_size": [28, 30]}, f"mlp does not accept 28x30x3 {LEAVE_OUT}"),
+        (VIT, {"image_size": 224, "eval_size": 256}, f"256x256x3 {LEAVE_OUT}"),
+        (VIT, {"image_size": [224, 256]}, "224x256x3 images .*; try --image_size 224"),
+        ("vit_b_16", {"pretrained": True, "image_size": 64}, "image_size.* expected value 224"),
+    ],
+)
 def test_a_model_that_does_not_take_the_size_is_refused_with_the_fix(model, settings, text):
     config = TrainConfig(model=model, **settings)
     with pytest.raises(ValueError, match=text):
@@ -162,9 +169,14 @@ def test_adafactor_on_a_gpu_is_a_line_about_its_waits():
     assert "waits for the GPU" in lines[0][0] and lines[1] == []
 
 
-@pytest.mark.parametrize(("small", "expected"), [
-    ((True, True), ["num_workers", "eval_crop"]), ((True, False), []), ((False, True), ["eval_crop"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("small", "expected"),
+    [
+        ((True, True), ["num_workers", "eval_crop"]),
+        ((True, False), []),
+        ((False, True), ["eval_crop"]),
+    ],
+)
 def test_only_settings_without_effect_at_either_size_are_reported(small, expected):
     settings = {"num_workers": 1, "data_on_device": "yes", "eval_crop": 0.9}
     text = " ".join(advice(TrainConfig(model="resnet18", **settings), small, False, False, 2))

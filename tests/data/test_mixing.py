@@ -1,4 +1,4 @@
-"""Mixup and CutMix: images and targets against formulas written anew in numpy."""
+"""--mixup and --cutmix: images and targets against formulas written anew in numpy."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,4 @@
-"""What a file says about its pixels: transparency, 16 bits, white as 0, frames; and what follows from
-all images of a data set. Against NumPy, from the arrays that were written.
-"""
+"""utils/data/check.py: transparency, 16 bits, white as 0, frames, against the arrays written."""
 
 import random
 import struct
@@ -145,7 +143,7 @@ def test_opaque_images_have_the_bits_of_pillow_s_conversion_and_no_line():
 
 
 # -- files that Pillow does not write
-# ------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 def png(values, colour_type, key=b""):
@@ -231,7 +229,7 @@ def test_white_may_be_0_and_colours_may_be_premultiplied_in_tiff_files():
 
 
 # -- what a line says
-# ------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 def test_lines_count_transparent_images_and_name_those_of_one_colour_on_white():
@@ -260,7 +258,7 @@ def test_a_line_names_files_of_several_frames_but_not_those_of_phones():
 
 
 # -- what follows from all images
-# ------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 def random_image(draw, grey):
@@ -350,7 +348,7 @@ def test_the_size_of_a_turned_file_is_that_of_its_upright_image():
 
 
 # -- the same everywhere
-# ------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 def cut_outs(root, on_paper):

@@ -1,6 +1,4 @@
-"""A run keeps a list of its samples: its hold-out stays the same, and changes are reported in
-words.
-"""
+"""utils/data/samples.py: a run's list keeps its hold-out, and changes are reported in words."""
 
 import gzip
 import json

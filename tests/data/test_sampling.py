@@ -1,6 +1,4 @@
-"""Repeats, sampling with replacement, pairs and class weights, against counts and formulas written
-anew here.
-"""
+"""--repeats and --sampler: counts, pairs and class weights, against formulas written anew here."""
 
 import random
 from collections import Counter

@@ -1,6 +1,4 @@
-"""--shrink: the pixels are those of photographs that were reduced beforehand, on any number of
-processes, after kills, in eval.py and predict.py.
-"""
+"""--shrink: the pixels of photographs reduced beforehand, on any topology and after kills."""
 
 import resource
 import signal

@@ -1,5 +1,4 @@
-"""Properties of data over many small generated sets: each label matches its image, or one line says
-why not.
+"""Many small generated data sets: each label matches its image, or one line says why not.
 
 Each image shows its class as a brightness, so the truth is read from the pixels that a split
 decodes to.

@@ -1,6 +1,4 @@
-"""--data from name to splits: every kind of source, how splits are chosen, and what is said when
-something is wrong.
-"""
+"""--data from name to splits: every kind of source, the choice of splits, what is refused."""
 
 import os
 from pathlib import Path
@@ -45,7 +43,7 @@ def named(count, **columns):
 
 
 # -- bundled and made sets
-# -------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 def seen(data):
@@ -118,7 +116,7 @@ def test_a_hub_set_is_read_like_a_local_one_and_its_flaws_are_reported_as_they_a
 
 
 # -- torchvision
-# -----------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 def test_mnist_files_are_found_in_the_data_dir_or_in_the_cache():
@@ -177,7 +175,7 @@ def test_labels_of_an_own_source_that_are_not_integers_are_refused():
 
 
 # -- image folders
-# ---------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 def test_an_image_folder_without_splits_is_held_out_from():
@@ -200,7 +198,7 @@ def test_a_file_or_folder_that_holds_no_data_set_is_refused_with_what_to_give():
 
 
 # -- tables
-# ----------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["parquet", "arrow", "saved"])
@@ -385,7 +383,7 @@ def test_arrow_files_of_both_formats_are_read_and_must_name_the_classes_alike(ki
 
 
 # -- which splits
-# ----------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 SIZES = {"train": 30, "validation": 6, "test": 9, "extra": 12}
 

@@ -1,6 +1,4 @@
-"""Words that only a computer tells apart: classes and groups in several spellings, and several labels
-in one cell of a table.
-"""
+"""utils/data/spelling.py: classes and groups in several spellings, several labels in a cell."""
 
 import random
 import unicodedata

@@ -1,4 +1,4 @@
-"""Each augmentation has torchvision's pixels, and as often as torchvision's classes."""
+"""utils/data/transforms.py: torchvision's pixels, and as often as torchvision's classes."""
 
 from collections import Counter
 from dataclasses import replace
@@ -90,7 +90,7 @@ def test_images_of_any_size_keep_their_shape_and_type(name):
 
 
 # -- automatic augmentation
-# -----------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -163,7 +163,7 @@ def test_color_jitter_has_the_distribution_of_torchvision():
 
 
 # -- boxes
-# ----------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 def box_of(changed):
@@ -208,7 +208,7 @@ def test_cutout_is_a_square_with_a_uniform_centre_cut_off_at_the_border(side):
 
 
 # -- alternating flips
-# ----------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 def flipped(epoch, occurrences=None, count=400, seed=5):
@@ -231,7 +231,7 @@ def test_alternating_flips_mirror_each_image_in_every_other_epoch():
 
 
 # -- where operations run, and their settings
-# -----------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 def test_each_operation_has_streams_of_its_own():
@@ -262,7 +262,7 @@ def test_invalid_settings_of_augmentation_are_named_in_one_line(flags, message, 
 
 
 # -- the same choices in later versions
-# -----------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 CHOICES = {

@@ -1,6 +1,4 @@
-"""docs/coming_from.md: features that are there have a test, functions are where it says, and it says
-of each call and each key of Accelerate what happens to it.
-"""
+"""docs/coming_from.md: features have a test, functions their place, calls of Accelerate a use."""
 
 import ast
 import re

@@ -1,5 +1,4 @@
-"""Every command of the documentation is run by a test or says why it is not, and names only flags
-that exist.
+"""Commands of the documentation are run by a test, or say why not; their flags exist.
 
 A block of commands without a mark is run here as it stands, in fewer updates. `<!-- run by
 FILE::TEST -->` above a block or a table names the test that runs it, and `<!-- not run: WHY -->`
@@ -34,7 +33,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 WHY = ("needs ", "takes hours", "installs packages")
 SCRIPTS = re.compile(r"(\w+)\.py\b")
 LAUNCH = re.compile(
-    r"^(\w+=\S+ )*(accelerate launch|torchrun|srun|mpirun|sbatch|python3?) .*\b(\w+\.py|\w+\.sbatch)"
+    r"^(\w+=\S+ )*(accelerate launch|torchrun|srun|mpirun|sbatch|python3?) "
+    r".*\b(\w+\.py|\w+\.sbatch)"
 )
 
 

@@ -1,4 +1,4 @@
-"""The cells of notebooks/gpu.ipynb run on two CPU processes, without a network."""
+"""notebooks/gpu.ipynb: its cells run on two CPU processes, without a network."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Recipes reach what their headers and docs/settings.md say."""
+"""recipes/ reach what their headers and docs/settings.md say."""
 
 import os
 from pathlib import Path

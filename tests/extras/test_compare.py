@@ -1,4 +1,4 @@
-"""python -m extras.compare A B: the interval, the power and the words of the difference of two runs."""
+"""python -m extras.compare A B: interval, power and words of the difference of two runs."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Copies of images across splits and classes: planted ones are found, and nothing else."""
+"""extras/copies.py: planted copies across splits and classes are found, and nothing else."""
 
 import shutil
 from pathlib import Path
@@ -22,7 +22,7 @@ FLAGS += words("--num_workers 0 --max_steps 2")
 
 
 def plant(same_class, same_split, source, target, quality=0, scale=1.0) -> list:
-    """Copy a photograph: the file, or, with a quality, re-encoded and resized; as a record has it."""
+    """Copy a photograph: the file, or, with a quality, re-encoded and resized."""
     target, source = f"photos/{target}", f"photos/{source}"
     shutil.copy(source, target)
     if quality:

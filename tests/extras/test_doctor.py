@@ -1,4 +1,4 @@
-"""A healthy launch is green, and each planted fault turns its own line red, and no other."""
+"""doctor.py: a healthy launch is green, and each planted fault turns its own line red."""
 
 import json
 import os
@@ -142,7 +142,8 @@ def test_a_fault_turns_its_own_line_red_and_says_what_to_do(fault):
 
 @pytest.mark.full
 def test_a_taken_port_is_named_before_the_processes_meet():
-    listen = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True)"
+    listen = "import socket, time; s = socket.create_server(('127.0.0.1', 0))"
+    listen += "; print(s.getsockname()[1], flush=True)"
     command = [sys.executable, "-c", f"{listen}; time.sleep(600)"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         port = holder.stdout.readline().strip()

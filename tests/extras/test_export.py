@@ -1,6 +1,4 @@
-"""Exported folders load without this repository, with the code on their cards, and predict what the
-checkpoint does.
-"""
+"""export.py: folders load without this repository and predict what the checkpoint does."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The picture of a run's first batch shows what the model receives."""
+"""extras/first_batch.py: the picture of a run's first batch shows what the model receives."""
 
 import io
 import warnings

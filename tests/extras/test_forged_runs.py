@@ -1,4 +1,4 @@
-"""A run folder that somebody has changed, or that a fault has damaged, is never verified.
+"""replay.py --verify never accepts a run folder that was changed or damaged.
 
 What contradicts itself is refused without computing anything; the rest is computed again. A test
 forges 45 run folders, or with `-m full` 1,000.

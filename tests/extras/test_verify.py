@@ -1,6 +1,4 @@
-"""replay.py --verify computes a run again, on any number of processes, and finds each change;
---against finds where two runs part.
-"""
+"""replay.py --verify finds each change of a run, on any topology; --against where two runs part."""
 
 import contextlib
 import io
@@ -166,7 +164,8 @@ def test_a_changed_run_is_found_with_its_update(kind, seeds):
 def test_a_run_of_two_ranks_is_verified_by_one_and_by_three():
     train_run(2, "run", *FLAGS, "--ema_decay", "0.9")
     (outcome,) = run_ranks(1, replay.main, [*VERIFY, "6,10"])
-    line = "equal in updates 5 to 6, 9 to 10, and in the weights of none; not compared: step-00000004, "
+    line = "equal in updates 5 to 6, 9 to 10, and in the weights of none; "
+    line += "not compared: step-00000004, "
     assert f"{line}step-00000008, step-00000012, 1, 2, 3, 4, 7, 8, 11, 12\n" in outcome.out
     outcome = run_ranks(3, replay.main, [*VERIFY, "all"])[0]
     line = "equal in updates 1 to 12, and in the weights of step-00000004, step-00000008, step-"
@@ -205,7 +204,7 @@ def test_a_bit_that_flips_on_one_rank_is_found_and_parts_two_runs():
 
 @pytest.mark.parametrize("model,update", [("fastnet", 1), full("mlp", 2)])
 def test_a_changed_file_is_named(model, update):
-    """It shows in the update that uses it, but fastnet's first layer is computed from all images."""
+    """It shows in the update that uses it, but fastnet's first layer comes from all images."""
     image_folder("photos", {"a": 20, "b": 20}, (28, 28))
     flags = words(f"--data photos --eval_fraction 0.2 --model {model} --global_batch_size 16")
     flags += words("--microbatches 2 --max_steps 2 --log_every 2 --threads 1 --report false")

@@ -99,7 +99,5 @@ def test_a_machine_that_lacks_the_folder_is_named_at_the_start():
     outcomes = run_ranks(2, train_without, 1, [*FLAGS, "run"])
     assert [outcome.code for outcome in outcomes] == [2, 2]
     said = "".join(outcome.err for outcome in outcomes)
-    assert (
-        said
-        == "train.py: error: rank 1 has another folder extras/ than rank 0; give all ranks the same files\n"
-    )
+    problem = "rank 1 has another folder extras/ than rank 0"
+    assert said == f"train.py: error: {problem}; give all ranks the same files\n"

@@ -1,4 +1,4 @@
-"""The GPUs of a launch, checked without one: which a rank takes, its errors, precision and kernels."""
+"""utils/launch/devices.py without a GPU: which a rank takes, errors, precision, kernels."""
 
 import itertools
 import os
@@ -322,7 +322,8 @@ def test_ranks_that_share_a_gpu_are_named_before_nccl_starts(version, enabled, m
     shared = [("y", "a"), ("x", "a"), ("x", "a")]
     check_shared_gpus(shared, "gloo")
     assert "ranks 1, 2 share a GPU: training is slower" in capsys.readouterr().out
-    text = f"ranks 1, 2 share a GPU, which NCCL 2.{version[1]}.{version[2]} does not allow; start at most one"
+    nccl = ".".join(map(str, version))
+    text = f"ranks 1, 2 share a GPU, which NCCL {nccl} does not allow; start at most one"
     refused = pytest.raises(UserError, match=text)
     with nullcontext() if enabled == "1" and version >= (2, 30) else refused:
         check_shared_gpus(shared, "nccl")

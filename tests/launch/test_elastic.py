@@ -1,4 +1,6 @@
-"""Runs whose machines come and go:  python -m pytest -m slow -s tests/launch/test_elastic.py
+"""torchrun --nnodes MIN:MAX: machines come and go.
+
+    python -m pytest -m slow -s tests/launch/test_elastic.py
 
 Between network namespaces, as root:  python -m pytest -m machines -s tests/launch/test_elastic.py
 """
@@ -95,7 +97,8 @@ def check_events(
                 launchers.start()
             seconds, left = time.monotonic() - began, len(launchers.alive)
             print(
-                f"| {seed}.{number} | {event} | from {before} to {logged()} | {left} | {codes} | {seconds:.0f} s |"
+                f"| {seed}.{number} | {event} | from {before} to {logged()} | {left} | {codes} "
+                f"| {seconds:.0f} s |"
             )
         codes = []
         until(lambda: codes.extend(launchers.reap()) or not launchers.alive, PATIENCE * 2)

@@ -1,6 +1,4 @@
-"""The variables that Lockstep sets for PyTorch and NCCL, and the launches that need no other
-process.
-"""
+"""utils/launch/environment.py: variables for PyTorch and NCCL, launches of one process."""
 
 import os
 import signal
@@ -44,7 +42,8 @@ def python(code: str, **env: str) -> str:
 
 @pytest.mark.parametrize("own", [{}, dict.fromkeys(SET, "1")])
 def test_variables_are_set_before_pytorch_is_imported_unless_the_user_has_set_them(own):
-    shown = f"import os, sys, utils; assert 'torch' not in sys.modules; print(*map(os.getenv, {[*SET]}))"
+    shown = "import os, sys, utils; assert 'torch' not in sys.modules"
+    shown += f"; print(*map(os.getenv, {[*SET]}))"
     assert python(shown, **own).split() == [*(own or SET).values()]
 
 

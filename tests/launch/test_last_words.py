@@ -1,4 +1,4 @@
-"""The failure table of a launcher ends with our own line.
+"""utils/launch/exits.py: the failure table of a launcher ends with our own line.
 
 The tests print the table with torchrun's own code.
 """

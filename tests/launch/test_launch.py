@@ -1,4 +1,4 @@
-"""Every way in makes one run, or one clear error."""
+"""accelerate launch and plain Python make one run, or one clear error."""
 
 import json
 import os

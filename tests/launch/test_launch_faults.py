@@ -1,5 +1,6 @@
-"""Signals, kills and restarts under the real launchers:  python -m pytest -m slow -s
-tests/launch/test_launch_faults.py
+"""Signals, kills and restarts under the real launchers.
+
+python -m pytest -m slow -s tests/launch/test_launch_faults.py
 """
 
 import random
@@ -106,8 +107,9 @@ def test_sigterm_to_what_was_started_saves_and_ends_all_ranks_within_30_seconds(
     assert command[-2:] == ["--resume", "auto"] and Path(LAUNCHERS[launcher][0]).name in command[0]
     # what it says to type goes on from there
     more = ["--model_args", BIG[1] if moment == "saving" else "{}", "--eval_batch_size", "1000"]
-    again = subprocess.run([str(BIN / command[0]), *command[1:], "--max_steps", str(steps[-1] + 1), *more],
-                           capture_output=True, text=True)  # fmt: skip
+    more += ["--max_steps", str(steps[-1] + 1)]
+    typed = [str(BIN / command[0]), *command[1:], *more]
+    again = subprocess.run(typed, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr[-2000:]
     assert records("run", "start")[-1]["step"] == steps[-1]
     if moment == "evaluation":

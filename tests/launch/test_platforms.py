@@ -1,6 +1,4 @@
-"""Machines: one whose cores others use, systems without parts of Linux, and the commands that are
-printed for them.
-"""
+"""Platforms: shared cores, systems without parts of Linux, commands that are printed for them."""
 
 import os
 import sys
@@ -32,7 +30,8 @@ def test_the_openmp_of_pytorch_then_does_not_spin_unless_the_user_wants_it():
         ("utils, ", {"GOMP_SPINCOUNT": "77"}, False),
         ("", {}, False),
     ):
-        code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {imports}ctypes; ctypes.CDLL({str(library)!r})"
+        code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {imports}ctypes"
+        code += f"; ctypes.CDLL({str(library)!r})"
         _, out, err = start("python", "-c", code, OMP_DISPLAY_ENV="verbose", **given)
         assert ("GOMP_SPINCOUNT = '0'" in out + err) == is_passive and "SPINCOUNT" in out + err
 

@@ -1,4 +1,6 @@
-"""Launchers that start a run again by themselves, with ranks killed at any moment:  python -m pytest -m slow -s
+"""--max_restarts: launchers start a run again by themselves, with ranks killed at any moment.
+
+    python -m pytest -m slow -s tests/launch/test_restarts.py
 
 On two machines:  python -m pytest -m machines -s tests/launch/test_restarts.py
 """
@@ -79,11 +81,12 @@ def test_launchers_on_two_machines_go_on_after_a_kill_at_any_moment(tmp_path, re
     with network(tmp_path) as machines:
         began = time.monotonic()
         victims = lambda: [p for machine in machines for p in machine.processes()]  # noqa: E731
+        launcher = [*RENDEZVOUS[rendezvous], "--main_process_ip", machines[0].address]
+        command = ["--max_restarts", "3", ROOT / "train.py", *FLAGS, "--threads", "1"]
         jobs = [
-            machine.start(*RENDEZVOUS[rendezvous], "--machine_rank", rank, "--main_process_ip", machines[0].address,
-                          "--max_restarts", "3", ROOT / "train.py", *FLAGS, "--threads", "1")
+            machine.start(*launcher, "--machine_rank", rank, *command)
             for rank, machine in enumerate(machines)
-        ]  # fmt: skip
+        ]
         victim = wait_for(moment, victims, chance)
         where = "on " + next(machine.name for machine in machines if victim in machine.processes())
         victim.kill()

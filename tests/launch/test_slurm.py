@@ -1,5 +1,6 @@
-"""The job scripts in slurm/ on a real SLURM of two nodes:  python -m pytest -m slurm -s
-tests/launch/test_slurm.py
+"""slurm/: the job scripts on a real SLURM of two nodes.
+
+python -m pytest -m slurm -s tests/launch/test_slurm.py
 """
 
 import os
@@ -280,7 +281,8 @@ def test_a_killed_rank_ends_the_job_under_tasks(slurm, submit):
     os.kill(job.ranks()[-1], signal.SIGKILL)
     job.until_state("FAILED")
     print(
-        f"\n| tasks | kill -9 of a rank | {job.gone_after(told):.1f} s | fails with {job.exit_code} |"
+        f"\n| tasks | kill -9 of a rank | {job.gone_after(told):.1f} s "
+        f"| fails with {job.exit_code} |"
     )
     assert job.exit_code == "137:0" and slurm.job(job.number)["Restarts"] == "0"
 
@@ -295,7 +297,8 @@ sgd, steps = OPTIMIZERS["sgd"], []
 
 def kill(optimizer, *given):
     steps.append(optimizer)
-    if len(steps) == 700 and (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+    first_of_rank_1 = os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if len(steps) == 700 and first_of_rank_1:
         while not list(Path("RUNS").glob("job-*/checkpoints/step-00000500")):
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,6 @@
-"""Runs over a real network between two machines, and what can go wrong with it:  python -m pytest -m machines
+"""Two machines: runs over a real network between them, and what can go wrong with it.
+
+    python -m pytest -m machines tests/launch/test_two_machines.py
 
 The first runs with all others where it can.
 """
@@ -139,16 +141,20 @@ def test_a_host_name_that_means_loopback_on_its_own_machine_does_no_harm(machine
 
 FAULTS = {
     "an interface that leads elsewhere": (
-        {"flags": ["--interface", "docker0"]}, 1, "could not connect over gloo, from 172.17.0.1 on interface docker0",
+        {"flags": ["--interface", "docker0"]}, 1,
+        "could not connect over gloo, from 172.17.0.1 on interface docker0",
     ),
     "an interface that is not there": (
-        {"flags": ["--interface", "eth9"]}, 0, "--interface (or GLOO_SOCKET_IFNAME) eth9: has no IP address on ls-a",
+        {"flags": ["--interface", "eth9"]}, 0,
+        "--interface (or GLOO_SOCKET_IFNAME) eth9: has no IP address on ls-a",
     ),
     "the loopback interface": (
-        {"GLOO_SOCKET_IFNAME": "lo"}, 1, "interface lo is only for ls-b itself, but the run has several machines",
+        {"GLOO_SOCKET_IFNAME": "lo"}, 1,
+        "interface lo is only for ls-b itself, but the run has several machines",
     ),
     "the address of the other machine": (
-        {"MASTER_ADDR": "ls-b"}, 0, "ls-b does not lead to ls-a, where rank 0 was started; MASTER_ADDR",
+        {"MASTER_ADDR": "ls-b"}, 0,
+        "ls-b does not lead to ls-a, where rank 0 was started; MASTER_ADDR",
     ),
     "a host name that nobody knows": (
         {"MASTER_ADDR": "ls-z"}, 1, "ls-z: ls-b cannot find its address",

@@ -1,4 +1,4 @@
-"""Every way to start the processes, and every place to meet: two ranks, one run, the same losses."""
+"""Launchers and meeting places: each way to start two ranks is one run with the same losses."""
 
 import os
 import re

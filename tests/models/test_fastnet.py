@@ -1,6 +1,4 @@
-"""fastnet: what its layers compute at first, and that its initial weights are the same wherever a
-run starts.
-"""
+"""utils/models/fastnet.py: what its layers compute at first; equal initial weights anywhere."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Averages of the weights: over updates (--ema_decay), exact on any topology."""
+"""--ema_decay: averages of the weights over updates, exact on any topology."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Weights in files: --init_from FILE, and eval.py --model NAME --weights FILE."""
+"""--init_from FILE, and eval.py --model NAME --weights FILE."""
 
 import argparse
 import io

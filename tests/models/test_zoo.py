@@ -1,6 +1,4 @@
-"""Models by name: what they are fed, the shape that they give, their stems, heads and published
-weights.
-"""
+"""utils/models/zoo.py: models by name, their input and shape, stems, heads, published weights."""
 
 import math
 

@@ -1,6 +1,4 @@
-"""With --microbatches, a run is the same bits on any number of processes: weights, buffers,
-optimizer and records.
-"""
+"""--microbatches: the same bits on any number of processes, of weights, buffers and records."""
 
 import os
 import re

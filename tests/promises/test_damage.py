@@ -1,4 +1,4 @@
-"""A damaged checkpoint is found out before anything changes, and a malicious one executes nothing."""
+"""A damaged checkpoint is found before anything changes; a malicious one executes nothing."""
 
 import contextlib
 import json
@@ -502,7 +502,8 @@ def test_settings_of_a_checkpoint_do_not_apply_to_this_machine():
     """Its own flags and defaults choose its folders and the number of processes."""
     settings = {"cache_dir": "stranger/cache", "output_dir": "stranger/runs", "num_workers": 4000,
                 "threads": 9999, "timeout": 0.001, "interface": "stranger0", "run_name": "stranger",
-                "backend": "nccl", "resume": "stranger", "init_method": "tcp://stranger:1"}  # fmt: skip
+                "backend": "nccl", "resume": "stranger",
+                "init_method": "tcp://stranger:1"}  # fmt: skip
     mine = yaml.safe_load((NEWEST / "config.yaml").read_bytes()) | settings
     mine |= {"data": "synthetic/10x8x100", "image_size": 8}
     (NEWEST / "config.yaml").write_text(yaml.safe_dump(mine))

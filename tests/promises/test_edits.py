@@ -1,6 +1,4 @@
-"""Edits of `train_update` do to the promises what the table of docs/architecture.md says: each is
-applied to a copy of train.py.
-"""
+"""Edits of `train_update` do to the promises what the table of docs/architecture.md says."""
 
 import re
 from types import ModuleType

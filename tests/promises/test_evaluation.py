@@ -1,6 +1,4 @@
-"""Evaluation counts each sample once on any number of processes, and its numbers are those of plain
-PyTorch.
-"""
+"""Evaluation counts each sample once on any topology, with the numbers of plain PyTorch."""
 
 import json
 import os

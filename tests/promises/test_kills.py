@@ -1,5 +1,4 @@
-"""kill -9 of any process at any moment, saving included: a resumed run ends with the very weights
-of a whole one.
+"""kill -9 of any process at any moment, saving included: the bits are those of a whole run.
 
 The full table:  python -m pytest -m slow -s tests/promises/test_kills.py
 """

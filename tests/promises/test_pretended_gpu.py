@@ -1,5 +1,4 @@
-"""Whole runs on a pretended GPU: the numbers of the CPU, no wait of the host in an update, no
-missing wait of a stream.
+"""A pretended GPU: the numbers of the CPU, no wait of the host, no missing wait of a stream.
 
 The pretended GPU is in helpers/pretended_gpu.py, which says what it finds. Each run is in a process
 of its own.

@@ -1,5 +1,4 @@
-"""Random networks whose gradients become ready in another order than that of registration, in
-several buckets of DDP.
+"""Random networks whose gradients are ready in another order, in several buckets of DDP.
 
 Each run is killed once or twice at random and resumed. It must end with the bits of an
 uninterrupted run:
@@ -32,7 +31,7 @@ FLAGS += words("--threads 1 --keep 3 --report false")
 
 
 class Branching(nn.Module):
-    """A random graph of linear layers, which are registered in a random order and share one layer."""
+    """A random graph of linear layers, registered in a random order, of which two are one."""
 
     def __init__(self, spec, classes, seed=0, norm=False, unused=False):
         super().__init__()

@@ -1,6 +1,4 @@
-"""The modern recipe, everything at once: the same losses on one, two and three processes, and after
-a kill.
-"""
+"""A whole modern recipe has the same losses on one to three processes and after a kill."""
 
 import re
 from pathlib import Path

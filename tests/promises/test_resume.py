@@ -1,4 +1,4 @@
-"""What a resume derives anew, and when checkpoints are due."""
+"""--resume: what it derives anew, and when checkpoints are due."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Sums over microbatches have the same bits on any number of processes."""
+"""utils/training/tree_sum.py: sums have the same bits on any number of processes."""
 
 import math
 from itertools import chain
@@ -16,7 +16,7 @@ from utils.training.tree_sum import TreeSum, subtrees
 
 
 def values(number: int) -> list[torch.Tensor]:
-    """The tensors of a microbatch: several shapes, a layout with the channels last, and two types."""
+    """The tensors of a microbatch: several shapes, one with the channels last, and two types."""
     generator = torch.Generator().manual_seed(number)
     scale = 10.0 ** (number % 5)
     kernel = torch.randn(4, 3, 2, 2, generator=generator).to(memory_format=torch.channels_last)

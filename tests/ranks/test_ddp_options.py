@@ -1,4 +1,4 @@
-"""DistributedDataParallel: batch statistics over all processes, unused parameters, what it measures."""
+"""DistributedDataParallel: batch statistics, unused parameters, what it measures."""
 
 import copy
 from functools import partial
@@ -187,7 +187,7 @@ def test_a_run_with_synchronised_batch_statistics_has_the_losses_of_one_process(
 
 
 class Changing(nn.Module):
-    """A network whose second half is one of two layers: always the first, or one after the other."""
+    """A network whose second half is one of two layers: always the first, or in turn."""
 
     def __init__(self, spec, classes: int, always: bool = True):
         super().__init__()

@@ -1,6 +1,4 @@
-"""A rank that dies or hangs ends the run on all ranks, and a launcher's restart continues it by
-itself.
-"""
+"""A rank that dies or hangs ends the run on all ranks, and a restart continues it."""
 
 import os
 import signal
@@ -167,7 +165,7 @@ def test_with_restarts_a_silent_rank_ends_the_others_before_the_timeout():
 def test_a_restart_by_the_launcher_goes_on_in_the_folder_of_the_attempt_before(
     processes, named, store
 ):
-    """With and without --run_name, and without --resume: the launcher types the same command again."""
+    """With and without --run_name, without --resume: the launcher repeats the same command."""
     flags = [*FLAGS, *words("--max_steps 80 --save_every 10"), *["--run_name", "run"][: 2 * named]]
     assert attempt(store, processes, 0, flags, 33) == {1}
     (folder,) = Path("runs").iterdir()

@@ -1,4 +1,4 @@
-"""A run that is told to stop saves, leaves together and goes on as if nothing had happened."""
+"""utils/ranks/stopping.py: a run told to stop saves, leaves together, and goes on as before."""
 
 import os
 import signal

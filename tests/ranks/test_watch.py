@@ -1,6 +1,4 @@
-"""A rank that waits long says for whom and where, and at the timeout the waiting ends on all ranks
-with that line.
-"""
+"""utils/ranks/watch.py: a rank that waits says for whom; at the timeout all ranks end."""
 
 import os
 import re

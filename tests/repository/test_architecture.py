@@ -1,4 +1,4 @@
-"""Imports between the parts of utils/ point one way, in the order that docs/architecture.md shows."""
+"""docs/architecture.md: imports point one way, doors are used, and the code keeps its limits."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""The benchmarks' helpers compute what they say, and each script says how it is used."""
+"""benchmarks/: their helpers compute what they say, and each script says how it is used."""
 
 import argparse
 import importlib

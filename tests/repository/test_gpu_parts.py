@@ -1,4 +1,4 @@
-"""What tests/gpu/run.py and its conftest.py decide: parts, limits, backends, rows. Nothing runs a part."""
+"""tests/gpu/run.py and its conftest.py: parts, limits, backends, rows. Nothing runs a part."""
 
 import copy
 import importlib

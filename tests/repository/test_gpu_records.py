@@ -1,4 +1,4 @@
-"""What GPUs have run: records made from what tests/gpu/run.py wrote, and the page made from records."""
+"""benchmarks/gpu_records.py: records of what tests/gpu/run.py wrote, and the page of them."""
 
 import importlib
 import json

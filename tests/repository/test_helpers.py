@@ -1,6 +1,4 @@
-"""The tests' own helpers: a log that is being written, ranks left by a failed test, the checks of
-GPUs.
-"""
+"""tests/helpers: logs that are being written, ranks that a failed test left, checks of GPUs."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""The private parts of other packages that Lockstep uses do what it relies on.
+"""Private parts of other packages that Lockstep uses do what it relies on.
 
 If a new version of a package changes one, its case here fails. A new use needs a case.
 """

@@ -1,4 +1,4 @@
-"""All files state the same version of Lockstep, and agree on the versions of its libraries."""
+"""Versions: all files state the same one of Lockstep, and agree on those of its libraries."""
 
 import re
 import sys

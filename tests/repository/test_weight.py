@@ -1,4 +1,4 @@
-"""The counter of tokens gives what Python 3.12's tokenize gives, on any version of Python."""
+"""tests/weight.py counts what Python 3.12's tokenize gives, on any version of Python."""
 
 import pytest
 import weight

@@ -1,6 +1,4 @@
-"""Checkpoints appear whole or not at all, are verified before anything changes, and runs go on from
-them exactly.
-"""
+"""Checkpoints are whole and verified before anything changes; runs go on from them exactly."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""Disks that are full, read-only or gone, and folders that two runs want: one clear line, and
-nothing good is lost.
-"""
+"""Disks that are full, read-only or gone, folders of two runs: one line, and nothing is lost."""
 
 import json
 import os

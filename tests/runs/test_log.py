@@ -1,4 +1,4 @@
-"""The log has each record once, and what is printed about it."""
+"""utils/runs/log.py: each record once, and what is printed about it."""
 
 import errno
 import io

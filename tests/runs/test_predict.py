@@ -1,6 +1,4 @@
-"""predict.py and eval.py --predictions: each image once, the same bytes on any number of processes,
-kills included.
-"""
+"""predict.py and eval.py --predictions: each image once, the same bytes on any topology."""
 
 import base64
 import csv

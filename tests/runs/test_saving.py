@@ -1,4 +1,4 @@
-"""A checkpoint is completed in a thread of the main process while the run goes on, one at a time."""
+"""Saving: a checkpoint is completed in a thread while the run goes on, one at a time."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Multi-label and binary tasks, the focal loss and --best_metric, against PyTorch and scikit-learn."""
+"""--task multilabel and binary, focal loss, --best_metric, against PyTorch and scikit-learn."""
 
 import json
 import math

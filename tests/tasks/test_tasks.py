@@ -1,6 +1,4 @@
-"""The loop, the log, checkpoints and evaluation know nothing of classification: another task trains
-with them.
-"""
+"""utils/tasks/task.py: a regression trains with the loop, the log, checkpoints and evaluation."""
 
 import re
 from pathlib import Path

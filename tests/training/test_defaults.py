@@ -1,6 +1,4 @@
-"""Settings that follow from the data, and the printed row about what depends on the number of
-processes.
-"""
+"""utils/training/defaults.py: settings that follow from the data; what depends on processes."""
 
 import math
 import random
@@ -51,7 +49,7 @@ def test_an_epoch_of_a_small_set_has_eight_updates_or_batches_of_eight():
 
 
 def test_no_chosen_batch_ends_an_epoch_with_a_few_samples():
-    """Otherwise batch normalisation is refused, or has poor statistics, for every eighth small set."""
+    """Otherwise batch statistics of every eighth small set would be refused or poor."""
     for samples in range(8, 897):
         config = chosen(samples)
         plan = Plan(samples, config.global_batch_size, 1, 0, config.drop_last)
@@ -94,7 +92,10 @@ def test_the_learning_rate_follows_optimizer_start_and_batch():
     ({"pretrained": True, "optimizer": "sgd"}, ("sgd", None, None, 0.35)),
     ({"pretrained": True, "layer_decay": 0.8, "sync_batchnorm": True}, ("adamw", None, None, 0.35)),
     ({"pretrained": True, "freeze": ["backbone"]}, ("sgd", None, None, None)),
-    ({"pretrained": True, "head_scale": 2.0, "keep_batch_stats": False, "min_scale": 0.5}, ("adamw", 2.0, False, 0.5)),
+    (
+        {"pretrained": True, "head_scale": 2.0, "keep_batch_stats": False, "min_scale": 0.5},
+        ("adamw", 2.0, False, 0.5),
+    ),
 ])  # fmt: skip
 def test_fine_tuning_all_layers_has_gentle_defaults(settings, expected):
     config, _ = choose_images(
@@ -142,7 +143,8 @@ def test_an_error_of_a_chosen_value_never_blames_a_setting_that_was_not_given():
 
 
 @pytest.mark.parametrize(("samples", "settings", "every"), [
-    (120, {"max_steps": 28}, 7), (1617, {}, 50), (8, {"epochs": 3}, 1), (480, {"max_steps": 200}, 50),
+    (120, {"max_steps": 28}, 7), (1617, {}, 50), (8, {"epochs": 3}, 1),
+    (480, {"max_steps": 200}, 50),
 ])  # fmt: skip
 def test_a_short_run_has_at_least_four_train_records_or_one_for_each_update(
     samples, settings, every
@@ -170,7 +172,8 @@ def test_processes_that_no_chosen_batch_fits_are_refused_with_the_fix():
     assert resolve_batch(TrainConfig(global_batch_size=6), 6)[2] == 6
     with pytest.raises(
         ValueError,
-        match=r"^the default global batch 16 is not divisible by 32.*; set --global_batch_size to 32",
+        match="^the default global batch 16 is not divisible by 32.*; "
+        "set --global_batch_size to 32",
     ):
         choose_sizes(TrainConfig(), 120, 32)
 
@@ -228,11 +231,14 @@ def test_a_loss_that_explodes_but_is_finite_is_reported_once_with_the_fix():
 
 @pytest.mark.full
 @pytest.mark.parametrize("flags", [
-    words("--model mnist_cnn --image_size 12 --mixup 0.8 --cutmix 1.0 --label_smoothing 0.1 --warmup_steps 20"),
+    words("--model mnist_cnn --image_size 12 --mixup 0.8 --cutmix 1.0 --label_smoothing 0.1"
+          " --warmup_steps 20"),
     *(pytest.param(flags, marks=pytest.mark.full) for flags in [
         words("--data pairs --model mlp --task binary --pos_weight 3 --global_batch_size 8"),
-        words("--model mlp --loss focal --class_weights balanced --global_batch_size 8 --ema_decay 0.99"),
-        words("--model mlp --loss binary_cross_entropy --optimizer adamw --lr 0.03 --sampler balanced"),
+        words("--model mlp --loss focal --class_weights balanced --global_batch_size 8"
+              " --ema_decay 0.99"),
+        words("--model mlp --loss binary_cross_entropy --optimizer adamw --lr 0.03"
+              " --sampler balanced"),
         words("--model timm/test_resnet --image_size 16 --global_batch_size 32 --lr 0.03"),
     ]),
 ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""What ends a run early: --max_seconds and --early_stopping."""
+"""--max_seconds and --early_stopping end a run on all ranks after the same update."""
 
 import re
 from pathlib import Path

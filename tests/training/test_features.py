@@ -1,6 +1,4 @@
-"""Cached features: a run on them has the numbers of a run that computes the frozen layers for each
-batch.
-"""
+"""Cached features: the numbers of a run that computes the frozen layers for each batch."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Starting from other weights, frozen layers, stochastic depth and gradient checkpointing."""
+"""--init_from and --freeze: other weights, frozen layers, stochastic depth, checkpointing."""
 
 import json
 import math

@@ -1,6 +1,4 @@
-"""grad_norm in the log is the norm of the gradient of an update over all processes, before
---clip_norm.
-"""
+"""grad_norm in the log is that of all processes, before --clip_norm."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""utils/training/meter.py: updates that fp16 skips are counted, on the device, over a resume."""
+"""utils/training/meter.py: updates that fp16 skips are counted on the device, over a resume."""
 
 import math
 from types import SimpleNamespace

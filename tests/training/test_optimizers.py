@@ -1,6 +1,4 @@
-"""Optimizers, parameter groups and clipping are those of plain PyTorch and of timm; any optimizer
-resumes.
-"""
+"""utils/training/optim.py: optimizers, groups and clipping of plain PyTorch and of timm."""
 
 import math
 from pathlib import Path

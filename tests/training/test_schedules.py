@@ -1,4 +1,4 @@
-"""Learning rate schedules are those of torch, or their closed form, with any warm-up and cool-down."""
+"""--lr_schedule: those of torch, or their closed form, with any warm-up and cool-down."""
 
 import random
 from collections import Counter

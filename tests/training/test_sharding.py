@@ -1,6 +1,4 @@
-"""Runs with FSDP2 equal runs with DDP and on one process: losses, evaluations and checkpoints, over
-gloo.
-"""
+"""FSDP2: losses, evaluations and checkpoints of DDP and of one process, over gloo."""
 
 import os
 import re
@@ -118,7 +116,7 @@ def test_losses_are_those_of_ddp_and_of_one_process(case, processes):
 
 
 def unfused(kind: type[torch.optim.Optimizer], **more: bool) -> Callable:
-    """An optimizer function whose optimizer uses the same kernels for sharded and for full tensors."""
+    """An optimizer function whose optimizer has the same kernels for sharded and full tensors."""
     return lambda groups, config: kind(groups, lr=config.lr, fused=False, **more)
 
 

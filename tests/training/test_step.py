@@ -1,4 +1,4 @@
-"""What makes a step fast leaves it the same: layout, compilation, precision, memory, traces."""
+"""A fast step is the same step: layout, compilation, precision, memory, traces."""
 
 import ctypes
 import gc

@@ -1,4 +1,4 @@
-"""What is printed about a model: its parameters, against published numbers."""
+"""utils/training/summary.py: the parameters of a model, against published numbers."""
 
 import pytest
 import torchvision

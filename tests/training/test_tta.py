@@ -1,6 +1,4 @@
-"""Test-time augmentation is the weighted mean of the views that the help names, exact on any number
-of processes.
-"""
+"""--tta: the weighted mean of the views that the help names, exact on any topology."""
 
 import numpy as np
 import pytest
