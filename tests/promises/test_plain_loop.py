@@ -75,7 +75,6 @@ def plain_losses(*flags):
     return losses, model.state_dict()
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("processes", "accum"),
     [(2, 2), *(pytest.param(*topology, marks=FULL) for topology in ((1, 1), (1, 2), (3, 1)))],

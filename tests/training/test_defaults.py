@@ -172,7 +172,7 @@ def test_processes_that_no_chosen_batch_fits_are_refused_with_the_fix():
     assert resolve_batch(TrainConfig(global_batch_size=6), 6)[2] == 6
     with pytest.raises(
         ValueError,
-        match="^the default global batch 16 is not divisible by 32.*; "
+        match=r"^the default global batch 16 is not divisible by 32.*; "
         "set --global_batch_size to 32",
     ):
         choose_sizes(TrainConfig(), 120, 32)
