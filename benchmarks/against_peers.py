@@ -2,19 +2,20 @@
 paired rounds.
 
     python benchmarks/against_peers.py --peers DIR --mnist_idx DIR --mnist DIR --json FILE
-    python benchmarks/against_peers.py ... --processes 2 --sides tutorial --rounds 1          a trial of two minutes
+    python benchmarks/against_peers.py ... --processes 2 --sides tutorial --rounds 1    a trial
 
 --peers is a folder with the scripts to compare with. --mnist_idx is a folder with MNIST as
 torchvision.datasets.MNIST reads it, and --mnist one with its parquet files, as on the Hub. All
 sides train the same network with the same SGD and batches of 128 per process, on CPUs with one
 thread per process. Our side is `python train.py` or `accelerate launch ... train.py`.
 
-* tutorial, hugging_face, lightning: the first epoch, without start-up and evaluation on both sides (Lightning's script
-  only has two processes). Images per second are 60,000 divided by the epoch's seconds.
-* limit: the step on one batch that stays on the device, without data loading or a training loop, at the precision of
-  train.py. Our side runs again just before or after it. The limit measures the times of five
-  stretches of 40 updates, drops the first one, and takes the third lowest of the others. Our side
-  does the same with its train records.
+* tutorial, hugging_face, lightning: the first epoch, without start-up and evaluation on both sides
+  (Lightning's script only has two processes). Images per second are 60,000 divided by the epoch's
+  seconds.
+* limit: the step on one batch that stays on the device, without data loading or a training loop, at
+  the precision of train.py. Our side runs again just before or after it. The limit measures the
+  times of five stretches of 40 updates, drops the first one, and takes the third lowest of the
+  others. Our side does the same with its train records.
 
 A ratio is ours divided by theirs in the same round. A cell is the median of the rounds, with their
 range.

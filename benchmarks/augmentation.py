@@ -1,17 +1,17 @@
 """Images per second of one core with strong augmentation: Lockstep, timm and torchvision in paired
 rounds.
 
-    python benchmarks/augmentation.py --photos FOLDER --json FILE       an image folder, train/CLASS/IMAGE.jpg
-    python benchmarks/augmentation.py                                   generated photographs
+    python benchmarks/augmentation.py --photos FOLDER --json FILE    with train/CLASS/IMAGE.jpg
+    python benchmarks/augmentation.py                                generated photographs
 
 Every side runs in this process, without loader processes, with one thread, from stored data to
 normalised batches.
 
-* photographs: random crops of 224x224, half of them flipped, in batches of 32. Ours with TrivialAugment and with
-  RandAugment; timm's `create_loader` with RandAugment (`rand-m9-mstd0.5`); torchvision's reference
-  transforms with TrivialAugment.
-* grey 28x28 and colour 32x32: shifted, flipped, a quarter of them erased, and mixed by Mixup, in batches of 256. Also
-  with TrivialAugment. torchvision's transforms run on tensors.
+* photographs: random crops of 224x224, half of them flipped, in batches of 32. Ours with
+  TrivialAugment and with RandAugment; timm's `create_loader` with RandAugment (`rand-m9-mstd0.5`);
+  torchvision's reference transforms with TrivialAugment.
+* grey 28x28 and colour 32x32: shifted, flipped, a quarter of them erased, and mixed by Mixup, in
+  batches of 256. Also with TrivialAugment. torchvision's transforms run on tensors.
 
 A ratio is ours divided by theirs in the same round. A cell is the median of the rounds, with their
 range.

@@ -1,8 +1,8 @@
 """The training step alone, on one batch that stays on the device, without data, loop or log. Prints
 one JSON line.
 
-    python benchmarks/bare_step.py                                          one process
-    torchrun --nproc_per_node 2 benchmarks/bare_step.py --exchange ddp      two processes that average their gradients
+    python benchmarks/bare_step.py                                        one process
+    torchrun --nproc_per_node 2 benchmarks/bare_step.py --exchange ddp    two, with DDP
 
 It is run by scaling.py and gpus.py. Network, optimizer and memory layout are those of train.py;
 nothing else of Lockstep is used. With `--exchange none` the processes run side by side and do not
@@ -58,7 +58,7 @@ def make_model(
 
 
 def make_batches(args: argparse.Namespace, device: torch.device) -> Iterable[tuple[Tensor, Tensor]]:
-    """One batch on the device again and again, or timm's batches of photographs, epoch after epoch."""
+    """One batch on the device again and again, or timm's batches of photographs."""
     if args.photos:
         from timm.data import create_dataset, create_loader
 

@@ -41,8 +41,9 @@ PLAIN = """
 import json, statistics, sys, time, torch
 from torch import nn
 batch, stretch, stretches = map(int, sys.argv[1:])
-model = nn.Sequential(nn.Conv2d(1, 32, 3), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.Dropout2d(0.5),
-                      nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(1600, 500), nn.ReLU(), nn.Dropout(0.5),
+model = nn.Sequential(nn.Conv2d(1, 32, 3), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(32, 64, 3),
+                      nn.Dropout2d(0.5), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(),
+                      nn.Linear(1600, 500), nn.ReLU(), nn.Dropout(0.5),
                       nn.Linear(500, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 images, labels = torch.randn(batch, 1, 28, 28), torch.randint(10, (batch,))

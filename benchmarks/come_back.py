@@ -1,7 +1,7 @@
 """How long an elastic run takes to continue after a machine joins, leaves or is lost, by stage.
 
-    python benchmarks/come_back.py --mnist DIR --json FILE                    MNIST's parquet files in DIR, five rounds
-    python benchmarks/come_back.py --mnist DIR --before CHECKOUT              alternating with another checkout
+    python benchmarks/come_back.py --mnist DIR --json FILE          MNIST's parquet files in DIR
+    python benchmarks/come_back.py --mnist DIR --before CHECKOUT    in turn with another checkout
 
 Launchers on this machine stand for up to three machines, with one rank each. They train
 recipes/mnist.yaml with the command of docs/clusters.md. Each round starts two. Then a third one

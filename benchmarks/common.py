@@ -48,7 +48,8 @@ def machine_line() -> str:
     """The machine in one line, to print under a table."""
     m = machine()
     gpu = f", {m['gpus']} x {m['gpu']}" if m["gpus"] else ""
-    return f"{m['cores']} x {m['cpu']} ({m['cpu_capability']}){gpu}; torch {m['torch']}, torchvision {m['torchvision']}"
+    cpu = f"{m['cores']} x {m['cpu']} ({m['cpu_capability']})"
+    return f"{cpu}{gpu}; torch {m['torch']}, torchvision {m['torchvision']}"
 
 
 def in_turns(sides: Mapping[str, Callable[[], float | dict]], rounds: int) -> dict[str, list]:
@@ -263,5 +264,5 @@ def note_times(owner: object, name: str, note: Callable[[str, float], None]) -> 
 
 
 def rates(log: Sequence[dict]) -> list[float]:
-    """Images per second of each train record except the first, during which the processes warm up."""
+    """Images per second of each train record but the first, in which the processes warm up."""
     return [record["images_per_second"] for record in log if record["kind"] == "train"][1:]

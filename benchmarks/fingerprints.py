@@ -1,8 +1,10 @@
 """SHA-256 of the final weights of ten short runs, to show that a change of the code changes no
 result.
 
-    python benchmarks/fingerprints.py --cifar10 DIR --photos DIR --json before.json       on the old commit
-    python benchmarks/fingerprints.py --cifar10 DIR --photos DIR --compare before.json    on the new one
+    python benchmarks/fingerprints.py --cifar10 DIR --photos DIR --json before.json
+    python benchmarks/fingerprints.py --cifar10 DIR --photos DIR --compare before.json
+
+The first command on the old commit, the second on the new one.
 
 --cifar10 is a folder with the parquet files of CIFAR-10, --photos an image folder. Each run has one
 thread per process. The hash covers the weights, their average if there is one, and the last

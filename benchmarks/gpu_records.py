@@ -1,7 +1,7 @@
 """Records of what GPUs have run, and the tables of docs/launching.md that are written from them.
 
-    python benchmarks/gpu_records.py                                              write the page's tables again
-    python benchmarks/gpu_records.py --raw benchmarks/records/raw/DATE-COMMIT     make a record first
+    python benchmarks/gpu_records.py                  write the page's tables again
+    python benchmarks/gpu_records.py --raw FOLDER     make a record first, of raw/DATE-COMMIT
 
 `tests/gpu/run.py --report FOLDER` writes about.json, gpu.json and logs. Copy them unchanged into a
 folder DATE-COMMIT, with one subfolder for each call of run.py if there are several. Another machine
@@ -173,7 +173,7 @@ def about(record: dict) -> str:
 
 
 def as_page(records: list[dict], code: str) -> str:
-    """Write the generated part of the page: a paragraph and a table for each record, the newest first."""
+    """Write the generated part of the page: text and table of each record, the newest first."""
     parts = []
     for number, record in enumerate(records):
         rows = list(rows_of(record))

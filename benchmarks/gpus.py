@@ -1,18 +1,20 @@
 """train.py on the GPUs of this machine beside the training step alone, timm's step and
 DataParallel, in paired rounds.
 
-    python benchmarks/gpus.py --json gpu.json                                                   ResNet-50 at 224 pixels
-    python benchmarks/gpus.py --rounds 1 --model resnet18 --image_size 32 --batch_size 8 --steps 8 \\
-        --photos_count 16
+    python benchmarks/gpus.py --json gpu.json      ResNet-50 at 224 pixels
+    python benchmarks/gpus.py --rounds 1 --model resnet18 --image_size 32 --batch_size 8 \\
+        --steps 8 --photos_count 16
 
 The second command is a trial on a CPU. The sides are:
 
-* generated: train.py on generated images, the step of train.py on one batch that stays on the device, and the step of
-  timm: its model and optimizer, with the same precision and memory layout;
-* photographs: train.py on an image folder of generated JPEG files, and timm's loader and step, with as many workers;
-* small images: train.py with MNIST's network on generated images of MNIST's size, which stay on the device, and the
-  step of train.py alone;
-* all GPUs, if there are several: train.py with DistributedDataParallel, and the same step with DataParallel.
+* generated: train.py on generated images, the step of train.py on one batch that stays on the
+  device, and the step of timm: its model and optimizer, with the same precision and memory layout;
+* photographs: train.py on an image folder of generated JPEG files, and timm's loader and step, with
+  as many workers;
+* small images: train.py with MNIST's network on generated images of MNIST's size, which stay on the
+  device, and the step of train.py alone;
+* all GPUs, if there are several: train.py with DistributedDataParallel, and the same step with
+  DataParallel.
 
 A ratio is ours divided by theirs in the same round. A cell is the median of the rounds, with their
 range. The memory is the most that PyTorch has used of one GPU at a time, after the first updates,

@@ -1,20 +1,20 @@
 """Images per second of one core, from stored data to normalised float batches: Lockstep and others
 in paired rounds.
 
-    python benchmarks/input_pipeline.py --photos FOLDER --json FILE       an image folder, train/CLASS/IMAGE.jpg
-    python benchmarks/input_pipeline.py                                   generated photographs
+    python benchmarks/input_pipeline.py --photos FOLDER --json FILE    with train/CLASS/IMAGE.jpg
+    python benchmarks/input_pipeline.py                                generated photographs
 
 Every side runs in this process, without loader processes, with one thread.
 
-* photographs: a random crop of 8 to 100 % of the area, resized to 224x224, bilinear and antialiased, half of them
-  flipped, in batches of 32. torchvision runs with the two backends of its reference training, and
-  with its own decoder. timm runs `create_loader` with its defaults, and without colour jitter. The
-  bare decoder decodes from memory and does nothing else.
-* large photographs: the same with generated photographs of 4000x3000 pixels, the size of camera photographs.
-* colour 32x32 and grey 28x28: decoded beforehand on all sides. Colour images are shifted by up to 4 pixels and flipped,
-  in batches of 256; grey ones are shifted by up to 2 pixels, in batches of 128. torchvision's
-  transforms run on Pillow images and on tensors. With --data_on_device yes, our batches are drawn
-  by index on the device, which is the CPU here.
+* photographs: a random crop of 8 to 100 % of the area, resized to 224x224, bilinear and
+  antialiased, half of them flipped, in batches of 32. torchvision runs with the two backends of its
+  reference training, and with its own decoder. timm runs `create_loader` with its defaults, and
+  without colour jitter. The bare decoder decodes from memory and does nothing else.
+* large photographs: the same with generated photographs of 4000x3000 pixels, as of a camera.
+* colour 32x32 and grey 28x28: decoded beforehand on all sides. Colour images are shifted by up to 4
+  pixels and flipped, in batches of 256; grey ones are shifted by up to 2 pixels, in batches of 128.
+  torchvision's transforms run on Pillow images and on tensors. With --data_on_device yes, our
+  batches are drawn by index on the device, which is the CPU here.
 
 A ratio is ours divided by theirs in the same round. A cell is the median of the rounds, with their
 range.
@@ -177,8 +177,9 @@ def run_forms(
 ) -> None:
     """Run a benchmark of one core and print its table.
 
-    `make` returns, given a folder for files and that of the photographs, a function for each form of data, which
-    makes its sides. The first side is compared with the others. `sort`: the fastest comes first.
+    `make` returns, given a folder for files and that of the photographs, a function for each form
+    of data, which makes its sides. The first side is compared with the others. `sort`: the fastest
+    comes first.
     """
     args = parse_flags(doc, rounds=7, photos=(Path, "an image folder; else it is generated"))
     rows, results = [], {}

@@ -1,7 +1,8 @@
-"""How much of the variance of a difference in accuracy is left if two groups of runs are paired: by image, and by seed.
+"""How much variance of a difference in accuracy is left if runs are paired by image and by seed.
 
-    python benchmarks/pairing.py --one runs/A --other runs/B        runs/A-seed0, runs/B-seed0, ... have a page
+    python benchmarks/pairing.py --one runs/A --other runs/B
 
+runs/A-seed0, runs/B-seed0 and so on have a page.
 Without pairs, the variance is the sum of those of A and B.
 """
 

@@ -10,12 +10,13 @@ FOLDER has train/CLASS/IMAGE and val/CLASS/IMAGE. --cifar10 makes a temporary FO
 of CIFAR-10: 50 training images and 100 test images of each class. The three methods start from the
 same published weights:
 
-* forty lines: forty_lines.py, which computes the features of each photograph once. --forty_lines=--channels_last makes
-  it faster on many CPUs.
-* head only: `accelerate launch --config_file accelerate_configs/2cpu.yaml train.py --config recipes/head.yaml`.
-* everything: the same launcher with `train.py --config recipes/photos.yaml`, from a run of `head only` with the same
-  seed. With --from_weights, it starts from the published weights instead and does not use the
-  recipe.
+* forty lines: forty_lines.py, which computes the features of each photograph once.
+  --forty_lines=--channels_last makes it faster on many CPUs.
+* head only: `train.py --config recipes/head.yaml` under
+  `accelerate launch --config_file accelerate_configs/2cpu.yaml`.
+* everything: the same launcher with `train.py --config recipes/photos.yaml`, from a run of `head
+  only` with the same seed. With --from_weights, it starts from the published weights instead and
+  does not use the recipe.
 
 Settings that are not named here have the defaults of train.py. --args adds settings.
 

@@ -1,13 +1,13 @@
 """Whether one commit resumes the checkpoints of another, with the bits of a run that was never
 stopped.
 
-    python benchmarks/resume_between.py OLD NEW                       two commits, or folders of the project
-    python benchmarks/resume_between.py OLD . --cases plain,folds     this folder as it is, and two of the cases
+    python benchmarks/resume_between.py OLD NEW
+    python benchmarks/resume_between.py OLD . --cases plain,folds    this folder, two cases
 
-OLD trains each case from beginning to end on two processes, and keeps the checkpoint of update 6,
-in the middle of an epoch. NEW resumes from it on two processes and on one, with the settings of the
-checkpoint. On two it reads the cache of OLD, on one it computes cached features again. Nothing is
-downloaded, and no GPU is used.
+OLD and NEW are commits, or folders of the project. OLD trains each case from beginning to end on
+two processes, and keeps the checkpoint of update 6, in the middle of an epoch. NEW resumes from it
+on two processes and on one, with the settings of the checkpoint. On two it reads the cache of OLD,
+on one it computes cached features again. Nothing is downloaded, and no GPU is used.
 
 * same bits: weights, their average, the optimizer's state, and each logged number except times are
   those of the whole run of OLD. Promised on the same number of processes, and with --microbatches

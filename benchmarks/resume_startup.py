@@ -1,8 +1,8 @@
 """The time and memory that a resumed run needs until its first update, at 1 % and at 99 % of a long
 epoch.
 
-    python benchmarks/resume_startup.py --json FILE                          10 million samples, about eight minutes
-    python benchmarks/resume_startup.py --samples 100000 --rounds 2          a trial of one minute
+    python benchmarks/resume_startup.py --json FILE                    10 million samples, 8 minutes
+    python benchmarks/resume_startup.py --samples 100000 --rounds 2    a trial of one minute
 
 It trains a small network to 1 % of an epoch of synthetic images, and resumes that run to 99 %. Then
 it resumes from both checkpoints in turn, each time in a new run, for one update, which is a

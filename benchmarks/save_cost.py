@@ -1,11 +1,12 @@
 """Measure the seconds of each step of a save. Training waits for the first step; a thread does the
 others.
 
-    python benchmarks/save_cost.py                                   resnet50 with SGD, vit_l_16 with AdamW
+    python benchmarks/save_cost.py
     python benchmarks/save_cost.py --models resnet50:sgd --epoch_seconds 60
 
-With --epoch_seconds, the table also has the whole save and the wait as shares of the training time
-of an epoch. A run saves after each epoch by default.
+By default: resnet50 with SGD, and vit_l_16 with AdamW. With --epoch_seconds, the table also has the
+whole save and the wait as shares of the training time of an epoch. A run saves after each epoch by
+default.
 """
 
 import shutil

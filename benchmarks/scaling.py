@@ -1,17 +1,21 @@
 """From one device to many: images per second, seconds per epoch, speed-up, efficiency, and the cost
 of the exchange.
 
-    python benchmarks/scaling.py --json scaling.json                          1, 2, 4 ... as many as GPUs, else cores
-    python benchmarks/scaling.py --processes 1,2 --rounds 1 --mnist_idx DIR   on MNIST, read from a torchvision root
+    python benchmarks/scaling.py --json scaling.json
+    python benchmarks/scaling.py --processes 1,2 --rounds 1 --mnist_idx DIR
 
-Each process has its own batch of 128, so the global batch grows with the number of processes (weak
-scaling, as in the tutorials). On CPUs each process has one thread. Without --mnist_idx the images
-are generated, with the number and size of MNIST's images. In each round these run in turn, each in
-new processes:
+By default there are 1, 2, 4 ... processes, as many as GPUs, else cores. DIR has MNIST as
+torchvision reads it. Each process has its own batch of 128, so the global batch grows with the
+number of processes (weak scaling, as in the tutorials). On CPUs each process has one thread.
+Without --mnist_idx the images are generated, with the number and size of MNIST's images. In each
+round these run in turn, each in new processes:
 
-* train.py: real training with its data pipeline; images per second from log.jsonl without the first record
-* bare DDP: the same step on one batch that stays on the device, with gradients averaged by DistributedDataParallel
-* bare, no exchange: the same step, with the processes side by side on the same cores or GPUs without communication
+* train.py: real training with its data pipeline; images per second from log.jsonl without the first
+  record
+* bare DDP: the same step on one batch that stays on the device, with gradients averaged by
+  DistributedDataParallel
+* bare, no exchange: the same step, with the processes side by side on the same cores or GPUs
+  without communication
 * DataParallel: torch.nn.DataParallel with the same global batch, if there are several GPUs
 
 Speed-up is relative to one process of the same kind in the same round. Efficiency is the speed-up

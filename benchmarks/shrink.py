@@ -1,11 +1,12 @@
 """Images per second of one core on photographs of 12 megapixels, with and without --shrink.
 
-    python benchmarks/shrink.py --photos FOLDER --json FILE    an image folder, of which 32 are enlarged to 4000x3000
+    python benchmarks/shrink.py --photos FOLDER --json FILE
     python benchmarks/shrink.py                                generated photographs
 
-Random crops of 35 to 100 % of the area, resized to 224x224, in batches of 32, in this process with
-one thread. In the first epoch, --shrink stores each photograph, and in later epochs it reads what
-it has stored. A cell is the median of the rounds, with their range.
+Of the images in FOLDER, 32 are enlarged to 4000x3000. Random crops of 35 to 100 % of the area,
+resized to 224x224, in batches of 32, in this process with one thread. In the first epoch, --shrink
+stores each photograph, and in later epochs it reads what it has stored. A cell is the median of the
+rounds, with their range.
 """
 
 from functools import partial

@@ -1,8 +1,8 @@
 """How long each stage of a start takes, on first use and later, and how much memory the ranks need
 for large data.
 
-    python benchmarks/startup.py --mnist DIR --json FILE          MNIST's parquet files in DIR, five rounds
-    python benchmarks/startup.py --gigabytes 5 --rounds 1         memory, with 0.5 and 5 GB of decoded pixels
+    python benchmarks/startup.py --mnist DIR --json FILE     MNIST's parquet files in DIR
+    python benchmarks/startup.py --gigabytes 5 --rounds 1    memory, with 0.5 and 5 GB of pixels
 
 Each run is `train.py --config recipes/mnist.yaml --max_steps 1`, from its start to its exit: one
 update, an evaluation of 1,000 images, and one checkpoint. This script runs train.py and records

@@ -1,13 +1,14 @@
 """How long a command takes to reach 98.5 % on MNIST's 10,000 test images, including the start of
 its processes.
 
-    python benchmarks/time_to_accuracy.py --mnist_idx DIR --peers DIR --json FILE    ours five times, the tutorial once
+    python benchmarks/time_to_accuracy.py --mnist_idx DIR --peers DIR --json FILE
     python benchmarks/time_to_accuracy.py --mnist_idx DIR --target 0.9 --rounds 1    a trial
 
-Our side is `accelerate launch ... train.py --config recipes/mnist_fast.yaml`, each time with a
-different --seed. If --peers is the folder with the tutorial's script, this script runs unchanged
-and evaluates after each epoch. Both sides have --processes processes, on CPUs with one thread each,
-and read the same files: --mnist_idx, as read by torchvision.datasets.MNIST.
+Ours runs five times, the tutorial once. Our side is `accelerate launch ... train.py --config
+recipes/mnist_fast.yaml`, each time with a different --seed. If --peers is the folder with the
+tutorial's script, this script runs unchanged and evaluates after each epoch. Both sides have
+--processes processes, on CPUs with one thread each, and read the same files: --mnist_idx, as read
+by torchvision.datasets.MNIST.
 
 The time is measured from the start of the command to the line of the first evaluation that reaches
 --target. Our side then continues to its last checkpoint, which is timed too; the tutorial is
@@ -64,7 +65,7 @@ def ours(args: argparse.Namespace, seeds: count) -> dict[str, float]:
 
 
 def tutorial(args: argparse.Namespace) -> dict[str, float]:
-    """Seconds of the tutorial to the target, or infinity if --cap ended it, and its last numbers."""
+    """Seconds of the tutorial to the target, infinity if --cap ended it, and its last numbers."""
     epochs = []
 
     def reaches(line: str) -> bool:

@@ -1,6 +1,6 @@
-"""Ranks are forked from this process, so everything they need is imported here, once, and no thread
-is started.
+"""Fixtures of all tests, and the imports of ranks, which are forked from this process.
 
+Everything that ranks need is imported here, once, and no thread is started.
 A worker of pytest-xdist has one thread, which only waits for the name of the next test. The process
 that hands out the tests runs none, and imports nothing of this.
 """

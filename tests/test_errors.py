@@ -1,6 +1,4 @@
-"""What is wrong ends in one line that names it and the fix, from one rank, with code 2, before
-anything is trained.
-"""
+"""utils/errors.py: one line from one rank with the fix, code 2, before anything is trained."""
 
 import os
 import re

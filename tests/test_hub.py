@@ -1,4 +1,4 @@
-"""Names on the Hugging Face Hub without a network, behind a slow one, and misspelt."""
+"""utils/hub.py: names on the Hugging Face Hub without a network, behind a slow one, misspelt."""
 
 import socket
 import threading

@@ -1,4 +1,4 @@
-"""Output that nobody reads any more neither ends a run nor loses results."""
+"""utils/output.py: output that nobody reads any more neither ends a run nor loses results."""
 
 import io
 import json

@@ -1,6 +1,4 @@
-"""No output replaces a file of the user: not an input, whatever its spelling, and nothing that
-Lockstep has not written. All outputs have the rights that the umask gives.
-"""
+"""utils/replacing.py: no output replaces a file of the user; files have the rights of the umask."""
 
 import json
 import os
@@ -49,7 +47,7 @@ RESULTS = [
     {"healthy": True, "findings": []},
     {"updates": [], "checkpoints": {}, "data": "", "settings": "", "versions": {}, "rounding": 1},
 ]
-# A list of labels of extras.folds, as it is, after a spreadsheet with semicolons, and with a column.
+# Labels of extras.folds, as they are, after a spreadsheet with semicolons, and with a column.
 REVIEWS = ["path,label,suggestion,was\na,b,,c\n", "\ufeffpath;label;suggestion;was\na;b;;c\n"]
 REVIEWS.append("path,label,suggestion,was,checked by\na,b,,c,me\n")
 ENDINGS = {"table": [".csv", ".json", ".parquet"], "page": [".html"], "result": [".json"]}

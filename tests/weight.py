@@ -20,7 +20,11 @@ from pathlib import Path
 FOLDERS = ("utils", "extras", "tests", "benchmarks")
 CODE = ("scripts", "utils", "extras")  # what a ceiling is for
 CORE = ("train.py", "eval.py", "utils")
-MOST_LINES, MOST_COLUMNS = 250, 100
+MOST_LINES, MOST_COLUMNS, MOST_OF_FUNCTION = 250, 100, 50
+LINES = f"lines above {MOST_COLUMNS} columns"
+FUNCTIONS = f"functions above {MOST_OF_FUNCTION} lines"
+CONDITIONS = "conditions in f-strings"
+FILES = f"files above {MOST_LINES} lines"
 
 _COUNTED = ("NAME", "NUMBER", "OP", "STRING", "FSTRING_MIDDLE")
 _STRING = re.compile(r"([a-z]*)('''|\"\"\"|'|\")(.*)\2", re.I | re.S)
@@ -39,7 +43,7 @@ def _weight_of(kind: str, text: str) -> int:
 
 
 def _literals(body: str, at: int, raw: bool, in_format: bool = False) -> tuple[int, int]:
-    """The tokens of an f-string without its quotes, or of the format in a field, from place `at` on,
+    """The tokens of an f-string without its quotes, or of the format in a field, from place `at`,
     and the place after them.
     """
     total = 0
@@ -92,8 +96,32 @@ def conditions(tree: ast.AST) -> int:
 
 def takes_all_settings(tree: ast.AST) -> int:
     """The number of functions with a parameter that is a TrainConfig."""
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    return sum("TrainConfig" in ast.unparse(each.args) for each in functions)
+    return sum("TrainConfig" in ast.unparse(each.args) for each in functions(tree))
+
+
+def functions(tree: ast.AST) -> list[ast.FunctionDef]:
+    """The functions and methods of a file."""
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+
+
+def excess(root: Path) -> dict[str, list[str]]:
+    """The places in scripts, utils and extras that have too much of something, by what it is."""
+    found: dict[str, list[str]] = {LINES: [], FUNCTIONS: [], CONDITIONS: [], FILES: []}
+    for part, path in files(root):
+        if part.split("/")[0] not in CODE:
+            continue
+        name, text = str(path.relative_to(root)), path.read_text()
+        tree, lines = ast.parse(text), text.splitlines()
+        if len(lines) > MOST_LINES:
+            found[FILES].append(path.name)
+        for number, line in enumerate(lines, 1):
+            if len(line) > MOST_COLUMNS:
+                found[LINES].append(f"{name}:{number}")
+        for each in functions(tree):
+            if (each.end_lineno or 0) - each.lineno >= MOST_OF_FUNCTION:
+                found[FUNCTIONS].append(f"{name}:{each.lineno} {each.name}")
+        found[CONDITIONS] += [name] * conditions(tree)
+    return found
 
 
 def files(root: Path) -> Iterator[tuple[str, Path]]:
@@ -103,40 +131,28 @@ def files(root: Path) -> Iterator[tuple[str, Path]]:
     for folder in FOLDERS:
         for path in (root / folder).rglob("*.py"):
             below = path.relative_to(root / folder).parts
-            is_package = len(below) > 1 and folder in CODE
+            is_package = len(below) > 1 and (folder in CODE or below[0] == "gpu")
             yield f"{folder}/{below[0]}" if is_package else folder, path
 
 
 def main(root: Path) -> None:
     """Print the tokens of each part of the project, and what its code has too much of."""
     weights: Counter[str] = Counter()
-    found: Counter[str] = Counter()
-    long_files = []
+    core = settings = 0
     for part, path in files(root):
         text = path.read_text()
         weights[part] += weight(text)
-        if part.split("/")[0] not in CODE:
-            continue
-        found["all"] += weight(text)
         if path.relative_to(root).parts[0] in CORE:
-            found["core"] += weight(text)
-        tree = ast.parse(text)
-        found["conditions"] += conditions(tree)
-        found["lines"] += sum(len(line) > MOST_COLUMNS for line in text.splitlines())
+            core += weight(text)
         if part.startswith("utils"):
-            found["settings"] += takes_all_settings(tree)
-        if text.count("\n") > MOST_LINES:
-            long_files.append(path.name)
+            settings += takes_all_settings(ast.parse(text))
     for part, count in weights.most_common():
         print(f"{count:8,}  {part}")
-    print(
-        f"{found['all']:8,}  scripts, utils and extras; core (utils, train.py, eval.py) {found['core']:,}"
-    )
-    print(f"functions of utils that take all settings: {found['settings']}")
-    print(
-        f"conditions in f-strings: {found['conditions']}; lines above {MOST_COLUMNS} columns: {found['lines']}"
-    )
-    print(f"files above {MOST_LINES} lines: {', '.join(sorted(long_files))}")
+    code = sum(count for part, count in weights.items() if part.split("/")[0] in CODE)
+    print(f"{code:8,}  scripts, utils and extras; core (utils, train.py, eval.py) {core:,}")
+    print(f"functions of utils that take all settings: {settings}")
+    for what, places in excess(root).items():
+        print(f"{what}: {len(places)}", *sorted(set(places))[:8])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Checks of everything that needs a GPU; `run.py` runs them in parts. The table is written after
-each check.
+"""Checks of everything that needs a GPU; `run.py` runs them in parts.
 
-Without a GPU they are skipped. With LOCKSTEP_GPU_TESTS_ON_CPU=1, their parts that need no GPU run
-on the CPU.
+The table is written after each check. Without a GPU they are skipped. With
+LOCKSTEP_GPU_TESTS_ON_CPU=1, their parts that need no GPU run on the CPU.
 """
 
 import json

@@ -2,7 +2,7 @@
 
     python3 tests/gpu/run.py                         all parts; `make gpu` does the same
     python3 tests/gpu/run.py first --seconds 415     start with this call on one GPU,
-    python3 tests/gpu/run.py speed --seconds 285     and with this one: a quarter of an hour in total
+    python3 tests/gpu/run.py speed --seconds 285     and with this one: 15 minutes in total
     python3 tests/gpu/run.py --list                  the parts: what they need, how long they take
 
 First it finds out whether two ranks can use NCCL, also on one GPU. A table is written to gpu.md and
@@ -63,7 +63,7 @@ PARTS = {
     "first": Part(
         7,
         "one GPU, 16 cores; NCCL 2.30 to share the GPU (--nccl)",
-        "the most important checks: two ranks over NCCL, FSDP2, equal bits, lost ranks; image files",
+        "the most important checks: two ranks over NCCL, FSDP2, equal bits, lost ranks; photos",
         [
             PytestCall("two ranks", [RUNS, SHARDING, FAULTS], "gpu and first", 0.52, 5, "nccl"),
             PytestCall("failed in the first GPU run", [RUNS], "gpu and rerun", 0.38, 6, "gloo"),
@@ -115,9 +115,10 @@ python3 tests/gpu/run.py first --seconds 415 --wheels DIR --nccl FILE
 python3 tests/gpu/run.py speed --seconds 285"""
 GLOO = {"backend": "gloo", "reason": "no check needs two ranks", "settings": {}, "code": 0}
 # what the parts import; their versions are in constraints.txt
-PACKAGES = """accelerate datasets dill evaluate filelock fsspec huggingface_hub Jinja2 joblib matplotlib
-multiprocess numpy packaging pandas pillow psutil pyarrow PyYAML requests safetensors scikit-learn scipy
-threadpoolctl tqdm typing_extensions xxhash execnet pytest pytest-xdist timm""".split()  # noqa: SIM905
+PACKAGES = """accelerate datasets dill evaluate filelock fsspec huggingface_hub Jinja2 joblib
+matplotlib multiprocess numpy packaging pandas pillow psutil pyarrow PyYAML requests safetensors
+scikit-learn scipy threadpoolctl tqdm typing_extensions xxhash execnet pytest pytest-xdist
+timm""".split()  # noqa: SIM905
 
 
 class Log:
@@ -143,7 +144,8 @@ def say_missing(log: Log) -> None:
     if missing:
         pinned = " ".join(f"{name}=={tested[name]}" for name in missing)
         log.say(
-            f"missing: {', '.join(missing)}; with a network: {fetch} {pinned}; then: run.py --wheels wheels"
+            f"missing: {', '.join(missing)}; with a network: {fetch} {pinned}; "
+            "then: run.py --wheels wheels"
         )
 
 
@@ -186,7 +188,7 @@ def row_name(nodeid: str) -> str:
 
 
 def write_about(args: argparse.Namespace, library: dict[str, str], log: Log) -> int:
-    """Write about.json: command, commit, machine, versions, all checks. Returns the number of GPUs."""
+    """Write about.json: command, commit, machine, versions, checks. Returns how many GPUs."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     env = os.environ | library  # its version is that of the library that runs
     collect = [sys.executable, "-m", "pytest", "--collect-only", "-m", "gpu", "tests/gpu"]
@@ -272,7 +274,7 @@ def without_nccl(calls: list[PytestCall]) -> list[PytestCall]:
 
 
 def run_call(call: PytestCall, until: float, env: dict[str, str], log: Log) -> int:
-    """Run pytest on the checks of a call; returns 0 if none failed. Checks without time are skipped."""
+    """Run pytest on a call's checks; returns 0 if none failed. Those without time are skipped."""
     sys.path.append(str(ROOT / "benchmarks"))
     from common import kill  # needs packages that --wheels may have brought
 

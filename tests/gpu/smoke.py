@@ -1,7 +1,7 @@
-"""Run one of two NCCL ranks, on separate GPUs or a shared one: all_reduce of several sizes, and the
-exchange of --microbatches. Rank 0 prints the times in ms as one JSON line.
+"""Run one of two NCCL ranks, on separate GPUs or a shared one, and time its collectives.
 
-It is run by test_smoke_on_gpus.py. Without a GPU the ranks use gloo.
+They are all_reduce of several sizes, and the exchange of --microbatches. Rank 0 prints the times in
+ms as one JSON line. It is run by test_smoke_on_gpus.py. Without a GPU the ranks use gloo.
 """
 
 import json

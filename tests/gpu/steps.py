@@ -1,9 +1,8 @@
-"""Updates of networks on batches that stay on the device: of Lockstep or timm, eager, compiled, or as
-a CUDA graph of forward and backward pass.
+"""Updates on batches that stay on the device, of Lockstep or timm.
 
-test_steps_on_gpus.py runs it: it reads and answers JSON lines. One process serves many cases, because
-its start takes seconds. On a CPU, graph_recorder replaces CUDA graphs, and aot_eager replaces
-Inductor.
+They are eager, compiled, or a CUDA graph of forward and backward pass. test_steps_on_gpus.py runs
+it: it reads and answers JSON lines. One process serves many cases, because its start takes seconds.
+On a CPU, graph_recorder replaces CUDA graphs, and aot_eager replaces Inductor.
 """
 
 import hashlib

@@ -1,6 +1,4 @@
-"""Runs on GPUs: the numbers of the CPU, every precision, one and two ranks, the same bits, stopped
-and resumed.
-"""
+"""Runs on GPUs: the numbers of the CPU, every precision, one and two ranks, the same bits."""
 
 import gzip
 import hashlib

@@ -1,6 +1,4 @@
-"""FSDP2 on GPUs: losses equal to DDP, checkpoints that move to one GPU, CPU offload, memory and
-speed beside DDP.
-"""
+"""FSDP2 on GPUs: losses of DDP, checkpoints that move to one GPU, CPU offload, memory, speed."""
 
 import re
 

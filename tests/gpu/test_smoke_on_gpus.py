@@ -1,5 +1,6 @@
-"""Do two ranks communicate over NCCL, also on one GPU? run.py asks this once, and the other checks
-use what it finds.
+"""Two ranks communicate over NCCL, also on one GPU.
+
+run.py asks this once, and the other checks use what it finds.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Speed on GPUs: no wait of the host, no wait for data, and figures beside the step alone and timm."""
+"""Speed on GPUs: no wait of the host, no wait for data, and figures beside the step and timm."""
 
 import gzip
 import importlib
@@ -35,7 +35,8 @@ WAITS = {
     "fp16, clipping": f"--mixed_precision {pick('fp16', 'no')} --clip_norm 1",
     "BCE, flips": "--mixed_precision no --loss binary_cross_entropy --flip",
     "accumulation, shifts": "--mixed_precision no --grad_accum 2 --crop_padding 2",
-    "alternating flips, erasing": "--mixed_precision no --flip alternate --random_erasing 0.5 --cutout 8",
+    "alternating flips, erasing": "--mixed_precision no --flip alternate --random_erasing 0.5"
+    " --cutout 8",
     "augmented by loader processes": "--mixed_precision no --auto_augment trivialaugment",
 }
 

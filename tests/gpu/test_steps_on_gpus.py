@@ -1,7 +1,7 @@
-"""Speed of updates on one GPU, the most important first: a CUDA graph for small networks, a search for
-kernels, compiled models, timm; and CIFAR-10 as a whole.
+"""Speed of updates on one GPU, the most important first.
 
-Measurements write figures and assert nothing.
+A CUDA graph for small networks, a search for kernels, compiled models, timm; and CIFAR-10 as a
+whole. Measurements write figures and assert nothing.
 """
 
 import io

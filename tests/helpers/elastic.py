@@ -1,6 +1,4 @@
-"""Launchers of an elastic run, on this machine or on machines of Linux namespaces, and what can
-happen to them.
-"""
+"""Launchers of an elastic run, here or on machines of namespaces, and what can happen."""
 
 import random
 import signal
@@ -19,12 +17,14 @@ from helpers.training_runs import BIN, ROOT, clean_environment, words
 from helpers.waiting import records_so_far, until
 
 _SERVE = (
-    "import sys, time, torch.distributed as d; s = d.TCPStore('0.0.0.0', int(sys.argv[1]), is_master=True, "
+    "import sys, time, torch.distributed as d; "
+    "s = d.TCPStore('0.0.0.0', int(sys.argv[1]), is_master=True, "
     "wait_for_workers=False); print('serving', flush=True); time.sleep(10000)"
 )
 # as in docs/clusters.md
 _FILE = "store_type=file,last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3"
-_SERVED = "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=3,join_timeout=60,read_timeout=20"
+_SERVED = "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=5"
+_SERVED += ",last_call_timeout=3,join_timeout=60,read_timeout=20"
 TIMEOUT = 20  # seconds, of --timeout
 SHARED = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_WORKER_IDENTICAL": "1"}
 

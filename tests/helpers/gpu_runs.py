@@ -1,6 +1,4 @@
-"""Start commands on the GPUs of this machine, as users do: by accelerate launch, in processes of
-their own.
-"""
+"""Start commands on the GPUs of this machine, as users do: by accelerate launch."""
 
 import gzip
 import json
@@ -44,7 +42,7 @@ _SAME: Any = object()
 
 
 def pick(on_gpu, on_cpu, on_shared_gpu=_SAME):
-    """Return `on_cpu` in a dry run, `on_shared_gpu`, if given, when ranks share a GPU, and otherwise
+    """Return `on_cpu` in a dry run, `on_shared_gpu`, if given, when ranks share a GPU, else
     `on_gpu`.
     """
     if ON_CPU:
@@ -54,7 +52,7 @@ def pick(on_gpu, on_cpu, on_shared_gpu=_SAME):
 
 @dataclass
 class Ended:
-    """How a command ended: its exit code, its output with the errors, and the seconds that it took."""
+    """How a command ended: its exit code, its output with the errors, and its seconds."""
 
     code: int
     out: str
@@ -79,7 +77,8 @@ def ask(script: str) -> str:
 
     It can use torch and benchmarks/common.py.
     """
-    code = f"import sys; sys.path[:0] = ['.', 'benchmarks', 'tests/gpu']; import common, torch; {script}"
+    paths = "import sys; sys.path[:0] = ['.', 'benchmarks', 'tests/gpu']"
+    code = f"{paths}; import common, torch; {script}"
     words = [sys.executable, "-c", code]
     return subprocess.check_output(words, text=True, env=environment(), cwd=ROOT).strip()
 
@@ -217,7 +216,7 @@ def ranks(process: subprocess.Popen) -> list[psutil.Process]:
 
 
 def stop(process: subprocess.Popen) -> None:
-    """Send SIGTERM to the ranks of a launch; the launcher of a single process would exit before it."""
+    """Send SIGTERM to the ranks of a launch; the launcher of a single one would exit first."""
     for child in of_train_py(process):
         with suppress(psutil.Error):
             child.send_signal(signal.SIGTERM)

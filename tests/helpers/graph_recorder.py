@@ -1,5 +1,7 @@
-"""CUDA's graphs on a CPU: a capture records operations with their memory and computes nothing, a
-replay repeats them in this memory, and a wait of the host raises.
+"""CUDA's graphs on a CPU.
+
+A capture records operations with their memory and computes nothing, a replay repeats them in this
+memory, and a wait of the host raises.
 """
 
 from collections.abc import Iterator

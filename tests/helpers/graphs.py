@@ -1,11 +1,12 @@
 """Experimental: the forward and backward pass of small networks as one CUDA graph.
 
 The host takes 5 to 40 us to launch an operation; a small network has 47 to 76, each a few us on the
-GPU. A graph launches all of them at once. Its results are bitwise identical, because it has the same
+GPU. A graph launches all of them at once. Its results are bitwise identical: it has the same
 kernels. Clipping, the optimizer, EMA and the meter's sums stay outside.
 
-No GPU has run it yet, so it is not in utils/. tests/gpu/ measures it, and test_graphs.py compares it
-with the usual updates on a CPU, where graph_recorder.py takes the place of CUDA's graphs.
+No GPU has run it yet, so it is not in utils/. tests/gpu/ measures it, and test_cuda_graphs.py
+compares it with the usual updates on a CPU, where graph_recorder.py takes the place of CUDA's
+graphs.
 """
 
 import inspect

@@ -46,7 +46,7 @@ def end_launched() -> None:
 
 
 def end_commands(started: list[subprocess.Popen]) -> None:
-    """Kill what is left of the commands and of the processes that they started, and empty the list."""
+    """Kill what is left of the commands and of what they started, and empty the list."""
     while started:
         process = started.pop()
         if process.poll() is None:  # else its number may have been reused

@@ -1,8 +1,8 @@
-"""Machines of a network, made of Linux network namespaces: each has its own host name, hosts file
-and interfaces.
+"""Machines of a network, made of Linux network namespaces.
 
-They share the disk and the processors. `eth0` of each leads to a switch, 10.77.0.0/24; `docker0` is
-a bridge that leads nowhere, with the same address on all, as Docker makes it.
+Each has its own host name, hosts file and interfaces. They share the disk and the processors.
+`eth0` of each leads to a switch, 10.77.0.0/24; `docker0` is a bridge that leads
+nowhere, with the same address on all, as Docker makes it.
 """
 
 import os
@@ -106,12 +106,16 @@ class Machine:
         }
         output = self.folder / f"{self.name}-{len(self.jobs)}.txt"
         inside = [*self._inside.split(), "unshare", "--uts", "--mount", "sh", "-c", _ENTER, "sh"]
+        program, *given = command
         with output.open("w") as file:
             process = subprocess.Popen(
-                [*inside, self.name, str(self.hosts), str(BIN / command[0]), *map(str, command[1:])],
-                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=clean | (env or {}),
+                [*inside, self.name, str(self.hosts), str(BIN / program), *map(str, given)],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=clean | (env or {}),
                 start_new_session=True,
-            )  # fmt: skip
+            )
         self.jobs.append(Job(process, output))
         return self.jobs[-1]
 
@@ -167,7 +171,7 @@ class Machine:
 
 @contextmanager
 def network(folder: Path, count: int = 2):
-    """Yield machines ls-a, ls-b and so on, that know each other's names; afterwards they are gone."""
+    """Yield machines ls-a, ls-b and so on, that know each other's names, and end them."""
     machines = [Machine(f"ls-{chr(97 + n)}", f"10.77.0.{n + 1}", folder) for n in range(count)]
     hosts = "127.0.0.1 localhost\n" + "".join(
         f"{machine.address} {machine.name}\n" for machine in machines

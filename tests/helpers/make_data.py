@@ -1,6 +1,4 @@
-"""Small data sets for the tests, written on the fly: image files and folders, tables, MNIST's IDX
-files.
-"""
+"""Small data sets for the tests, written on the fly: images, folders, tables, IDX files."""
 
 import io
 import struct

@@ -37,8 +37,8 @@ COPIES = torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default
 INDEXED = "aten::index", "aten::index_put_", "aten::_index_put_impl_"
 # What autocast computes in its own type, and what it computes in float32.
 LOWER = "linear conv1d conv2d conv3d matmul __matmul__ mm bmm addmm scaled_dot_product_attention"
-FLOAT = "cross_entropy nll_loss binary_cross_entropy_with_logits softmax log_softmax layer_norm group_norm"
-FLOAT += " exp log pow sum prod norm"
+FLOAT = "cross_entropy nll_loss binary_cross_entropy_with_logits softmax log_softmax"
+FLOAT += " layer_norm group_norm exp log pow sum prod norm"
 
 
 class OnGpu(Tensor):
@@ -100,7 +100,7 @@ def _cast(dtype: torch.dtype) -> Callable[[Any], Any]:
 
 
 class Event:
-    """`seen` has, for each stream, the last operation that is complete when the event has happened."""
+    """`seen` has, for each stream, the last operation that is complete after the event."""
 
     def __init__(self, *_given, **_options):
         self.seen: dict[Stream, int] = {}
@@ -239,7 +239,8 @@ class PretendedGpu(TorchDispatchMode):
             frame = frame.f_back
         place = "outside the project"
         if frame:
-            place = f"{Path(frame.f_code.co_filename).relative_to(ROOT)}:{frame.f_lineno} ({frame.f_code.co_qualname})"
+            file = Path(frame.f_code.co_filename).relative_to(ROOT)
+            place = f"{file}:{frame.f_lineno} ({frame.f_code.co_qualname})"
         if (line := f"{what} at {place}") not in self.faults:
             self.faults.append(line)
 
@@ -268,11 +269,21 @@ class PretendedGpu(TorchDispatchMode):
         os.environ["ACCELERATE_TORCH_DEVICE"] = str(GPU)
         self.train_update, train.train_update = train.train_update, self.update
         answers: dict[str, Any] = {
-            "is_available": True, "device_count": 1, "current_device": 0, "is_bf16_supported": True,
-            "get_device_name": "pretended GPU", "get_device_capability": (9, 0), "mem_get_info": (8 << 30, 8 << 30),
-            "max_memory_allocated": 0, "reset_peak_memory_stats": None, "set_device": None, "_lazy_init": None,
-            "current_device_index": 0, "set_device_index": None, "current_stream": self.stream,
-        }  # fmt: skip
+            "is_available": True,
+            "device_count": 1,
+            "current_device": 0,
+            "is_bf16_supported": True,
+            "get_device_name": "pretended GPU",
+            "get_device_capability": (9, 0),
+            "mem_get_info": (8 << 30, 8 << 30),
+            "max_memory_allocated": 0,
+            "reset_peak_memory_stats": None,
+            "set_device": None,
+            "_lazy_init": None,
+            "current_device_index": 0,
+            "set_device_index": None,
+            "current_stream": self.stream,
+        }
         for name, answer in answers.items():
             for module in (torch.cuda, torch.accelerator):
                 setattr(module, name, lambda *_given, answer=answer, **_options: answer)

@@ -1,4 +1,4 @@
-"""Run a function as the ranks of a launch: real processes over gloo, forked in a tenth of a second."""
+"""Run a function as the ranks of a launch: processes over gloo, forked in a tenth of a second."""
 
 import contextlib
 import gc
@@ -71,7 +71,7 @@ class Outcome:
 
 @dataclass(eq=False)
 class Launch:
-    """Ranks that run: their process numbers, and their launcher's where it is a process of its own."""
+    """Ranks that run: their process numbers, and their launcher's if it has its own."""
 
     pids: list[int]
     pipes: list[int]

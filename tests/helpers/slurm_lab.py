@@ -1,5 +1,4 @@
-"""A SLURM cluster of two nodes on this machine: each has a network, a host name and a process table
-of its own.
+"""A SLURM cluster of two nodes here, each with a network, a host name and a process table.
 
     python -m helpers.slurm_lab    # starts it, says how to use it, and takes it away at Enter
 
@@ -61,7 +60,8 @@ PartitionName=abrupt Nodes=slm[1-2] PriorityTier=1 PreemptMode=REQUEUE GraceTime
 PartitionName=high Nodes=slm[1-2] PriorityTier=9 PreemptMode=OFF
 """
 # The shell is process 1 of the node: it takes in what SLURM leaves behind, and all end with it.
-_NODE = "hostname {name} && mount --bind {folder}/hosts /etc/hosts && {daemon} -D -f {folder}/slurm.conf & wait"
+_NODE = "hostname {name} && mount --bind {folder}/hosts /etc/hosts"
+_NODE += " && {daemon} -D -f {folder}/slurm.conf & wait"
 
 
 def why_not() -> str:

@@ -217,8 +217,12 @@ def start(*command: str, seconds: float = 2 * PATIENCE, **env: str) -> tuple[int
     """Run a command of this environment's bin folder; returns its exit code, stdout and stderr."""
     result = subprocess.run(
         [str(BIN / command[0]), *map(str, command[1:])],
-        capture_output=True, text=True, timeout=seconds, env=clean_environment() | env, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        env=clean_environment() | env,
+        stdin=subprocess.DEVNULL,
+    )
     return result.returncode, result.stdout, result.stderr
 
 
@@ -226,5 +230,5 @@ def launch(config: str, script: str | Path, *flags: str, **env: str) -> tuple[in
     """Run a script by `accelerate launch` with one of our configs; returns its exit code, stdout
     and stderr.
     """
-    return start("accelerate", "launch", "--config_file", ROOT / f"accelerate_configs/{config}.yaml", ROOT / script,
-                 *flags, **env)  # fmt: skip
+    file = ROOT / f"accelerate_configs/{config}.yaml"
+    return start("accelerate", "launch", "--config_file", file, ROOT / script, *flags, **env)

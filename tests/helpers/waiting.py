@@ -60,5 +60,5 @@ def lives(pid: int) -> bool:
 
 
 def error_lines(written: str, prog: str = "train.py") -> list[str]:
-    """Our own error lines in the output of a process, in which libraries may have written others."""
+    """Our own error lines in the output of a process, in which libraries may have others."""
     return [line for line in written.splitlines() if line.startswith(f"{prog}: error: ")]

@@ -1,0 +1,273 @@
+"""utils/data/samples.py: a run's list keeps its hold-out, and changes are reported in words."""
+
+import gzip
+import json
+import os
+import shutil
+import unicodedata
+from pathlib import Path
+
+import pytest
+from datasets import ClassLabel
+from helpers.loading import RUN, evaluated, invert
+from helpers.make_data import image_folder, parquet, pictures, table
+from helpers.ranks import run_ranks
+from helpers.training_runs import (
+    kept_in,
+    records,
+    refused,
+    restore,
+    same_tensors,
+    train_run,
+    weights,
+    words,
+)
+
+import eval
+import train
+import utils.data.sources as sources
+from utils.data.samples import SAMPLES_FILE, read_samples
+from utils.runs.manifest import write_manifest
+
+FLAGS = ["--data", "data", *RUN, "--max_steps"]
+MORE = [*FLAGS, *words("9 --run_name run --resume auto")]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run on a folder of 60 BMP files, whose size says nothing of their content."""
+    folder = tmp_path_factory.mktemp("trained") / "work"
+    with kept_in(folder):
+        # the other Unicode form of Café is in another place in the order of text
+        paths = image_folder("data", {"Cafz": 30, "Café": 30}, kind="bmp")
+        paths[1] = paths[1].rename("data/Cafz/é.bmp")
+        train_run(1, "run", *FLAGS, "6")
+        train_run(1, "whole", *FLAGS, "9")
+    return folder, paths
+
+
+@pytest.fixture
+def trained(own_folders, finished, monkeypatch):
+    """The run `run`, which may go on for three updates, the run `whole`, which has them, and their
+    data.
+    """
+    folder, paths = finished
+    monkeypatch.chdir(restore(folder))
+    return paths
+
+
+def keep_time(path, change):
+    """Change a file and restore its times, as a copy or an archive does."""
+    status = path.stat()
+    change(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def checkpoint():
+    return Path("runs/run/checkpoints/step-00000006")
+
+
+def numbers(record):
+    return {name: record[name] for name in ("accuracy", "loss", "count", "per_class_accuracy")}
+
+
+def test_files_and_classes_renamed_to_another_unicode_form_are_the_same(trained):
+    before, known = evaluated()[0], evaluated("--split", "train")[0]
+    for path in ("data/Café", "data/Cafz/é.bmp"):
+        Path(path).rename(unicodedata.normalize("NFD", path))
+    after, out = evaluated()
+    assert numbers(after) == numbers(before)
+    assert numbers(evaluated("--split", "train")[0]) == numbers(known)
+    assert not any(line in out for line in ("changed", "no longer in", "new files"))
+    train_run(1, "run", *MORE)
+    assert_whole()
+
+
+def test_new_files_do_not_move_samples_from_training_to_evaluation(trained):
+    before, _ = evaluated()
+    for number in range(5):
+        shutil.copy(trained[0], f"data/Cafz/0000{number}.bmp")  # sorts before all others
+    line = "split 'train' has new files since training, which are left out: Cafz/00000.bmp"
+    after, out = evaluated()
+    assert numbers(after) == numbers(before) and after["count"] == 6 and line in out
+    assert evaluated("--split", "train")[0]["count"] == 54
+    (outcome,) = run_ranks(1, train.main, MORE)
+    assert line in outcome.out
+    assert_whole()
+
+
+def assert_whole():
+    run, whole = ([r["loss"] for r in records(name, "train")] for name in ("run", "whole"))
+    assert run == whole
+    assert same_tensors(weights("run"), weights("whole"))
+
+
+CHANGES = {
+    "1 of 54 images of 'train' changed: Cafz/007.bmp": lambda paths: keep_time(paths[7], invert),
+    "Café/010.bmp (no longer in the data set)": lambda paths: paths[40].unlink(),
+    "the classes changed since training (new: emu": lambda paths: image_folder("data", {"emu": 3}),
+    "new: none, removed: Cafz": lambda paths: shutil.rmtree("data/Cafz"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_resume_reports_in_words_what_changed_in_the_data(trained, change):
+    CHANGES[change](trained)
+    assert change in refused(train.main, *MORE)
+
+
+def test_an_evaluation_reports_changed_images_and_goes_on(trained):
+    for path in trained:
+        keep_time(path, invert)
+    record, out = evaluated()
+    assert record["count"] == 6 and "6 of 6 images of 'hold-out of train' changed: " in out
+
+
+def test_an_evaluation_reports_missing_files_and_leaves_them_out_only_on_request(trained):
+    gone = Path("data", read_samples(checkpoint() / SAMPLES_FILE).evaluation.names[2])
+    gone.unlink()
+    line = refused(eval.main, "--ckpt", "runs/run")
+    assert "1 of 6 images of split 'hold-out of train' cannot be read" in line
+    assert f"{gone} (no longer in the data set)" in line
+    record, out = evaluated("--bad_images", "skip")
+    assert record["count"] == 5 and "1 of 6 images" in out
+
+
+def test_a_data_set_that_moved_is_still_the_run_s_own(trained):
+    before, _ = evaluated()
+    os.rename("data", "elsewhere")
+    assert numbers(evaluated("--data", "elsewhere")[0]) == numbers(before)
+    train_run(1, "run", "--data", "elsewhere", *MORE[2:])
+    assert_whole()
+
+
+def test_images_to_evaluate_on_that_the_run_trained_on_are_counted(trained):
+    os.rename("data", "elsewhere")
+    held = read_samples(checkpoint() / SAMPLES_FILE).evaluation.names
+    Path("elsewhere", held[0]).unlink()
+    record, out = evaluated("--data", "elsewhere")
+    assert record["count"] == 59
+    assert "the run trained on 54 of the 59 images of split 'train'" in out
+
+
+def test_other_settings_for_the_splits_are_refused_with_the_changes(trained):
+    line = refused(train.main, *MORE, "--eval_fraction", "0.5")
+    assert "was trained with --eval_fraction None, not 0.5" in line
+
+
+NAMED = ClassLabel(names=["cat", "dog"])
+
+
+def write_table(images, labels):
+    shutil.rmtree("data", ignore_errors=True)
+    parquet("data", train=table(labels, NAMED, list(images)))
+
+
+TABLES = {
+    "split 'train' had 60 samples and now has 57": (pictures(60)[:-3], [0, 1] * 28 + [0]),
+    "the images of split 'train' changed": (255 - pictures(60), [0, 1] * 30),
+    "the labels of split 'train' changed": (pictures(60), [1, 0] * 30),
+}
+
+
+@pytest.mark.full
+def test_a_table_that_changed_is_refused_by_resume_and_by_evaluation_of_its_hold_out():
+    write_table(pictures(60), [0, 1] * 30)
+    train_run(1, "run", *FLAGS, "6")
+    write_table(pictures(60), [0, 1] * 30)  # the same rows in a new file
+    assert evaluated()[0]["accuracy"] == records("run", "eval")[-1]["accuracy"]
+    for text, changed in TABLES.items():
+        write_table(*changed)
+        assert text in refused(train.main, *MORE)
+        line = refused(eval.main, "--ckpt", "runs/run")
+        assert text in line and "--split train" in line
+
+
+def test_a_table_to_evaluate_on_that_changed_is_refused_by_a_resume():
+    parquet("data", train=table([0, 1] * 30, NAMED), test=table([0, 1] * 10, NAMED))
+    train_run(1, "run", *FLAGS, "6")
+    parquet("data", test=table([0, 1] * 9, NAMED))
+    assert "split 'test' had 20 samples and now has 18" in refused(train.main, *MORE)
+    assert "split 'test' had 20 samples and now has 18" in evaluated()[1]
+
+
+def test_a_split_that_appears_later_does_not_change_the_samples_of_a_run():
+    parquet("data", train=table([0, 1] * 30, NAMED))
+    train_run(1, "run", *FLAGS, "6")
+    for name in ("test", "validation"):
+        parquet("data", **{name: table([0, 1] * 20, NAMED)})
+    train_run(1, "run", *MORE)
+    assert {each["count"] for each in records("run", "eval")} == {6}
+    assert evaluated()[0]["count"] == 6
+    assert evaluated("--split", "train")[0]["count"] == 54
+
+
+def test_a_run_that_evaluates_on_its_training_split_is_evaluated_on_it():
+    parquet("data", train=table([0, 1] * 30, NAMED))
+    train_run(1, "run", "--eval_split", "train", *FLAGS, "2")
+    assert evaluated()[0]["count"] == 60
+
+
+def test_arrays_in_memory_are_known_by_their_content():
+    """A data set of torchvision may hold its images as one array."""
+    train_run(1, "run", "--data", "digits", *FLAGS[2:], "6")
+    assert "the images of split 'train' changed" in refused(
+        _train_on_dimmed_digits, "--data", "digits", *MORE[2:]
+    )
+
+
+def _train_on_dimmed_digits(flags):
+    digits = sources.SOURCES["digits"]
+
+    def dimmed(*given):
+        source = digits(*given)
+        source.split("train").images[17] //= 2
+        return source
+
+    sources.SOURCES["digits"] = dimmed
+    train.main(flags)
+
+
+def test_ranks_that_see_different_images_are_refused():
+    for name in ("one", "two"):
+        image_folder(f"{name}/data", {"cat": 30, "dog": 30}, seed=len(name), kind="bmp")
+    Path("two/data/dog/000.bmp").write_bytes(Path("two/data/dog/001.bmp").read_bytes())
+    flags = words(f"6 --output_dir {os.path.abspath('runs')}")
+    line = refused(_train_in_a_folder_of_its_own, *FLAGS, *flags, processes=2)
+    assert "rank 1 has different images in --data data than rank 0" in line
+
+
+def _train_in_a_folder_of_its_own(flags):
+    os.chdir("one" if os.environ["RANK"] == "0" else "two")
+    train.main(flags)
+
+
+HOSTILE = {
+    "cut short": lambda values: gzip.compress(b"{}" * 999)[:-9],
+    "nested": lambda values: gzip.compress(b"[" * 100_000),
+    "bomb": lambda values: gzip.compress(b" " * 2**20) * 1025,
+    "names": lambda values: values["train"]["names"].__setitem__(3, 5),
+    "counts": lambda values: values["evaluation"].update(count=10**9),
+    "choice": lambda values: values["choices"].pop("seed") and None,
+}
+
+
+def change_list(change):
+    path = checkpoint() / SAMPLES_FILE
+    values = json.loads(gzip.decompress(path.read_bytes()))
+    path.write_bytes(change(values) or gzip.compress(json.dumps(values).encode()))
+    (checkpoint() / "manifest.json").unlink()
+    write_manifest(checkpoint())
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_stranger_s_list_is_refused_in_one_line(trained, name):
+    change_list(HOSTILE[name])
+    assert f"{SAMPLES_FILE}: damaged" in refused(eval.main, "--ckpt", "runs/run")
+
+
+def test_names_in_a_stranger_s_list_open_no_file_outside_the_data(trained):
+    Path("secret.bmp").write_bytes(trained[0].read_bytes())
+    change_list(lambda values: values["evaluation"]["names"].__setitem__(0, "../secret.bmp"))
+    assert "../secret.bmp (no longer in the data set)" in refused(eval.main, "--ckpt", "runs/run")
+    assert evaluated("--bad_images", "skip")[0]["count"] == 5
