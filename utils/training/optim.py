@@ -3,7 +3,7 @@
 To add one, write a function like those below and add it to `OPTIMIZERS`: its parameters with a
 default are what --optimizer_args may set. If it has a method `groups(model)`, as in
 `muon.py`, this returns what is added to the group of each parameter: a dictionary for each name. If
-it ignores a setting, add a line to `advice` (training/defaults.py).
+it ignores a setting, add a line to `without_effect` (training/defaults.py).
 """
 
 import inspect

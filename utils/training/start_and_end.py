@@ -21,7 +21,7 @@ from utils.models import OWN_MODELS
 from utils.ranks import EXIT_RESUME
 from utils.runs import config_to_save, versions
 from utils.settings.train import TrainConfig
-from utils.training.defaults import advice, hint_for_few, hint_for_waits, list_changes
+from utils.training.defaults import Facts, hint_for_few, list_changes, without_effect
 from utils.training.run import Run
 from utils.training.schedule import not_reached
 from utils.training.summary import (
@@ -81,21 +81,21 @@ def advice_lines(run: Run) -> list[str]:
     config = run.config
     data = run.data
     images = run.train_batches.dataset
-    lines = advice(
-        config,
-        small=(run.spec.small, run.spec.for_evaluation().small),
+    facts = Facts(
+        processes=run.accelerator.num_processes,
+        small=run.spec.small,
+        small_evaluation=run.spec.for_evaluation().small,
         by_loader=images.in_loader,
         has_columns=has_columns(config.data),
-        processes=run.accelerator.num_processes,
         has_momentum=any("momentum" in group for group in run.optimizer.param_groups),
         cached=images.source is not None,
     )
+    lines = without_effect(config, facts)
     if images.in_loader and not config.shrink:
         lines += suggest_shrink(data.train, run.updates * run.plan.global_batch_size)
     if not run.resumed_from and config.model not in OWN_MODELS:
         lines += hint_for_few(config, run.plan.samples)
-    lines += not_reached(config, run.updates)
-    return lines + hint_for_waits(config, run.ranks.device.type)
+    return lines + not_reached(config, run.updates)
 
 
 def start_rows(run: Run) -> list[tuple[str, str]]:
