@@ -14,9 +14,7 @@ from utils.output import guard_output  # the first import: see its docstring
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-import utils
 from utils.config import parse_args, require
 from utils.console import printable, progress, say
 from utils.data import Split, absolute_data, check_source, fingerprint_of, load_split, make_dataset
@@ -36,9 +34,9 @@ from utils.runs.source import find_inference
 from utils.settings.scripts import EvalConfig
 from utils.tasks import Predictions, Task, make_task
 from utils.training import Evaluator, check_finite, make_eval_loader, model_rate
+from utils.version import has_package
 
-# not by trying an import: Python would also import an empty folder
-HAS_EXTRAS = Path(utils.__file__).parents[1].joinpath("extras", "__init__.py").is_file()
+HAS_EXTRAS = has_package("extras")
 if HAS_EXTRAS:
     import extras
 

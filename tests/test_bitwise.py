@@ -32,7 +32,7 @@ from utils.models.small import MLP
 from utils.models.zoo import OWN_MODELS
 from utils.runs.manifest import checkpoints_of, sha256_of
 from utils.training.gradients import ExchangeTimer
-from utils.training.loop import times_of_ranks
+from utils.training.sync_points import times_of_ranks
 
 # 4 updates an epoch, the last of 50 samples, which 8 microbatches do not divide evenly.
 SIZES = words("--data digits --image_size 16 --max_train_samples 350 --max_eval_samples 70")

@@ -179,11 +179,17 @@ class FeatureCache:
             # `Accelerator.prepare` would keep the loader, and so its workers, as long as the run.
             loader = make_eval_loader(images, config, ranks, view)
             loader = prepare_data_loader(loader, even_batches=False)
-            evaluator = Evaluator(ranks, accelerator, frozen, loader, spec, setup.task, config)
+            evaluator = Evaluator(
+                ranks, accelerator, frozen, loader, spec, setup.task, config, output_shape=shape
+            )
             with torch.compiler.set_stance("force_eager"):
-                rows = evaluator.collect(
-                    lambda outputs, _: (outputs, frozen.thumbnails[: len(outputs)]), shape=shape
+                columns = evaluator.collect(
+                    lambda outputs, _: {
+                        "features": outputs,
+                        "thumbnails": frozen.thumbnails[: len(outputs)],
+                    }
                 )
-            _, found[view], small = evaluator.in_order(accelerator.gather(rows))
+            ordered = evaluator.in_order(accelerator.gather(columns))
+            found[view] = ordered["features"]
         frozen.model.train()
-        return [found, small]
+        return [found, ordered["thumbnails"]]
