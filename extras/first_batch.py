@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib import get_data_path
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
@@ -78,7 +79,8 @@ def draw(pixels: np.ndarray, labels: Sequence, names: Sequence[str]) -> bytes:
     rows = -(-len(pixels) // _COLUMNS)
     sheet = Image.new("RGB", (cell[0] * _COLUMNS, cell[1] * rows), "white")
     pen = ImageDraw.Draw(sheet)
-    font = ImageFont.load_default(11)
+    # Pillow's own font lacks letters such as ü
+    font = ImageFont.truetype(f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf", 11)
     for number, lines in enumerate(captions):
         left = cell[0] * (number % _COLUMNS)
         top = cell[1] * (number // _COLUMNS)

@@ -4,7 +4,7 @@ import io
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from extras.page.html import number
 from utils.console import join_names
@@ -15,8 +15,12 @@ if TYPE_CHECKING:
 _MOST = 1000  # points of a line
 _GREY = "#808080"  # of axes and numbers; this and the colours can be read on white and on black
 _COLOURS = ("#3b82f6", "#e8651a", "#1f9d55", "#a45ee5", "#b8860b", "#1593ac", "#d94a93", "#847b75")
-# The colour of each label on the page of a single run, as a place in _COLOURS.
-_LABELS = ("training", "evaluation", "evaluation raw", "evaluation ema")
+_STYLES: dict[str, dict] = {
+    "training": {"linewidth": 1, "alpha": 0.75},
+    "evaluation": {"marker": "."},
+    "evaluation raw": {"marker": ".", "linestyle": "dashed"},
+    "evaluation ema": {"marker": "."},
+}
 # Charts by the name of their values: title, factor and unit.
 _OTHERS = {
     "lr": ("learning rate", 1, ""),
@@ -26,19 +30,6 @@ _OTHERS = {
     "skipped": ("updates skipped in fp16", 1, ""),
 }
 _FROM_ZERO = ("images_per_second", "data_wait", "gpu_memory")  # else small changes would look large
-
-
-class Line(NamedTuple):
-    """A line of a chart. That of a training loss is thin, that of raw weights dashed."""
-
-    label: str
-    kind: str  # one of _LABELS
-    colour: str
-    points: list[tuple[int, float]]  # update and value
-
-    @property
-    def style(self) -> str:
-        return "dashed" if self.kind == "evaluation raw" else "solid"
 
 
 def charts(runs: Sequence[dict], words: dict[str, str]) -> list[dict]:
@@ -53,99 +44,79 @@ def charts(runs: Sequence[dict], words: dict[str, str]) -> list[dict]:
         marks = [start["step"] for start in runs[0]["start"] if start["step"]]
     made = []
     for name, (title, factor, unit) in (shown | _OTHERS).items():
-        lines = lines_of(runs, name, factor)
-        if lines:
-            figure = draw(name, lines, marks, unit)
-            scale = figure.axes[0].get_yscale()
-            chart: dict[str, Any] = {"lines": lines, "unit": unit, "svg": svg(figure)}
-            chart["title"] = title if scale == "linear" else f"{title} (logarithmic)"
-            chart["resumed"] = join_names(marks)
-            made.append(chart)
+        figure = draw(runs, name, factor, unit)
+        (axes,) = figure.axes
+        if axes.lines:
+            chart = {"title": title, "unit": unit, "lines": [*axes.lines]}
+            if axes.get_yscale() == "log":
+                chart["title"] = f"{title} (logarithmic)"
+            for mark in marks:
+                axes.axvline(mark, color=_GREY, linestyle="dashed", linewidth=1)
+            made.append(chart | {"svg": _svg(figure), "resumed": join_names(marks)})
     return made
 
 
-def lines_of(runs: Sequence[dict], name: str, factor: float) -> list[Line]:
-    """The values of one name in the train and eval records of each run, without infinite values and
-    at most about a thousand.
-
-    Averaged weights have a line of their own.
-    """
-    lines = []
-    several = len(runs) > 1
-    for place, run in enumerate(runs):
-        groups = defaultdict(list)
-        for record in [*run["train"], *run["eval"]]:
-            value = record.get(name)
-            if value is not None and math.isfinite(value):
-                word = "training" if record["kind"] == "train" else "evaluation"
-                kind = f"{word} {record.get('weights', '')}".strip()
-                groups[kind].append((record["step"], factor * value))
-        for kind, points in groups.items():
-            label = f"{run['name']}, {kind}" if several else kind
-            colour = _COLOURS[(place if several else _LABELS.index(kind)) % len(_COLOURS)]
-            some = [*points[: -1 : len(points) // _MOST + 1], points[-1]]
-            lines.append(Line(label, kind, colour, some))
-    return lines
-
-
-def draw(name: str, lines: Sequence[Line], marks: Sequence[int], unit: str) -> "Figure":
-    """A chart of the values called `name` over updates; `marks` are updates with a vertical line.
+def draw(runs: Sequence[dict], name: str, factor: float, unit: str) -> "Figure":
+    """A chart with the lines of all runs for the values called `name`, multiplied by `factor`.
 
     The axis of a loss is logarithmic if its values differ by a factor above 50.
     """
     from matplotlib.figure import Figure  # these take long to import
-    from matplotlib.ticker import MaxNLocator, NullFormatter
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure((4.8, 2.5))
-    axes = figure.add_axes((0.13, 0.1, 0.82, 0.86), facecolor="none")
-    for line in lines:
-        is_training = line.kind == "training"
-        few = len(line.points) <= 40 and not is_training
-        axes.plot(
-            *zip(*line.points, strict=True),
-            color=line.colour,
-            linestyle=line.style,
-            linewidth=1 if is_training else 1.5,
-            alpha=0.75 if is_training else 1,
-            marker="o" if few else "",
-            markersize=3,
-            clip_on=False,
-        )
-    for mark in marks:
-        axes.axvline(mark, color=_GREY, linestyle="dashed", linewidth=1)
-    values = [value for line in lines for _, value in line.points]
-    low = min(values)
-    high = max(values)
-    if name == "loss" and 0 < 50 * low < high:
+    axes = figure.add_axes((0.13, 0.1, 0.84, 0.86))
+    values = []
+    for place, run in enumerate(runs):
+        for kind, points in points_of(run, name).items():
+            label = kind
+            colour = [*_STYLES].index(kind)
+            if len(runs) > 1:
+                label = f"{run['name']}, {kind}"
+                colour = place % len(_COLOURS)
+            steps, own = zip(*points, strict=True)
+            scaled = [factor * value for value in own]
+            axes.plot(steps, scaled, label=label, color=_COLOURS[colour], **_STYLES[kind])
+            values += scaled
+    if name == "loss" and values and 0 < 50 * min(values) < max(values):
         axes.set_yscale("log")
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    else:
-        axes.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
-        if low == high:
-            axes.set_ylim(0, 2 * high or 1)
-        elif name in _FROM_ZERO:
-            axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10), integer=True))
+    if name in _FROM_ZERO:
+        axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.yaxis.set_major_formatter(lambda value, _: number(value, 6) + unit)
-    axes.set_xlim(0, max(step for line in lines for step, _ in line.points) or 1)
     axes.grid(axis="y", color=_GREY, alpha=0.3)
     axes.tick_params(which="both", length=0, labelcolor=_GREY, labelsize=8)
     axes.spines[:].set_visible(False)
     return figure
 
 
-def svg(figure: "Figure") -> str:
+def points_of(run: dict, name: str) -> dict[str, list[tuple[int, float]]]:
+    """The updates and values of one name in the train and eval records of a run, by the kind of
+    line, without infinite values and at most about a thousand.
+
+    Averaged weights have a line of their own.
+    """
+    lines = defaultdict(list)
+    for record in [*run["train"], *run["eval"]]:
+        value = record.get(name)
+        if value is not None and math.isfinite(value):
+            word = "training" if record["kind"] == "train" else "evaluation"
+            lines[f"{word} {record.get('weights', '')}".strip()].append((record["step"], value))
+    return {
+        kind: [*points[: -1 : len(points) // _MOST + 1], points[-1]]
+        for kind, points in lines.items()
+    }
+
+
+def _svg(figure: "Figure") -> str:
     """The figure as an SVG element without a background, the same for the same values."""
     from matplotlib import rc_context
 
     file = io.StringIO()
+    metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "Lockstep"}):
-        figure.savefig(
-            file,
-            format="svg",
-            transparent=True,
-            metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")),
-        )
+        figure.savefig(file, format="svg", transparent=True, metadata=metadata)
     text = file.getvalue()
     return text[text.index("<svg") :]

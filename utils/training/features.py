@@ -171,7 +171,8 @@ class FeatureCache:
             size = 4 * len(images) * math.prod(shape)
             free = free_memory()[0] // local_rank_and_size()[1]
             need = (views + 3) * size  # also the rows of this rank, those of all, and these sorted
-            problem = f"features need {bytes_text(need)} of memory in each process, but {bytes_text(free)} are free"
+            needed = f"features need {bytes_text(need)} of memory in each process"
+            problem = f"{needed}, but {bytes_text(free)} are free"
             fix = "use --feature_views 0, which computes them for each batch"
             require(need < free, problem, fix)
         found = np.empty((views, len(images), *shape), np.float32)

@@ -125,11 +125,13 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
         batch = (
             f"{{global_batch_size}} in {most} microbatches; the same bits on 1 to {most} processes"
         )
+    evaluated = f"{len(data.evaluation)} {data.evaluation.name}"
+    all_updates = f"{run.updates} in all, from {run.state.step}"
     rows = [
         *((f"rank {rank}", place) for rank, place in enumerate(places)),
         ("backend", f"{ranks.backend}{interface}, precision {config.mixed_precision}{compiled}"),
         ("kernels", search if ranks.device.type == "cuda" else ""),
-        ("data", f"{config.data}: {plan.samples} training, {len(data.evaluation)} {data.evaluation.name}"),
+        ("data", f"{config.data}: {plan.samples} training, {evaluated}"),
         ("classes", classes_row(data)),
         ("images", describe_place([run.train_batches.dataset, run.evaluator.batches.dataset])),
         ("shrink", str(config.shrink or "")),
@@ -139,7 +141,7 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
         ("sharding", _describe_shards(run)),
         ("batch", batch.format(**plan.sizes(len(places)))),
         ("optimizer", ", ".join(optimizer)),
-        ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
+        ("updates", f"{plan.updates_per_epoch} per epoch, {all_updates}"),
         ("task", run.task.describe()),
         ("recipe", ", ".join(recipe)),
         ("mixing", f"training {run.task.when_mixed}" if config.mixes else ""),
