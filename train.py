@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
             check_settings(each, ranks)  # these errors are reported before the processes connect
         ranks.join()
         ranks.check_same(str(HAS_EXTRAS), "another folder extras/")
+
         several = config.seeds or config.dry_run
         runs = extras.in_turn(config, ranks, stopping) if several else [config]
         for each in runs:
@@ -106,12 +107,11 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
 
     with ranks.local_main_first("building the model"):  # a resumed run needs no published weights
         size = saved.weight_bytes if saved else None
-        outputs, names = setup.task.outputs, data.class_names
-        model = build_model(config, setup.spec, outputs, size, names, images[0])
+        outputs = setup.task.outputs
+        model = build_model(config, setup.spec, outputs, size, data.class_names, images[0])
     model, last_part = adapt_model(model, setup, saved)  # with its final weights
     optimizer = build_optimizer(config, model)
-    # if only the last part is trained, the outputs of the other layers are computed once
-    if last_part is not None:
+    if last_part is not None:  # the outputs of the other layers are computed once
         from utils.training.features import features_of
 
         images = features_of(*images, model, last_part, setup)

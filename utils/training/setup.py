@@ -150,14 +150,13 @@ def resolve(
     config, sizes = (config, []) if saved else choose_sizes(config, len(train), processes)
     _, grad_accum, batch = choose_batch(config, saved, processes)
     check_elastic_sizes(config, batch)
-    microbatches = config.microbatches or grad_accum * processes
-    plan = make_plan(config, train.labels, batch, microbatches)
+    plan = make_plan(config, train.labels, batch, config.microbatches or grad_accum * processes)
     updates = total_updates(config, plan)
     state = restore_state(saved, folder, config, plan, data)
     config, images, spec = resolve_input(config, saved, train)
-    with accelerator.device:  # the weights of classes are there
-        balanced = config.sampler == "balanced"
-        name, task = make_task(config, data.class_names, train.labels, balanced)
+    balanced = config.sampler == "balanced"
+    name, task = make_task(config, data.class_names, train.labels, balanced)
+    task.to(accelerator.device)
     final = replace(
         config,
         task=name,

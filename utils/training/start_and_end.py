@@ -113,10 +113,8 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
     # only torchvision's models have the first of these, and models whose head was kept the second
     model += [getattr(run.module, name, "") for name in ("stem_change", "head_change")]
     optimizer = [config.optimizer, f"lr {config.lr:.4g}", f"weight decay {config.weight_decay:g}"]
-    optimizer += [
-        config.lr_schedule,
-        *list_changes(config, "optimizer, schedule and regularisation"),
-    ]
+    optimizer.append(config.lr_schedule)
+    optimizer += list_changes(config, "optimizer, schedule and regularisation")
     search = "cuDNN searches for the fastest" if run.gradients.searches else "cuDNN does not search"
     recipe = list_changes(config, "augmentation of training images")
     recipe += list_changes(config, "samples, targets and loss")
