@@ -61,11 +61,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         findings, broken = check_run(ranks, config, findings)
         if ranks.is_main:
             machines = len({member.host for member in ranks.members}) or 1
-            count = topology.world_size
-            place = (
-                f"{count} process{'es' * (count > 1)} on {machines} machine{'s' * (machines > 1)}"
-            )
-            report(place, findings, config)
+            size = topology.world_size
+            count = "1 process" if size == 1 else f"{size} processes"
+            place = "1 machine" if machines == 1 else f"{machines} machines"
+            report(f"{count} on {place}", findings, config)
         if broken:  # other ranks may have exited: do not wait for them
             raise SystemExit(1)
     if any_red(findings):
@@ -117,8 +116,13 @@ def report_alone(
     """Print the findings if the processes did not connect: the first rank of each machine prints
     its table.
     """
-    rank = os.environ.get("RANK", "0") if topology is None else topology.rank
-    if topology.local_rank == 0 if topology else reports_for_machine() or not is_launched():
+    if topology is None:
+        rank = os.environ.get("RANK", "0")
+        is_reporter = reports_for_machine() or not is_launched()
+    else:
+        rank = str(topology.rank)
+        is_reporter = topology.local_rank == 0
+    if is_reporter:
         if topology and not topology.is_main:
             config.json = None  # the disk may be shared
         place = f"{socket.gethostname()}, rank {rank}; the processes are not connected"

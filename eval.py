@@ -12,9 +12,7 @@ from utils.entry import guard_output  # the first import, see there
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
-import utils
 from utils.config import parse_args, require
 from utils.console import printable, progress, say
 from utils.data import Split, absolute_data, check_source, fingerprint_of, load_split, make_dataset
@@ -26,9 +24,9 @@ from utils.runs.inference import Inference, load_model, open_inference, place_mo
 from utils.settings.scripts import EvalConfig
 from utils.tasks import Predictions, Task, make_task
 from utils.training import Evaluator, check_finite, make_eval_loader, model_rate
+from utils.version import has_package
 
-# not by trying an import: Python would also import an empty folder
-HAS_EXTRAS = Path(utils.__file__).parents[1].joinpath("extras", "__init__.py").is_file()
+HAS_EXTRAS = has_package("extras")
 if HAS_EXTRAS:
     import extras
 

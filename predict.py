@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from torch import Tensor
 
 from extras.page.html import gallery
 from extras.page.tables import Row, encode, find_images, make_rows, result_rows
@@ -101,9 +102,13 @@ def predict(
     # Not the model: ranks may have different numbers of batches, which DDP does not allow.
     loader = accelerator.prepare(loader)
     evaluator = Evaluator(ranks, accelerator, model, loader, spec, task, config)
-    rows = evaluator.collect(lambda outputs, _: task.most_likely(outputs, flags.top))
-    _, *kept = evaluator.in_order(accelerator.gather(rows))
-    top, scores = [kept[0][:, :0], *kept][-2:]  # some tasks have no `top`
+
+    def step(outputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        top, scores = task.most_likely(outputs, flags.top)
+        return {"top": top, "scores": scores}
+
+    columns = evaluator.in_order(accelerator.gather(evaluator.collect(step)))
+    top, scores = columns["top"], columns["scores"]
     check_finite(scores, found.path)
     if not ranks.is_main:
         return []

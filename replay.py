@@ -1,5 +1,5 @@
-"""Recompute one update of a run in one process, and show the samples and layers of one of its
-microbatches. Or, on any number of processes, verify updates of a run, or compare two runs.
+"""Recompute one update of a run in one process, and show the samples of one of its microbatches.
+Or, on any number of processes, verify updates of a run, or compare two runs.
 
     python replay.py --run runs/NAME --update 120
     python replay.py --run runs/NAME --update 120 --microbatch 3 --pdb
@@ -26,12 +26,12 @@ from extras.verify import compare, verify
 from utils.config import parse_args, require
 from utils.data import Batch
 from utils.files import expand
-from utils.ranks import Stopping, distributed_session
+from utils.ranks import Ranks, Stopping, distributed_session
 from utils.runs import beginnings, check_log, damage_of, read_log
 from utils.runs.inference import given_settings
 from utils.settings.scripts import ReplayConfig
 from utils.settings.train import TrainConfig, read_config
-from utils.training import Run, SyncInterval, due_after, synchronise, training_record
+from utils.training import Run, SyncInterval, synchronise
 
 
 def main(argv: Sequence[str] | None = None) -> dict | None:
@@ -43,10 +43,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         distributed_session("replay.py", flags) as ranks,
         Stopping(ranks) as stopping,
     ):
-        modes = map(bool, [flags.update, flags.verify, flags.against])  # an empty word is none
-        require(sum(modes) == 1, "replay.py does one thing", "give --update, --verify or --against")
-        alone = not flags.update or ranks.topology.world_size == 1
-        require(alone, "--update needs one process", "start it with plain python")
+        check_mode(flags, ranks)
         ranks.join()
 
         def begin(folder: Path, update: int) -> Run:
@@ -55,24 +52,37 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
             torch.set_num_threads(ranks.threads)
             return train.build(config, ranks, stopping, given=None)
 
-        if flags.against:
-            compare(flags, begin)
+        if flags.update:
+            return show_update(begin(expand(flags.run), flags.update), flags.update, flags)
         if flags.verify:
             verify(flags, ranks, begin, recompute)
-        if not flags.update:
-            return None
-        run = begin(expand(flags.run), flags.update)
-        for flag, last in (("update", run.updates), ("microbatch", run.plan.microbatches - 1)):
-            given = getattr(flags, flag) or 0
-            require(given <= last, f"--{flag} {given}: the last one is {last}")
-        start = run.resumed_from or "the initial weights"
-        print(f"replaying update {flags.update} of {flags.run} from {start}")
-        print(f"updates to compute before it: {flags.update - 1 - run.state.step}")
-        batches = iter(run.train_batches)
-        for _ in recompute(run, batches, flags.update - 1):
-            if due_after(run.config, run.state, run.updates).log:
-                train.log(run, "train", training_record(run))
-        return show(run, batches, flags)
+        if flags.against:
+            compare(flags, begin)
+    return None
+
+
+def check_mode(flags: ReplayConfig, ranks: Ranks) -> None:
+    """Raise UserError unless exactly one of --update, --verify and --against is given."""
+    given = [each for each in (flags.update, flags.verify, flags.against) if each]
+    require(len(given) == 1, "replay.py does one thing", "give --update, --verify or --against")
+    if flags.update:
+        alone = ranks.topology.world_size == 1
+        require(alone, "--update needs one process", "start it with plain python")
+
+
+def show_update(run: Run, update: int, flags: ReplayConfig) -> dict:
+    """Compute the updates of a run before `update`, then show one of its microbatches."""
+    microbatch = flags.microbatch or 0
+    last = run.plan.microbatches - 1
+    require(update <= run.updates, f"--update {update}: the last one is {run.updates}")
+    require(microbatch <= last, f"--microbatch {microbatch}: the last one is {last}")
+    start = run.resumed_from or "the initial weights"
+    print(f"replaying update {update} of {flags.run} from {start}")
+    print(f"updates to compute before it: {update - 1 - run.state.step}")
+    batches = iter(run.train_batches)
+    for _ in recompute(run, batches, update - 1):
+        pass
+    return show(run, batches, flags)
 
 
 def make_settings(flags: ReplayConfig, folder: Path, update: int, scratch: str) -> TrainConfig:

@@ -13,13 +13,11 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
-from pathlib import Path
 
 from accelerate import Accelerator
 from torch.profiler import profile
 from torch.utils.data import DataLoader
 
-import utils
 from utils.config import parse_given, require
 from utils.console import say
 from utils.data import (
@@ -35,12 +33,12 @@ from utils.settings.train import TrainConfig
 from utils.training import (
     TABLES, Run, Setup, SyncInterval, adapt_model, build_optimizer, check_settings,
     clip_gradients, due_after, evaluation_record, fill_settings, learning_rate, load_splits,
-    log_end, log_start, make_datasets, make_profiler, prepare_save, resolve, set_learning_rate,
+    log_end, log_start, make_datasets, prepare_save, resolve, set_learning_rate,
     synchronise, training_record, unwrap_optimizer,
 )  # fmt: skip
+from utils.version import has_package
 
-# not by trying an import: Python would also import an empty folder
-HAS_EXTRAS = Path(utils.__file__).parents[1].joinpath("extras", "__init__.py").is_file()
+HAS_EXTRAS = has_package("extras")
 if HAS_EXTRAS:
     import extras
 
@@ -54,15 +52,18 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         given.add("seed")
     session = distributed_session("train.py", config, config.fixed_order)
     with session as ranks, Stopping(ranks) as stopping:
-        is_plain = not (config.seeds or config.dry_run)
         if not HAS_EXTRAS:
             say("the folder extras/ is missing: no page, no first_batch.png, no search for copies")
-            require(is_plain, "--seeds and --dry_run need the folder extras/", "restore it")
+            is_plain = not (config.seeds or config.dry_run or config.profile)
+            require(is_plain, "--seeds, --dry_run, --profile need the folder extras/", "restore it")
         for each in config.runs:
             check_settings(each, ranks)  # these errors are reported before the processes connect
         ranks.join()
         ranks.check_same(str(HAS_EXTRAS), "another folder extras/")
-        for each in [config] if is_plain else extras.in_turn(config, ranks, stopping):
+
+        several = config.seeds or config.dry_run
+        runs = extras.in_turn(config, ranks, stopping) if several else [config]
+        for each in runs:
             run = build(each, ranks, stopping, given)
             name = config.run_name or run.folder.name
             continuing = resume_command(command, config.output_dir, name)
@@ -73,14 +74,15 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
                 extras.compute_one_update(run, train_update)
                 return None
             stopping.defer_signals()
-            with gc_frozen(), make_profiler(run) as profiler:
+            profiling = extras.make_profiler(run) if config.profile else nullcontext()
+            with gc_frozen(), profiling as profiler:
                 result = train(run, profiler)
             if HAS_EXTRAS and result is None:  # the run was complete; a page may be missing
                 extras.report(run)
             stopped = log_end(run, result, continuing)
             if stopped:
                 break
-            del run, profiler  # nothing of it is in memory beside the next one
+            del run, profiling, profiler  # nothing of it is in memory beside the next one
     if stopped:
         exit_with(EXIT_RESUME)
     return result
@@ -105,12 +107,11 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
 
     with ranks.local_main_first("building the model"):  # a resumed run needs no published weights
         size = saved.weight_bytes if saved else None
-        outputs, names = setup.task.outputs, data.class_names
-        model = build_model(config, setup.spec, outputs, size, names, images[0])
+        outputs = setup.task.outputs
+        model = build_model(config, setup.spec, outputs, size, data.class_names, images[0])
     model, last_part = adapt_model(model, setup, saved)  # with its final weights
     optimizer = build_optimizer(config, model)
-    # if only the last part is trained, the outputs of the other layers are computed once
-    if last_part is not None:
+    if last_part is not None:  # the outputs of the other layers are computed once
         from utils.training.features import features_of
 
         images = features_of(*images, model, last_part, setup)
@@ -127,7 +128,6 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     optimizer = unwrap_optimizer(optimizer, accelerator)  # without the wrapper, unless fp16
     average = make_average(module, config.ema_decay)  # of `prepare`'s weights
     folder = checkpoints.restore(config, saved, accelerator, module, optimizer, average)
-    loaders = train_loader, eval_loader
     return Run(
         **vars(setup),  # a Run is a Setup with more parts
         stopping=stopping,
@@ -137,7 +137,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
         module=module,
         optimizer=optimizer,
         average=average,
-        loaders=loaders,
+        loaders=(train_loader, eval_loader),
     )
 
 

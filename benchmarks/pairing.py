@@ -13,7 +13,7 @@ import numpy as np
 from common import ROOT, parse_flags
 
 sys.path.insert(0, str(ROOT))
-from extras.compare.pairs import find_runs
+from extras.compare.command import find_runs
 from extras.page.page import PREDICTIONS
 
 

@@ -7,12 +7,15 @@ this folder is deleted, both scripts work without it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import utils  # noqa: F401  sets variables before PyTorch is loaded
 
 if TYPE_CHECKING:  # loading them takes seconds
+    from torch.profiler import profile
+
     from utils.data import Batch, Split
     from utils.ranks import Ranks, Stopping
     from utils.settings.train import TrainConfig
@@ -50,6 +53,13 @@ def write_first_batch(run: Run, batch: Batch) -> None:
     from extras.first_batch import write_first_batch
 
     write_first_batch(run, batch)
+
+
+def make_profiler(run: Run) -> AbstractContextManager[profile | None]:
+    """With --profile, a context that records ten updates."""
+    from extras.profile import make_profiler
+
+    return make_profiler(run)
 
 
 # not named dry_run: importing the module extras.dry_run would replace this function

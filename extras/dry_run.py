@@ -67,8 +67,9 @@ def _first_update(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> N
 
 
 def _first_block(evaluator: Evaluator) -> None:
-    *_, last = evaluator.collect(evaluator.task.evaluate, most=1)
-    last.tolist()  # waits for the device
+    task = evaluator.task
+    columns = evaluator.collect(lambda *batch: {"values": task.evaluate(*batch)[0]}, most=1)
+    columns["values"].tolist()  # waits for the device
 
 
 def _peak(device: torch.device) -> int:

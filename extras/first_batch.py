@@ -1,22 +1,25 @@
 """The picture `first_batch.png`: the first images of a run as the model receives them."""
 
 import io
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from matplotlib import get_data_path
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from utils.console import say
+from utils.console import printable, say
 from utils.data import ArrayDataset, Batch, Microbatch
 from utils.errors import one_line
 from utils.files import write_file
 from utils.training import Run
 
-_MOST, _COLUMNS = 64, 8  # images, and images in a row
-_FONT = "DejaVu Sans"  # comes with Matplotlib
+_MOST = 64  # images
+_COLUMNS = 8  # images in a row
+_GAP = 4  # pixels between them
+_LINE = 14  # pixels of a line of text
 
 
 def write_first_batch(run: Run, batch: Batch) -> None:
@@ -47,7 +50,7 @@ def picture(run: Run, batch: Batch) -> bytes:
 
 
 def pixels_of(features: ArrayDataset, microbatch: Microbatch) -> Tensor:
-    """The images from which the first features of a microbatch were computed, uint8 [n, H, W, C]."""
+    """The images of which the first features of a microbatch were computed, uint8 [n, H, W, C]."""
     source: Any = features.source
     places = microbatch.indices
     if features.source_rows is not None:
@@ -65,31 +68,27 @@ def pixels_of(features: ArrayDataset, microbatch: Microbatch) -> Tensor:
 
 def draw(pixels: np.ndarray, labels: Sequence, names: Sequence[str]) -> bytes:
     """Images [n, H, W, C] uint8 in rows of eight, each with its classes below, as a PNG file."""
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # the first import lists the fonts
-    from matplotlib.figure import Figure  # takes long to import
-    from matplotlib.font_manager import findfont, get_font
-
-    letters = get_font(findfont(_FONT)).get_charmap().keys()
-    known = [
-        name if letters >= set(map(ord, name)) else f"class {number}"
-        for number, name in enumerate(names)
-    ]
-    lines = [label_lines(label, known) for label in labels]
-    width = 0.97  # lengths are multiples of the width of a cell
-    image = pixels.shape[1] / pixels.shape[2] * width
-    cell = image + 0.07 + 0.1 * max(map(len, lines))
-    height = cell * -(-len(pixels) // _COLUMNS)
-    figure = Figure((11.2, 1.4 * height), dpi=min(180, max(100, pixels.shape[2])))
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, _COLUMNS), ylim=(height, 0))
-    axes.axis("off")
-    for number, texts in enumerate(lines):
-        left = number % _COLUMNS
-        bottom = number // _COLUMNS * cell + image
-        extent = (left, left + width, bottom, bottom - image)
-        axes.imshow(pixels[number], cmap="gray", vmin=0, vmax=255, aspect="auto", extent=extent)
-        text = "\n".join(text[:24] for text in texts)
-        axes.text(left, bottom + 0.02, text, size=8, va="top", family=_FONT, parse_math=False)
-    figure.savefig(file := io.BytesIO(), format="png")
+    captions = [label_lines(label, [*map(printable, names)]) for label in labels]
+    height, width, channels = pixels.shape[1:]
+    if channels == 1:
+        pixels = pixels.repeat(3, axis=3)
+    side = min(250, max(140, width))  # pixels of the width of an image on the sheet
+    size = side, max(1, round(side * height / width))
+    method = Image.Resampling.NEAREST if width <= side else Image.Resampling.BOX
+    cell = size[0] + _GAP, size[1] + _GAP + _LINE * max(map(len, captions))
+    rows = -(-len(pixels) // _COLUMNS)
+    sheet = Image.new("RGB", (cell[0] * _COLUMNS, cell[1] * rows), "white")
+    pen = ImageDraw.Draw(sheet)
+    # Pillow's own font lacks letters such as ü
+    font = ImageFont.truetype(f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf", 11)
+    for number, lines in enumerate(captions):
+        left = cell[0] * (number % _COLUMNS)
+        top = cell[1] * (number // _COLUMNS)
+        sheet.paste(Image.fromarray(pixels[number]).resize(size, method), (left, top))
+        for place, line in enumerate(lines):
+            pen.text((left, top + size[1] + _LINE * place), line[:24], fill="black", font=font)
+    file = io.BytesIO()
+    sheet.save(file, "PNG")
     return file.getvalue()
 
 

@@ -4,28 +4,44 @@
 For each image, FILE.csv has the prediction of the run that did not train on it.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from extras.compare.__main__ import main
+from extras.compare.command import check_runs, parse_runs
 from extras.page.analysis import ERRORS, interval_of_share
 from extras.page.html import gallery
 from extras.page.tables import Row, encode, find_images
 from extras.page.writing import FOLD
 from utils.config import require
-from utils.files import read_json, write_file
-from utils.replacing import TABLE
+from utils.files import expand, read_json, write_file
+from utils.output import guard_output
+from utils.replacing import HTML, TABLE, check_output
 from utils.runs import read_log
 
 
-def join(groups: list[list[Path]], out: Path, images: bool) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the predictions of these runs, and print where they are."""
+    guard_output()
+    with parse_runs("folds", argv) as flags:
+        require(flags.out, "--out is missing", "name the file of the page")
+        out = expand(flags.out)
+        check_output(flags, "out", TABLE)
+        if not flags.no_images:  # the page beside it
+            check_output(flags, "out", HTML, out=f"{out.with_suffix('.html')}")
+        check_runs(flags)
+        join(flags.folders, out, images=not flags.no_images)
+    print(out)
+
+
+def join(folders: list[Path], out: Path, images: bool) -> None:
     """Write the predictions of these runs, and print the accuracy. For image files with one class
     each, also write review.csv, the least likely labels first, and a page of these images. If
     review.csv exists, the list is review-2.csv, and so on.
 
     Raises ValueError or OSError unless these are complete runs of all folds of a split, each once.
     """
-    table = _read(sum(groups, []))
+    table = read_folds(folders)
     right = table["predicted"] == table["label"]
     share = right.mean()
     # Wilson's interval, for as many single images as give the same variance as the groups (Korn
@@ -61,7 +77,7 @@ def join(groups: list[list[Path]], out: Path, images: bool) -> None:
         write_file(out.with_suffix(".html"), gallery(title + "; labels in bold", shown, split))
 
 
-def _read(folders: list[Path]) -> Any:
+def read_folds(folders: list[Path]) -> Any:
     """The predictions of these runs, as a table with the columns `fold` and `group`.
 
     Raises UserError unless the runs are complete, and are all folds of a split.
@@ -86,4 +102,4 @@ def _read(folders: list[Path]) -> Any:
 
 
 if __name__ == "__main__":
-    main(None, join, "folds", TABLE)
+    main()

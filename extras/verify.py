@@ -1,15 +1,16 @@
-"""Compare a run that is computed again with its log and its checkpoints, or with another run."""
+"""Compare a run that is computed again with its log and its checkpoints, or with another run.
+
+With --microbatches, train records have a digest of each update. It is a sum of the bits of the
+summed gradient and of the weights after the update, in hex (`TreeGradients.add_digest`). It detects
+faults and changes, but it is not a signature.
+"""
 
 import json
-from collections.abc import Callable
+import random
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from extras.digest import (
-    choose_updates,
-    differing,
-    digests_of,
-    parts_to_compute,
-)
 from utils.config import require
 from utils.console import join_names, say
 from utils.data import load_data
@@ -155,7 +156,60 @@ def compare(flags: ReplayConfig, begin: Callable) -> None:
     other = digests_of(read_log(expand(f"{flags.against}")))
     common = one.keys() & other.keys()
     require(common, "the logs have no digests in common", "train both runs with --microbatches")
-    for at in differing(one, other)[:1]:
+    if different := differing(one, other):
         run = begin(folder, max(one) + 1)
-        raise difference(run, at, f"the first, from {flags.against}", folder)
+        raise difference(run, different[0], f"the first, from {flags.against}", folder)
     say(f"equal in {len(common)} updates")
+
+
+def digests_of(records: Sequence[Mapping]) -> dict[int, str]:
+    """The digest of each update, counted from 1, in records of a log and states of checkpoints.
+
+    Raises UserError if they contradict each other, or begin before the first record.
+    """
+    found = {
+        (record["step"] - earlier, digest)
+        for record in records
+        for earlier, digest in enumerate(reversed(record.get("digest", ())))
+    }
+    digests = dict(sorted(found))
+    require(
+        # none is from before the first record
+        len(digests) == len(found) and not (digests and records[0]["step"] in digests),
+        "the digests of the log and the checkpoints differ",
+        "restore the run",
+    )
+    return digests
+
+
+def differing(one: Mapping, other: Mapping) -> list[int]:
+    """The keys that both have with different values, sorted."""
+    return sorted(key for key in one.keys() & other.keys() if one[key] != other[key])
+
+
+def choose_updates(text: str, known: Collection[int], every: range) -> list[int]:
+    """The updates that --verify asks for, sorted.
+
+    `known` are those with a digest, and `every` those of the whole run.
+    """
+    chosen: list = [int(name) if name.isdecimal() else name for name in text.split(",")]
+    if text == "all":
+        chosen = [*every[: len(known) + 1]]  # enough to find one without a digest
+    if number := re.fullmatch(r"random:(\d+)", text):
+        chosen = random.sample([*known], min(int(number[1]), len(known)))
+    absent = join_names(update for update in chosen if update not in known)
+    problem = f"no digests of updates {absent} are saved; only --microbatches writes them"
+    fix = "use all, random:20 or numbers such as 40,41"
+    if not known:
+        fix = "start a new run with --microbatches"
+    require(chosen and not absent, f"--verify {text}: {problem}", fix)
+    return sorted({*chosen})
+
+
+def parts_to_compute(updates: Iterable[int], starts: Iterable[int]) -> dict[int, int]:
+    """The last update to compute from each start: the nearest before an update, or 0.
+
+    A start after another update is passed by, so that its weights are compared.
+    """
+    known = {0, *starts} - {*updates}
+    return {max(start for start in known if start < update): update for update in updates}

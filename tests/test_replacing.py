@@ -21,7 +21,7 @@ import export
 import predict
 import replay
 from extras.compare.__main__ import main as report
-from extras.folds import join
+from extras.folds import main as join_folds
 from utils.errors import UserError
 from utils.files import write_file
 from utils.replacing import HTML, RESULT, TABLE, check_output
@@ -312,7 +312,7 @@ def work(trained):
 
 
 def folds(flags: list[str]) -> None:
-    report(flags, join, "folds", TABLE)
+    join_folds(flags)
 
 
 def run_once(main: Callable, flags: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Lockstep's version, and the commit of the code that runs."""
+"""Lockstep's version, the commit of the code that runs, and which of its folders are there."""
 
 import os
 import subprocess
@@ -29,3 +29,11 @@ def code_commit() -> str:
         ).strip()
     except (OSError, subprocess.SubprocessError):
         return ""
+
+
+def has_package(name: str) -> bool:
+    """Whether a package of this name stands beside `utils`.
+
+    Importing it would not tell: Python also imports an empty folder.
+    """
+    return (_ROOT / name / "__init__.py").is_file()

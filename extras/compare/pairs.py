@@ -1,27 +1,24 @@
-"""Pair two runs, or two groups of runs with several seeds, by seed and by evaluation image."""
+"""Compare two runs, or two groups of runs with several seeds, by seed and evaluation image."""
 
-import re
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pandas
-from scipy.stats import binomtest
+from scipy.stats import binomtest, t
 
-from extras.compare.compare import compare
 from extras.page.analysis import resample
 from extras.page.html import number
 from extras.page.page import PREDICTIONS, write_page
+from utils.config import require
 from utils.console import progress
+from utils.errors import UserError
 from utils.settings.train import read_config
 from utils.tasks import Task, make_task
 
-
-def find_runs(given: Path) -> list[Path]:
-    """The folder of a run; if there is none, those of its seeds: NAME-seed0, NAME-seed3, ..."""
-    name = re.escape(given.name) + r"-seed\d+"  # not those of NAME-seed0-other
-    seeds = sorted(each for each in given.parent.glob("*") if re.fullmatch(name, each.name))
-    return [given] if given.exists() or not seeds else seeds
+_EFFECT = 2.8  # standard errors (1.96 + 0.84), found with a chance of 80 %
 
 
 def write_groups(groups: list[list[Path]], out: Path, images: bool) -> None:
@@ -30,55 +27,86 @@ def write_groups(groups: list[list[Path]], out: Path, images: bool) -> None:
     The rest of the page of two groups is that of their first pair.
     """
     compared = {}
+    folders = [run for runs in groups for run in runs]
     if len(groups) == 2:
-        compared = _compare(groups)
+        one, other = (by_seed(runs, len(folders) > 2) for runs in groups)
+        seeds = [seed for seed in one if seed in other]
+        folders = [runs[0] for runs in groups]
+        if seeds:
+            folders = [one[seeds[0]], other[seeds[0]]]
+        try:
+            pairs = pair_up(one, other, seeds)
+        except UserError as error:
+            compared = {"lines": [f"not compared: {error}"]}
+        else:
+            compared = compare_pairs(pairs, sorted(one.keys() ^ other.keys()))
         print(*compared["lines"], sep="\n")
-        groups = [runs[:1] for runs in groups]
-    write_page(sum(groups, []), out, images, compared)
+    write_page(folders, out, images, compared)
 
 
-def _compare(groups: list[list[Path]]) -> dict:
-    """The values of page.html that compare two groups; `lines` are the result in words."""
-    several = len(sum(groups, [])) > 2
-    ends = [{run.name.rpartition("-seed")[2] * several: run for run in runs} for runs in groups]
-    seeds = [seed for seed in ends[0] if seed in ends[1]]
-    folders = [own[seed] for own in ends for seed in seeds]
-    for group in groups:
-        group.sort(key=lambda run: run not in folders)  # the first pair is shown
+def by_seed(runs: Sequence[Path], several: bool) -> dict[str, Path]:
+    """The runs of a group by the seed in their name; a pair of single runs has an empty one."""
+    if not several:
+        return {"": runs[0]}
+    return {run.name.rpartition("-seed")[2]: run for run in runs}
+
+
+class Pairs(NamedTuple):
+    """The runs of two groups with the same seeds: all of the first group, then of the second."""
+
+    seeds: list[str]
+    folders: list[Path]
+    runs: list[SimpleNamespace]  # their predictions
+
+
+def pair_up(one: dict[str, Path], other: dict[str, Path], seeds: list[str]) -> Pairs:
+    """Read the predictions of the runs with these seeds, which both groups have.
+
+    Raises UserError if there are none, or if they are of different images.
+    """
+    folders = [group[seed] for group in (one, other) for seed in seeds]
     files = [folder / PREDICTIONS for folder in folders]
-    if absent := [str(file) for file in files if not file.is_file()]:
-        return {"lines": [f"not compared: no {absent[0]}; run eval.py --ckpt RUN to write it"]}
+    for file in files:
+        require(file.is_file(), f"no {file}", "run eval.py --ckpt RUN to write it")
     runs = [SimpleNamespace(**np.load(file)) for file in files]
     origins = [str(run.origin) for run in runs]
-    if not seeds or origins[: len(seeds)] != origins[len(seeds) :]:
-        problem = "no seed in common, or evaluated on different images or labels"
-        return {"lines": [f"not compared: {problem}; train or evaluate both in the same way"]}
-    config = read_config(folders[0] / "config.yaml")
-    _, task = make_task(config, runs[0].classes.tolist())
-    one, other = np.split(_values(runs, task), 2)
-    samples, scale, unit = one - other, 1, task.metric
-    if task.higher_is_better:
-        samples, scale, unit = -samples, 100, f"points of {unit}"
-    mean, half, used, needed = compare(samples, len(runs[0].images))
+    is_same = seeds and origins[: len(seeds)] == origins[len(seeds) :]
+    problem = "no seed in common, or evaluated on different images or labels"
+    require(is_same, problem, "train or evaluate both in the same way")
+    return Pairs(seeds, folders, runs)
+
+
+def compare_pairs(pairs: Pairs, left: Sequence[str]) -> dict:
+    """The values of page.html that compare two groups; `lines` are the result in words.
+
+    `left` are the seeds that only one of them has.
+    """
+    seeds, folders, runs = pairs
+    _, task = make_task(read_config(folders[0] / "config.yaml"), runs[0].classes.tolist())
     names = [run.name.removesuffix(f"-seed{seeds[0]}") for run in folders[:: len(seeds)]]
     if names[0] == names[1]:
         names = [f"{names[0]} (1)", f"{names[0]} (2)"]  # as on the page
+    one, other = np.split(_values(runs, task), 2)
+    samples = one - other
+    scale = 1
+    unit = task.metric
+    if task.higher_is_better:
+        samples = -samples
+        scale = 100
+        unit = f"points of {unit}"
+    mean, half, used, needed = compare(samples, len(runs[0].images))
     size, low, high = (number(scale * (abs(mean) + side * half)) for side in (0, -1, 1))
-    text = f"{names[int(mean > 0)]} is better by {size} {unit} (95 % interval {low} to {high})"
+    better = names[1] if mean > 0 else names[0]
+    text = f"{better} is better by {size} {unit} (95 % interval {low} to {high})"
     if abs(mean) < half:
         text = f"{used} cannot tell {names[0]} and {names[1]} apart: {text}"
         if mean:
             text += f"; about {needed} would be needed for a difference of this size"
     lines = [text]
-    if left := sorted(ends[0].keys() ^ ends[1]):
+    if left:
         lines.append(f"only one of them has the seeds {', '.join(left)}, which are left out")
-    if task.metric == "accuracy" and not several:
-        wins, differ = np.sum(samples > 0), np.count_nonzero(samples)
-        chance = number(binomtest(wins, max(1, differ)).pvalue)
-        lines.append(
-            f"McNemar's exact test: p = {chance}; {names[1]} is right on {wins} of the {differ} "
-            "images on which only one of them is; other seeds may give another result"
-        )
+    if task.metric == "accuracy" and seeds == [""]:
+        lines.append(mcnemar(samples, names[1]))
     # of the first pair: only one of them is right
     flipped = np.flatnonzero(runs[0].values[:, 1:2] != runs[len(seeds)].values[:, 1:2])
     own = dict(zip(seeds, np.nanmean(samples, 1), strict=True))
@@ -86,11 +114,22 @@ def _compare(groups: list[list[Path]]) -> dict:
     return drawn | {"lines": lines, "names": names, "flipped": flipped}
 
 
+def mcnemar(samples: np.ndarray, name: str) -> str:
+    """McNemar's exact test of two runs in words; `name` is that of the second."""
+    wins = np.sum(samples > 0)
+    differ = np.count_nonzero(samples)
+    chance = number(binomtest(wins, max(1, differ)).pvalue)
+    return (
+        f"McNemar's exact test: p = {chance}; {name} is right on {wins} of the {differ} "
+        "images on which only one of them is; other seeds may give another result"
+    )
+
+
 def _values(runs: list, task: Task) -> np.ndarray:
     """The metric of each image, float [runs, N]. It is NaN where a run lacks an image.
 
-    For a metric that is not a mean over images: one value for each resample of the bootstrap, scaled
-    so that the means of the runs have the covariance of the bootstrap.
+    For a metric that is not a mean over images: one value for each resample of the bootstrap,
+    scaled so that the means of the runs have the covariance of the bootstrap.
     """
     if task.metric in task.evaluation:
         column = [*task.evaluation].index(task.metric)
@@ -99,3 +138,39 @@ def _values(runs: list, task: Task) -> np.ndarray:
     drawn = [resample(run, task, True)[task.metric] for run in progress("resampling")(runs)]
     whole, parts = np.split(np.array(drawn), [1], 1)
     return whole + parts.shape[1] ** 0.5 * (parts - parts.mean(1, keepdims=True))
+
+
+def compare(samples: np.ndarray, images: int) -> tuple[float, float, str, str]:
+    """Compare two runs by their differences, float [S, N], with S seeds on N of `images`, or on
+    resamples of them; NaN where a seed lacks an image.
+
+    Returns the mean difference, half of its 95 % interval, how many seeds or images were used, and
+    with how many a difference of this size would be found with a chance of 80 %.
+
+    With several seeds, both seeds and images are random, as in an analysis of variance with two
+    crossed random factors. What two seeds have in common is due to the images. The variance is at
+    least that over the images alone. If all values are -1, 0 and 1, each seed gets one more image,
+    half for each run, so that the variance is above 0: with one seed, this is the interval of
+    Agresti and Min (2005).
+    """
+    counts = np.isfinite(samples).sum(1)
+    means = np.nanmean(samples, 1)
+    centred = np.nan_to_num(samples.T - means) / (counts * (counts - 1)) ** 0.5
+    covariance = centred.T @ centred
+    if np.isin(np.nan_to_num(samples), (-1, 0, 1)).all():
+        covariance += np.diag(1 / counts**2)
+    seeds, mean, alone = len(means), means.mean(), covariance.mean()
+    # the variance at which this difference would be found
+    wanted = max((mean / _EFFECT) ** 2, 1e-30)
+    half = 1.96 * alone**0.5
+    if seeds == 1:
+        return mean, half, f"{images:,} images", f"{images * alone / wanted:,.0f} images"
+    between = means.var(ddof=1) / seeds
+    shared = max(0.0, (seeds * alone - covariance.diagonal().mean()) / (seeds - 1))
+    # Each part has its own quantile (Cochran, 1964). With the degrees of freedom of Satterthwaite,
+    # the intervals of two or three seeds were too short.
+    own = (between * t.ppf(0.975, seeds - 1) + shared * 1.96) / (between + shared + 1e-30) ** 0.5
+    needed = f"{images * shared / wanted:,.0f} images"
+    if wanted > shared:  # two seeds more, as the variance is not known
+        needed = f"{seeds * between / (wanted - shared) + 2:,.0f} seeds"
+    return mean, max(half, own), f"{seeds} seeds", needed

@@ -60,9 +60,9 @@ def show(title: str, findings: Sequence[Finding]) -> str:
     """The findings as a table. Each red one is followed by its fix."""
     rows: list[tuple[str, str]] = []
     for finding in findings:
-        text = f"{_MARKS[finding.ok]} {finding.value}" + f"\n→ {finding.fix}" * (
-            finding.red and finding.fix != ""
-        )
+        text = f"{_MARKS[finding.ok]} {finding.value}"
+        if finding.red and finding.fix:
+            text += f"\n→ {finding.fix}"
         paragraphs = text.replace("\n", "\n  ").split("\n")
         lines = [
             line

@@ -74,7 +74,9 @@ def check_leftovers() -> Finding:
                 )
     if not found:
         return Finding("leftovers", "no process of an earlier run", True)
-    fix = f"they slow this run down or use its memory; unless they should continue, kill {' '.join(map(str, found))}"
+    numbers = " ".join(map(str, found))
+    problem = "they slow this run down or use its memory"
+    fix = f"{problem}; unless they should continue, kill {numbers}"
     return Finding("leftovers", "\n".join(found.values()), False, fix, {"processes": list(found)})
 
 
@@ -85,7 +87,8 @@ def _scripts_of(process: psutil.Process) -> set[str]:
 def check_memory(processes: int) -> Finding:
     """Check that there is at least 1 GB of free memory for each process on this machine."""
     free, total = free_memory()
-    fix = "the system kills a rank when memory runs out; stop other programs, or start fewer processes"
+    problem = "the system kills a rank when memory runs out"
+    fix = f"{problem}; stop other programs, or start fewer processes"
     return Finding(
         "memory", f"{free / GB:.1f} of {total / GB:.1f} GB free", free >= GB * processes, fix
     )

@@ -99,7 +99,8 @@ def _ranks_by(texts: Iterable[str]) -> dict[str, list[int]]:
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    word = "rank" if len(ranks) == 1 else "ranks"
+    return f"{word} {', '.join(map(str, ranks))}"
 
 
 def _free(pair: tuple[int, int]) -> str:
@@ -119,11 +120,13 @@ def versions(facts: Sequence[dict]) -> Finding:
         ", ".join(f"{name} {version}" for name, version in fact["versions"].items())
         for fact in facts
     )
-    value = "\n".join(
-        text + f" on {_name_ranks(ranks)}" * (len(texts) > 1) for text, ranks in texts.items()
-    )
-    fix = "the ranks may compute different numbers; on every machine, copy the same code (train.py and utils/) and run "
-    fix += "`pip install -r requirements.txt -c constraints.txt`"
+    lines = [*texts]
+    if len(texts) > 1:
+        lines = [f"{text} on {_name_ranks(ranks)}" for text, ranks in texts.items()]
+    value = "\n".join(lines)
+    same = "copy the same code (train.py and utils/) and run"
+    command = "`pip install -r requirements.txt -c constraints.txt`"
+    fix = f"the ranks may compute different numbers; on every machine, {same} {command}"
     return Finding("versions", value, not differ, fix, facts[0]["versions"])
 
 
@@ -155,7 +158,8 @@ def folder(ranks: Ranks, config: DoctorConfig) -> Finding | list[Finding]:
         if unseen
         else "all ranks see the files of rank 0"
     )
-    fix = "all machines must use the same run folder; set --output_dir to a folder on a disk that they share"
+    problem = "all machines must use the same run folder"
+    fix = f"{problem}; set --output_dir to a folder on a disk that they share"
     return Finding("folder", f"{value} in {config.output_dir}", not unseen, fix)
 
 
@@ -186,8 +190,9 @@ def bandwidth(ranks: Ranks, config: DoctorConfig, facts: Sequence[dict]) -> Find
     rates = ", ".join(f"{rate:.2g} at {name}" for name, rate in numbers.items())
     value = f"{ranks.backend} over {interfaces}, GB/s: {rates}"
     healthy = max(numbers.values()) >= config.slow
-    fix = f"below --slow {config.slow} GB/s, training waits for gradients; check --interface and the switch port, "
-    return Finding("all-reduce", value, healthy, fix + "or try --comm_hook bf16", numbers)
+    problem = f"below --slow {config.slow} GB/s, training waits for gradients"
+    fix = f"{problem}; check --interface and the switch port, or try --comm_hook bf16"
+    return Finding("all-reduce", value, healthy, fix, numbers)
 
 
 def _now(ranks: Ranks) -> float:
@@ -224,8 +229,9 @@ def gradients(ranks: Ranks) -> Finding:
     found = _gradient(module)
     error = ((expected - found).norm() / expected.norm()).item()
     worst = max(ranks.gather(error if math.isfinite(error) else math.inf))
-    fix = "training would differ from that on one process; try another --backend, or another version of torch or "
-    fix += f"{ranks.backend}; check the line `versions`"
+    problem = "training would differ from that on one process"
+    other = f"another --backend, or another version of torch or {ranks.backend}"
+    fix = f"{problem}; try {other}; check the line `versions`"
     value = f"differ from those of one process by {worst:.0e}"
     if worst < 1e-9:
         value = f"equal those of one process to within {worst:.0e}"

@@ -1,21 +1,26 @@
-"""The charts of a page: curves of runs as SVG paths."""
+"""The charts of a page: curves of runs over the updates, as SVG that matplotlib draws."""
 
+import io
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
-import numpy as np
+from extras.page.html import number
+from utils.console import join_names
 
-LEFT, RIGHT, TOP, BOTTOM = 52, 468, 10, 224  # of the plot in a chart, as in page.html
-# The styles of lines by their labels: CSS classes of page.html.
-_STYLES = {
-    "training": "train",
-    "evaluation": "eval",
-    "evaluation raw": "raw",
-    "evaluation ema": "eval",
-}
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _MOST = 1000  # points of a line
+_GREY = "#808080"  # of axes and numbers; this and the colours can be read on white and on black
+_COLOURS = ("#3b82f6", "#e8651a", "#1f9d55", "#a45ee5", "#b8860b", "#1593ac", "#d94a93", "#847b75")
+_STYLES: dict[str, dict] = {
+    "training": {"linewidth": 1, "alpha": 0.75},
+    "evaluation": {"marker": "."},
+    "evaluation raw": {"marker": ".", "linestyle": "dashed"},
+    "evaluation ema": {"marker": "."},
+}
 # Charts by the name of their values: title, factor and unit.
 _OTHERS = {
     "lr": ("learning rate", 1, ""),
@@ -34,86 +39,84 @@ def charts(runs: Sequence[dict], words: dict[str, str]) -> list[dict]:
     """
     shown = {name: (word, 1, "") for name, word in ({"loss": "loss"} | words).items()}
     shown.pop("top5", None)
-    marks = [start["step"] for start in runs[0]["start"] if start["step"] and len(runs) == 1]
-    made = [
-        line_chart(name, title, lines_of(runs, name, factor), marks, unit)
-        for name, (title, factor, unit) in (shown | _OTHERS).items()
-    ]
-    return [chart for chart in made if chart]
+    marks = []
+    if len(runs) == 1:
+        marks = [start["step"] for start in runs[0]["start"] if start["step"]]
+    made = []
+    for name, (title, factor, unit) in (shown | _OTHERS).items():
+        figure = draw(runs, name, factor, unit)
+        (axes,) = figure.axes
+        if axes.lines:
+            chart = {"title": title, "unit": unit, "lines": [*axes.lines]}
+            if axes.get_yscale() == "log":
+                chart["title"] = f"{title} (logarithmic)"
+            for mark in marks:
+                axes.axvline(mark, color=_GREY, linestyle="dashed", linewidth=1)
+            made.append(chart | {"svg": _svg(figure), "resumed": join_names(marks)})
+    return made
 
 
-def lines_of(runs: Sequence[dict], name: str, factor: float) -> list[dict]:
-    """The values of one name in the train and eval records of each run: label, CSS classes and
-    points, without infinite values and at most about a thousand.
-
-    Averaged weights have a line of their own.
-    """
-    lines = []
-    several = len(runs) > 1
-    for number, run in enumerate(runs):
-        groups = defaultdict(list)
-        for record in [*run["train"], *run["eval"]]:
-            value = record.get(name)
-            if value is not None and math.isfinite(value):
-                word = "training" if record["kind"] == "train" else "evaluation"
-                label = f"{word} {record.get('weights', '')}".strip()
-                groups[label].append((record["step"], factor * value))
-        for label, points in groups.items():
-            colour = number if several else list(_STYLES).index(label)
-            lines.append(
-                {
-                    "label": f"{run['name']}, {label}" if several else label,
-                    "style": f"c{colour % 8} {_STYLES[label]}",
-                    "points": [*points[: -1 : len(points) // _MOST + 1], *points[-1:]],
-                }
-            )
-    return lines
-
-
-def line_chart(name: str, title: str, lines: list[dict], marks: Sequence[int], unit: str) -> dict:
-    """A chart of values over updates; `marks` are updates with a vertical line. Empty if there are
-    no lines.
+def draw(runs: Sequence[dict], name: str, factor: float, unit: str) -> "Figure":
+    """A chart with the lines of all runs for the values called `name`, multiplied by `factor`.
 
     The axis of a loss is logarithmic if its values differ by a factor above 50.
     """
-    from matplotlib.ticker import MaxNLocator  # takes long to import
+    from matplotlib.figure import Figure  # these take long to import
+    from matplotlib.ticker import MaxNLocator
 
-    if not lines:
-        return {}
-    steps, values = zip(*(point for line in lines for point in line["points"]), strict=True)
-    low = min(values)
-    high = max(values)
-    end = max(steps) or 1
-    low = min(0, low) if name in _FROM_ZERO else low
-    logarithmic = name == "loss" and 0 < 50 * low < high
-    if low == high:
-        low = 0
-        high = 2 * high or 1
-    scale = np.log10 if logarithmic else np.asarray
+    figure = Figure((4.8, 2.5))
+    axes = figure.add_axes((0.13, 0.1, 0.84, 0.86))
+    values = []
+    for place, run in enumerate(runs):
+        for kind, points in points_of(run, name).items():
+            label = kind
+            colour = [*_STYLES].index(kind)
+            if len(runs) > 1:
+                label = f"{run['name']}, {kind}"
+                colour = place % len(_COLOURS)
+            steps, own = zip(*points, strict=True)
+            scaled = [factor * value for value in own]
+            axes.plot(steps, scaled, label=label, color=_COLOURS[colour], **_STYLES[kind])
+            values += scaled
+    if name == "loss" and values and 0 < 50 * min(values) < max(values):
+        axes.set_yscale("log")
+    if name in _FROM_ZERO:
+        axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_major_formatter(lambda value, _: number(value, 6) + unit)
+    axes.grid(axis="y", color=_GREY, alpha=0.3)
+    axes.tick_params(which="both", length=0, labelcolor=_GREY, labelsize=8)
+    axes.spines[:].set_visible(False)
+    return figure
 
-    def ticks(low: float, high: float, whole: bool) -> np.ndarray:
-        steps = (1, 2, 5, 10)
-        return np.asarray(MaxNLocator(6, steps=steps, integer=whole).tick_values(low, high))
 
-    low, high = scale([low, high]).tolist()
-    rows = ticks(low, high, logarithmic)
-    columns = ticks(0, end, True)
-    columns = columns[columns <= end]
+def points_of(run: dict, name: str) -> dict[str, list[tuple[int, float]]]:
+    """The updates and values of one name in the train and eval records of a run, by the kind of
+    line, without infinite values and at most about a thousand.
 
-    def across(steps: Any) -> list[float]:
-        return np.interp(steps, (0, end), (LEFT, RIGHT)).round(1).tolist()
-
-    def down(scaled: np.ndarray) -> list[float]:
-        return np.interp(scaled, rows[[0, -1]], (BOTTOM, TOP)).round(1).tolist()
-
-    for line in lines:
-        own, values = zip(*line["points"], strict=True)
-        line["places"] = [*zip(across(own), down(scale(values)), strict=True)]
+    Averaged weights have a line of their own.
+    """
+    lines = defaultdict(list)
+    for record in [*run["train"], *run["eval"]]:
+        value = record.get(name)
+        if value is not None and math.isfinite(value):
+            word = "training" if record["kind"] == "train" else "evaluation"
+            lines[f"{word} {record.get('weights', '')}".strip()].append((record["step"], value))
     return {
-        "title": f"{title} (logarithmic)" if logarithmic else title,
-        "unit": unit,
-        "lines": lines,
-        "rows": [*zip(down(rows), 10**rows if logarithmic else rows, strict=True)],
-        "columns": [*zip(across(columns), columns, strict=True)],
-        "marks": [*zip(across(marks), marks, strict=True)],
+        kind: [*points[: -1 : len(points) // _MOST + 1], points[-1]]
+        for kind, points in lines.items()
     }
+
+
+def _svg(figure: "Figure") -> str:
+    """The figure as an SVG element without a background, the same for the same values."""
+    from matplotlib import rc_context
+
+    file = io.StringIO()
+    metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "Lockstep"}):
+        figure.savefig(file, format="svg", transparent=True, metadata=metadata)
+    text = file.getvalue()
+    return text[text.index("<svg") :]

@@ -98,9 +98,10 @@ def sheet(path: Path) -> str:
 def _uri(image: Image.Image, side: int, exact: bool) -> str:
     """PNG if `exact`, else JPEG with sides up to `side`."""
     file = io.BytesIO()
+    kind = "png" if exact else "jpeg"
     if exact:
-        image.save(file, "PNG")
+        image.save(file, kind)
     else:
         image.thumbnail((side, side))
-        image.save(file, "JPEG", quality=85)
-    return f"data:image/{'png' if exact else 'jpeg'};base64,{base64.b64encode(file.getvalue()).decode()}"
+        image.save(file, kind, quality=85)
+    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -86,6 +86,9 @@ def read_run(folder: Path, images: bool = True) -> dict:
     best = best_evaluation(kinds["eval"], metric, highest)
     analysis = read_analysis(folder)
     value = best.get(metric)
+    rank = math.inf  # runs are sorted by it; one without a value is the last
+    if value is not None:
+        rank = -value if highest else value
     record = analysis.get("record", {})
     if "checkpoint" not in record and record.get("step") != best.get("step"):
         analysis = {}
@@ -93,7 +96,7 @@ def read_run(folder: Path, images: bool = True) -> dict:
         "name": folder.absolute().name,
         "settings": changed_settings(settings),
         "metric": metric,
-        "rank": math.inf if value is None else -value if highest else value,
+        "rank": rank,
         "shown": task.shown,
         "best": best,
         **kinds,
@@ -138,5 +141,5 @@ def changed_settings(values: Mapping) -> dict[str, str]:
 
 
 def without_places(values: Mapping) -> dict:
-    """JSON values with each absolute path reduced to its last part, so that the page can be shared."""
+    """JSON values with the last part of each absolute path, so that the page can be shared."""
     return json.loads(re.sub(r'"[/~][^"]*/(?=[^"])', '"', json.dumps(values)))

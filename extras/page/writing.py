@@ -73,8 +73,9 @@ def _write_fold(run: Run, found: Predictions) -> None:
     origin = [listed.class_names, config.seed, config.group_by, *sorted(run.data.bad_images)]
     if listed.train.names is None:  # of the whole table
         origin += [listed.train.labels, listed.train.content]
-    for part in listed.parts if listed.train.names else ():
-        origin += zip(part.names, part.ends, part.classes, strict=True)
+    else:
+        for part in listed.parts:
+            origin += zip(part.names, part.ends, part.classes, strict=True)
     name = fingerprint_of(*sorted(map(str, origin)))[:8]
     keys = group_keys(split, config.group_by or "", run.data.class_names)
     rows = rows_of_split(run.task, split, found)

@@ -212,7 +212,9 @@ def test_evaluations_predictions_exports_and_replays_have_the_bits_of_the_run(ru
     assert seen[0] == seen[1]
     (main, flags), (again, update) = SCRIPTS[2], SCRIPTS[4]
     assert returned(1, main, [*flags, *MINE])[0]["difference"] < 1e-6
-    assert "all bit-identical" in run_ranks(1, again, [*update, *MINE])[0].out
+    replayed = run_ranks(1, again, [*update, *MINE])[0].out
+    logged = {record["step"]: record["loss"] for record in records("two", "train")}
+    assert f"update 5: loss {logged[5]}\n" in replayed
 
 
 def test_an_evaluation_computes_the_loss_and_the_metric_of_the_plug_in(runs):

@@ -15,12 +15,10 @@ from scipy.stats import binomtest
 
 import eval as evaluation
 import train
-from extras.compare.__main__ import main
-from extras.folds import join
+from extras.folds import join, main
 from utils.data.folds import group_keys, hold_out
 from utils.data.selection import load_data
 from utils.data.splits import whole_split
-from utils.replacing import TABLE
 from utils.settings.train import TrainConfig
 
 
@@ -148,9 +146,7 @@ def runs(made):
 
 
 def joined(*names: str) -> pandas.DataFrame:
-    returned(
-        1, main, [*(f"runs/{name}" for name in names), "--out", "folds.csv"], join, "folds", TABLE
-    )
+    returned(1, main, [*(f"runs/{name}" for name in names), "--out", "folds.csv"])
     return pandas.read_csv("folds.csv")
 
 
@@ -175,7 +171,7 @@ def test_the_folds_together_predict_each_photograph_once_with_the_last_weights(r
 
 
 def refused_join(*flags: str) -> str:
-    return refused(lambda given: main(given, join, "folds", TABLE), *flags)
+    return refused(main, *flags)
 
 
 def test_runs_that_are_not_all_folds_of_one_split_are_refused_by_name(runs):
@@ -253,7 +249,7 @@ def test_the_interval_is_over_groups(right, size, capsys):
         Path(f"fold{number}").mkdir()
         Path(f"fold{number}/log.jsonl").write_text('{"kind": "eval", "step": 1}\n')
         rows.to_json(f"fold{number}/fold_predictions.json", orient="records")
-    join([[Path("fold1"), Path("fold2")]], Path("folds.csv"), images=True)
+    join([Path("fold1"), Path("fold2")], Path("folds.csv"), images=True)
     found = [*map(float, re.findall(r"\d\.\d{4}", capsys.readouterr().out))]
     expected = binomtest(right, 40).proportion_ci(method="wilson")
     assert found == pytest.approx([right / 40, *expected], abs=2e-4)
@@ -262,7 +258,7 @@ def test_the_interval_is_over_groups(right, size, capsys):
         rows = pandas.read_json(path).assign(group=lambda table: table["index"] // 10)
         rows["predicted"] = np.where(rows["index"] % 10 < 5, "a", "b")
         rows.to_json(path, orient="records")
-    join([[Path("fold1"), Path("fold2")]], Path("folds.csv"), images=True)
+    join([Path("fold1"), Path("fold2")], Path("folds.csv"), images=True)
     found = [*map(float, re.findall(r"\d\.\d{4}", capsys.readouterr().out))]
     expected = binomtest(20 * size, 40 * size).proportion_ci(method="wilson")
     assert found == pytest.approx([0.5, *expected], abs=2e-4)

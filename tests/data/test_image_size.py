@@ -25,7 +25,7 @@ from utils.models.zoo import build_model, input_spec
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import read_checkpoint
 from utils.settings.train import TrainConfig, to_yaml
-from utils.training.defaults import advice, hint_for_few, hint_for_waits
+from utils.training.defaults import Facts, hint_for_few, without_effect
 
 FLAGS = words(
     "--data pictures --eval_fraction 0.5 --model resnet18 --stem standard --threads 1 "
@@ -164,11 +164,6 @@ def test_few_photographs_and_a_new_model_are_a_line_about_pretrained():
     assert hint_for_few(config, 1000) == hint_for_few(replace(config, freeze=["backbone"]), 9) == []
 
 
-def test_adafactor_on_a_gpu_is_a_line_about_its_waits():
-    lines = [hint_for_waits(TrainConfig(optimizer="adafactor"), kind) for kind in ("cuda", "cpu")]
-    assert "waits for the GPU" in lines[0][0] and lines[1] == []
-
-
 @pytest.mark.parametrize(
     ("small", "expected"),
     [
@@ -179,5 +174,13 @@ def test_adafactor_on_a_gpu_is_a_line_about_its_waits():
 )
 def test_only_settings_without_effect_at_either_size_are_reported(small, expected):
     settings = {"num_workers": 1, "data_on_device": "yes", "eval_crop": 0.9}
-    text = " ".join(advice(TrainConfig(model="resnet18", **settings), small, False, False, 2))
+    training, evaluation = small
+    facts = Facts(
+        processes=2,
+        small=training,
+        small_evaluation=evaluation,
+        by_loader=False,
+        has_columns=False,
+    )
+    text = " ".join(without_effect(TrainConfig(model="resnet18", **settings), facts))
     assert [name for name in settings if name in text] == expected

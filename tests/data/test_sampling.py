@@ -20,7 +20,7 @@ from utils.models.layers import check_batch_norm
 from utils.settings.train import TrainConfig
 from utils.tasks.classification import Classification, balanced_weights
 from utils.tasks.table import make_task
-from utils.training.defaults import advice
+from utils.training.defaults import Facts, without_effect
 
 in_order = attrgetter("update", "number")
 
@@ -250,7 +250,10 @@ def test_the_first_loss_is_that_of_the_drawn_samples_however_classes_balance():
             assert np.average(weights, weights=chances) == pytest.approx(mean_weight, rel=1e-5)
             assert mean_weight == pytest.approx(1)
         # a setting without effect is named
-        said = advice(config, (True, True), False, False, 1)
+        facts = Facts(
+            processes=1, small=True, small_evaluation=True, by_loader=False, has_columns=False
+        )
+        said = without_effect(config, facts)
         twice = config.sampler == "balanced"
         expected_lines = [
             f"--{name} has no effect: --sampler balanced draws all classes equally often"

@@ -17,7 +17,7 @@ from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.power import TTestPower
 
 from extras.compare.__main__ import main
-from extras.compare.compare import compare
+from extras.compare.pairs import compare
 
 
 def of_right_answers(random, seeds: int, images: int) -> np.ndarray:

@@ -35,7 +35,7 @@ import eval
 import train
 from extras.compare.__main__ import main
 from extras.page.analysis import BINS, MATRIX, analyse, calibration, intervals
-from extras.page.charts import line_chart, lines_of
+from extras.page.charts import charts, draw
 from extras.page.page import read_run, write_page
 from extras.page.writing import write_report
 from utils.data.selection import load_data
@@ -196,26 +196,34 @@ def test_nan_infinite_losses_and_undefined_metrics_make_an_analysis_in_json():
     json.dumps([analysis, others, only], allow_nan=False)
 
 
-def chart(name, *points, marks=()):
+def chart(name, *points):
+    """The axes of a chart with one line."""
     evaluations = [{"kind": "eval", "step": step, name: value} for step, value in points]
-    lines = lines_of([{"train": [], "eval": evaluations}], name, 1)
-    return line_chart(name, name, lines, marks, "")
+    return draw([{"train": [], "eval": evaluations}], name, 1, "").axes[0]
 
 
 def test_a_chart_has_each_point_at_its_place_and_leaves_infinite_ones_out():
-    found = chart("accuracy", (0, 0.0), (50, math.inf), (100, 1.0), marks=[50])
-    assert found["lines"][0]["places"] == [(52, 224), (468, 10)]
-    assert found["marks"] == [(260, 50)]
-    assert [y for _, y in found["rows"]] == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
-    assert [x for _, x in found["columns"]] == [0, 20, 40, 60, 80, 100]
-    assert chart("loss") == {} and chart("loss", (0, 1.0), (1, 0.1))["title"] == "loss"
-    found = chart("loss", (0, 1.0), (1, 0.01))
-    assert found["title"] == "loss (logarithmic)"
-    assert found["rows"] == [(224, pytest.approx(0.01)), (117, pytest.approx(0.1)), (10, 1)]
-    (many,) = chart("loss", *((x, x) for x in range(25_000)))["lines"]
-    assert len(many["places"]) <= 1001 and many["points"][-1] == (24_999, 24_999)
+    (line,) = chart("accuracy", (0, 0.0), (50, math.inf), (100, 1.0)).lines
+    assert line.get_xydata().tolist() == [[0, 0], [100, 1]] and not chart("loss").lines
+    assert chart("loss", (0, 1.0), (1, 0.1)).get_yscale() == "linear"
+    assert chart("loss", (0, 1.0), (1, 0.01)).get_yscale() == "log"
+    (many,) = chart("loss", *((x, x) for x in range(25_000))).lines
+    points = many.get_xydata().tolist()
+    assert len(points) <= 1001 and points[-1] == [24_999, 24_999]
     for name, lowest in (("images_per_second", 0), ("accuracy", 0.8)):  # rates start at 0
-        assert chart(name, (0, 0.8), (1, 0.9))["rows"][0][1] == pytest.approx(lowest)
+        assert chart(name, (0, 0.8), (1, 0.9)).get_ylim()[0] == pytest.approx(lowest, abs=0.01)
+
+
+def test_charts_are_equal_for_equal_values_and_have_texts_and_no_background():
+    losses = [{"kind": "train", "step": step, "loss": 1 / (9 + step)} for step in range(999)]
+    run = {"start": [{"step": 0}, {"step": 7}], "train": losses, "eval": []}
+    (one,), (same,) = (charts([run], {}) for _ in range(2))
+    assert one["svg"] == same["svg"] and (one["title"], one["resumed"]) == (
+        "loss (logarithmic)",
+        "7",
+    )
+    assert one["svg"].startswith("<svg") and ">800</text>" in one["svg"]
+    assert not re.search("fill: ?#(fff|000)", one["svg"])  # for light and dark pages
 
 
 # -- the page of a run
@@ -326,7 +334,7 @@ def test_the_page_shows_settings_starts_versions_and_marks_the_resume(inside):
     assert run["settings"]["flip"] == "true"
     assert not run["settings"].keys() & {"seed", "output_dir", "cache_dir", "task"}
     assert [start["step"] for start in run["start"]] == [0, 8]
-    assert page.count("<title>resumed from update 8</title>") == page.count('<svg viewBox="0 0 480')
+    assert page.count("</i>resumed from update 8</span>") == page.count('<figure class="chart">')
     assert f"torch {torch.__version__}" in page
     assert "processes 2, batch 60 x 2 x 1 = 120, cpu, threads 1, precision no" in page
     assert page.count("data:image/") == len(run["errors"]) + 1
@@ -422,10 +430,10 @@ def test_raw_and_averaged_weights_have_lines_of_their_own(tmp_path):
     page = page_of([made_up(tmp_path / "run")])
     # loss and accuracy
     assert page.count("</i>evaluation raw <b>") == page.count("</i>evaluation ema <b>") == 2
-    line = r'<i class="(c\d \w+)"></i>evaluation (\w+) <b>([\d.]+)'
+    line = r'<i style="border-top: 3px (\w+ #\w+)"></i>evaluation (\w+) <b>([\d.]+)'
     (raw, *first), (ema, *second) = re.findall(line, page[page.index("accuracy over") :])
     assert (first, second) == (["raw", "0.5"], ["ema", "0.75"])
-    assert raw != ema and raw.endswith(" raw")
+    assert raw.startswith("dashed ") and ema.startswith("solid ") and raw[-7:] != ema[-7:]
     assert "flowers" in page and "someone" not in page
 
 

@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 
 import replay
 import train
-from extras.digest import choose_updates, parts_to_compute
+from extras.verify import choose_updates, parts_to_compute
 from utils.config.cli import parse_args
 from utils.data.order import permutation
 from utils.data.selection import load_data

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.make_data import image_folder
 from helpers.published import COMMIT, cache_repository, use_own_caches
-from helpers.ranks import ALONE, returned, run_ranks, start_ranks
+from helpers.ranks import ALONE, run_ranks, start_ranks
 from helpers.training_runs import (
     records,
     refused,
@@ -27,7 +27,6 @@ from helpers.waiting import until
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import replay
 import train
 from utils.config.cli import parse_args
 from utils.data.spec import InputSpec
@@ -208,23 +207,6 @@ def test_a_resumed_run_needs_no_source_and_keeps_what_it_took_from_it(folder):
     assert "--init_from has no effect: a resumed run has the weights of its checkpoint" in out
     assert f"init_from: {folder / 'gone'}\n" in Path("runs/moved/config.yaml").read_text()
     assert input_of("moved") == (40, [0.4] * 3)
-
-
-@pytest.mark.full
-def test_a_replay_from_initial_weights_that_have_changed_reports_other_losses(folder):
-    shutil.copytree("runs/source", "runs/parent")
-    trained("child", *TUNED, *words("--init_from runs/parent --log_every 1"))
-    # as if it had been killed before its first one
-    shutil.rmtree(next(Path("runs/child/checkpoints").glob("step-*")))
-    command = words("--run runs/child --update 1 --cpu")
-    returned(1, replay.main, command)
-    for checkpoint in Path("runs/parent/checkpoints").glob("step-*"):
-        tensors = load_file(checkpoint / "model.safetensors").items()
-        changed = {name: tensor + 1 for name, tensor in tensors}
-        save_file(changed, checkpoint / "model.safetensors")
-        rewrite_manifest(checkpoint)
-    (outcome,) = run_ranks(1, replay.main, command)
-    assert "1 differ" in outcome.out and "--init_from must not have changed" in outcome.out
 
 
 def test_averaged_weights_take_precedence(folder):

@@ -33,14 +33,17 @@ from utils.runs.manifest import OPTIMIZER
 from utils.runs.save_state import check_savable
 from utils.settings.train import TrainConfig
 from utils.training.gradients import clip_gradients
-from utils.training.groups import (
+from utils.training.muon import hidden_matrices
+from utils.training.optim import (
+    OPTIMIZERS,
+    build_optimizer,
     layer_numbers,
     layer_scales,
     names_without_decay,
     parameter_groups,
+    set_learning_rate,
+    unwrap_optimizer,
 )
-from utils.training.muon import hidden_matrices
-from utils.training.optim import OPTIMIZERS, build_optimizer, set_learning_rate, unwrap_optimizer
 from utils.training.schedule import learning_rate
 
 TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 12, "depth": 2, "num_heads": 2}

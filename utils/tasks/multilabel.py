@@ -82,7 +82,7 @@ class MultiLabel(Task):
         self, config: TaskSettings, class_names: list[str], labels: np.ndarray | None = None
     ):
         self.class_names = class_names
-        self.outputs = self._rows(torch.zeros(0, len(class_names))).shape[1]
+        self.outputs = self._count_outputs()
         self.losses = partial(SIGMOID_LOSSES.call, config)
         self.smoothing = config.label_smoothing
         self.pos_weight = None
@@ -96,7 +96,7 @@ class MultiLabel(Task):
         self.uniform_loss = self.losses(scores, rows, self.pos_weight).max().item()
 
     def _pos_weight(self, given: Any, labels: np.ndarray) -> Tensor:
-        """The weights of --pos_weight, float32 [outputs], given the labels of the training split."""
+        """The weights of --pos_weight, float32 [outputs]; `labels` are those of training."""
         if given == "balanced":
             positives = self._rows(torch.from_numpy(labels)).sum(0, dtype=torch.float64)
             # At least 1, for a class that no image or every image has.
@@ -108,8 +108,13 @@ class MultiLabel(Task):
         return torch.tensor(weights, dtype=torch.float32)
 
     def describe(self) -> str:
-        weights = [] if self.pos_weight is None else [f"{each:.3g}" for each in self.pos_weight]
-        return f"multilabel{', pos_weight ' if weights else ''}{join_names(weights, 8)}"
+        if self.pos_weight is None:
+            return "multilabel"
+        weights = [f"{each:.3g}" for each in self.pos_weight]
+        return f"multilabel, pos_weight {join_names(weights, 8)}"
+
+    def _count_outputs(self) -> int:
+        return len(self.class_names)
 
     def _rows(self, targets: Tensor) -> Tensor:
         """The targets as a row for each sample, [n, outputs]."""
@@ -168,13 +173,17 @@ class Binary(MultiLabel):
     metric = "accuracy"
     highest_is_best = ("accuracy", "f1", "auc")
     f1 = "f1"
-    training = evaluation = ("loss", "accuracy", "hits", "predicted", "labelled")
+    training = ("loss", "accuracy", *_COUNTS)
+    evaluation = training
     gathered = ("auc",)
     shown = {"accuracy": "accuracy", "f1": "F1", "auc": "AUC", "loss": "loss"}  # noqa: RUF012
 
     def describe(self) -> str:
         positive = printable(self.class_names[1])
         return super().describe().replace("multilabel", f"binary, the positive class is {positive}")
+
+    def _count_outputs(self) -> int:
+        return 1  # of the second class
 
     def _rows(self, targets: Tensor) -> Tensor:
         return targets[:, None] if targets.ndim == 1 else targets[:, -1:]

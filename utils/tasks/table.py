@@ -8,14 +8,16 @@ from utils.tasks.classification import Classification
 from utils.tasks.task import Task
 
 
-def _auto() -> None:
+def auto(labels: np.ndarray | None) -> str:
     """multilabel if the labels are lists, else classification"""
+    has_lists = labels is not None and labels.ndim == 2
+    return "multilabel" if has_lists else "classification"
 
 
 TASKS = Table(
     "task",
     {
-        "auto": _auto,
+        "auto": auto,  # chooses one of the others
         "classification": Classification,
         "multilabel": "utils.tasks.multilabel:MultiLabel",
         "binary": "utils.tasks.multilabel:Binary",
@@ -37,7 +39,7 @@ def make_task(
     """
     name = config.task
     if name == "auto":
-        name = "multilabel" if labels is not None and labels.ndim == 2 else "classification"
+        name = auto(labels)
     weighs = config.class_weights is None or name == "classification"
     require(weighs, "--class_weights works only with --task classification", "leave it out")
     problem = f"--task binary: --data {config.data} has {len(class_names)} classes, not two"

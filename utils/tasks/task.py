@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from utils.config import require
@@ -80,6 +81,12 @@ class Task:
         )
         main, *auxiliary = [self.loss(each, targets) for each in outputs]
         return main + (0.3 if auxiliary[1:] else 0.4) * sum(auxiliary)
+
+    def to(self, device: torch.device) -> None:
+        """Move the tensors of the task, such as weights of classes, to a device."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(device))
 
     def training_sums(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
         """The sums named by `training`, each a scalar. `loss` is that of the same batch."""

@@ -15,15 +15,6 @@ from utils.training.evaluation import (
 # gradients of an update
 from utils.training.gradients import clip_gradients
 
-# what the loop does now and then
-from utils.training.loop import (
-    evaluation_record,
-    make_profiler,
-    prepare_save,
-    synchronise,
-    training_record,
-)
-
 # when the ranks synchronise, and numbers whose sums are exact
 from utils.training.meter import SyncInterval, rounded
 
@@ -50,3 +41,11 @@ from utils.training.start_and_end import log_end, log_start
 
 # what is printed about the data
 from utils.training.summary import FEW_IMAGES, always_answering, count_classes
+
+# what happens where the ranks synchronise
+from utils.training.sync_points import (
+    evaluation_record,
+    prepare_save,
+    synchronise,
+    training_record,
+)

@@ -1,6 +1,6 @@
-"""Settings that follow from the data, and hints about settings that do not suit the data."""
+"""Settings that follow from the data, and lines about settings that do not suit the data."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from utils.runs import DEFAULT_BATCH, resolve_batch
 from utils.settings.shared import BACKBONE
@@ -11,7 +11,8 @@ from utils.training.rates import RATES
 _SMALLEST_BATCH = 8  # smaller ones give poor batch statistics
 _UPDATES_PER_EPOCH = 8
 _RECORDS = 4  # train records of a short run
-_RANDOM = "crop_padding min_scale auto_augment color_jitter random_erasing cutout"
+# of augmentation, without --flip
+_RANDOM = ("crop_padding", "min_scale", "auto_augment", "color_jitter", "random_erasing", "cutout")
 
 
 def choose_sizes(
@@ -34,7 +35,8 @@ def choose_sizes(
     chosen: dict = {}
     if drop_last is None:  # a small last batch gives poor batch statistics
         is_small = is_default and batch < min(DEFAULT_BATCH, samples)
-        chosen["drop_last"] = drop_last = is_small and 0 < rest < batch // 2
+        drop_last = is_small and 0 < rest < batch // 2
+        chosen["drop_last"] = drop_last
     per_epoch = samples // batch + (rest > 0 and not drop_last)
     lines = []
     if is_default:
@@ -57,8 +59,8 @@ def _choose_intervals(config: TrainingSettings, per_epoch: int) -> tuple[dict, l
     lines = []
     if config.log_every is None:
         updates = config.max_steps or config.epochs * per_epoch
-        every = chosen["log_every"] = max(1, min(50, updates // _RECORDS))
-        lines.append(f"log_every {every}")
+        chosen["log_every"] = max(1, min(50, updates // _RECORDS))
+        lines.append(f"log_every {chosen['log_every']}")
     # an epoch of a new head takes milliseconds
     if BACKBONE in config.freeze and config.feature_views != 0:
         if not config.eval_every:
@@ -76,13 +78,13 @@ def _choose_rates(config: TrainConfig, batch: int) -> tuple[dict, list[str]]:
     lines = []
     own = RATES.get(config.optimizer, RATES["adamw"])
     if config.lr is None:
-        base, start = (own.pretrained, "pretrained") if config.fine_tunes else (own.new, "new")
+        base = own.pretrained if config.fine_tunes else own.new
+        start = "pretrained" if config.fine_tunes else "new"
         if BACKBONE in config.freeze:
             start = "new head of a"
-        chosen["lr"] = base * min(1.0, batch / DEFAULT_BATCH) ** own.power
-        lines.append(
-            f"lr {chosen['lr']:.3g} ({config.optimizer}, {start} model: {base:g} for batch 128)"
-        )
+        lr = base * min(1.0, batch / DEFAULT_BATCH) ** own.power
+        chosen["lr"] = lr
+        lines.append(f"lr {lr:.3g} ({config.optimizer}, {start} model: {base:g} for batch 128)")
     if config.weight_decay is None:
         chosen["weight_decay"] = own.weight_decay
         lines.append(f"weight decay {own.weight_decay:g}")
@@ -106,71 +108,69 @@ def choose_images(
     Returns the settings, and lines with the chosen values and their reason.
     """
     chosen: dict = {}
+    texts = []
     if config.model is None:
-        chosen["model"] = (
-            "mnist_cnn" if small and small_input and not config.pretrained else "resnet18"
-        )
+        is_tiny = small and small_input and not config.pretrained
+        chosen["model"] = "mnist_cnn" if is_tiny else "resnet18"
+        texts.append(f"model {chosen['model']}")
     if config.flip is None:
         chosen["flip"] = not small
-    texts = [
-        f"model {value}" if name == "model" else "flip" if value else "no flip"
-        for name, value in chosen.items()
-    ]
-    reason = "images up to 96 pixels" if small else "images above 96 pixels or of several sizes"
+        texts.append("no flip" if small else "flip")
     if is_new and config.min_scale is None and config.fine_tunes and not (small or small_input):
         chosen["min_scale"] = 0.35
         texts.append(f"random crops of at least {chosen['min_scale']} of the image")
-    return replace(config, **chosen), [f"{', '.join(texts)} ({reason})"] if chosen else []
+    if not chosen:
+        return config, []
+    reason = "images up to 96 pixels" if small else "images above 96 pixels or of several sizes"
+    return replace(config, **chosen), [f"{', '.join(texts)} ({reason})"]
 
 
-def advice(
-    config: TrainConfig,
-    small: tuple[bool, bool],
-    by_loader: bool,
-    has_columns: bool,
-    processes: int,
-    has_momentum: bool = True,
-    cached: bool = False,
-) -> list[str]:
-    """A line for each changed setting that has no effect in this run.
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What decides which settings have an effect in a run."""
 
-    `small`: whether training and evaluation use small images. With `by_loader`, loader processes
-    augment them. `has_momentum`: whether --momentum applies to the optimizer. `cached`: whether
-    cached features are used.
-    """
-    alone = processes == 1
-    targets = config.task == "classification"
-    centre = cached and not config.feature_views
-    unused = (
-        ("momentum", not has_momentum, f"{config.optimizer} does not use it"),
-        ("comm_hook find_unused_parameters", alone, "a single process exchanges no gradients"),
-        ("mix_prob mix_off_epoch", not config.mixes, "neither --mixup nor --cutmix is set"),
-        (
-            "num_workers",
-            all(small) and not by_loader,
-            "small images are decoded once, before training",
-        ),
-        (
-            "data_on_device",
-            not (any(small) or cached),
-            "only small images and cached features are kept there",
-        ),
-        ("eval_crop shrink", small[1], "small images are used whole"),
-        ("pos_weight threshold", targets, "only --task multilabel and binary use it"),
-        (_RANDOM, centre, "features are of the centre only; --feature_views 4 caches random views"),
-        (
-            "class_weights pos_weight",
-            config.sampler == "balanced" and config.pos_weight in (None, "balanced"),
-            "--sampler balanced draws all classes equally often",
-        ),
-        ("image_column label_column", not has_columns, f"{config.data} has no columns"),
-    )
-    return [
-        f"--{name} has no effect: {reason}"
-        for names, applies, reason in unused
-        for name in names.split()
-        if applies and getattr(config, name) != getattr(TrainConfig, name)
-    ]
+    processes: int
+    small: bool  # training uses small images
+    small_evaluation: bool  # evaluation uses small images
+    by_loader: bool  # loader processes augment the images
+    has_columns: bool  # the data has named columns
+    has_momentum: bool = True  # the optimizer uses --momentum
+    cached: bool = False  # training uses cached features
+
+
+def without_effect(config: TrainConfig, facts: Facts) -> list[str]:
+    """A line for each changed setting that has no effect in this run."""
+    lines = []
+
+    def ignored(reason: str, *names: str) -> None:
+        for name in names:
+            if getattr(config, name) != getattr(TrainConfig, name):
+                lines.append(f"--{name} has no effect: {reason}")
+
+    if not facts.has_momentum:
+        ignored(f"{config.optimizer} does not use it", "momentum")
+    if facts.processes == 1:
+        reason = "a single process exchanges no gradients"
+        ignored(reason, "comm_hook", "find_unused_parameters")
+    if not config.mixes:
+        ignored("neither --mixup nor --cutmix is set", "mix_prob", "mix_off_epoch")
+    if facts.small and facts.small_evaluation and not facts.by_loader:
+        ignored("small images are decoded once, before training", "num_workers")
+    if not (facts.small or facts.small_evaluation or facts.cached):
+        ignored("only small images and cached features are kept there", "data_on_device")
+    if facts.small_evaluation:
+        ignored("small images are used whole", "eval_crop", "shrink")
+    if config.task == "classification":
+        ignored("only --task multilabel and binary use it", "pos_weight", "threshold")
+    if facts.cached and not config.feature_views:
+        centre = "features are of the centre only; --feature_views 4 caches random views"
+        ignored(centre, *_RANDOM)
+    if config.sampler == "balanced" and config.pos_weight in (None, "balanced"):
+        reason = "--sampler balanced draws all classes equally often"
+        ignored(reason, "class_weights", "pos_weight")
+    if not facts.has_columns:
+        ignored(f"{config.data} has no columns", "image_column", "label_column")
+    return lines
 
 
 def hint_for_few(config: TrainConfig, images: int) -> list[str]:
@@ -183,13 +183,6 @@ def hint_for_few(config: TrainConfig, images: int) -> list[str]:
     if config.pretrained or config.init_from:
         return [f"{few}; compare with --freeze backbone, which may be more accurate"]
     return [f"{few} for a new model; --pretrained is usually far more accurate"]
-
-
-def hint_for_waits(config: TrainingSettings, device: str) -> list[str]:
-    """A line about an optimizer that is slow on a GPU."""
-    if config.optimizer != "adafactor" or device != "cuda":
-        return []
-    return ["--optimizer adafactor waits for the GPU twice for each parameter; adamw does not"]
 
 
 def list_changes(config: TrainConfig, group: str) -> list[str]:

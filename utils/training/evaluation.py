@@ -29,6 +29,7 @@ from utils.tasks import Predictions, Task
 from utils.training.meter import SyncInterval, rounded
 
 TOP_CLASSES = 5  # classes that are kept for each sample
+Columns = dict[str, Tensor]  # by name, a row for each sample
 
 
 @dataclass
@@ -50,6 +51,7 @@ class Evaluator:
     spec: InputSpec
     task: Task
     config: TrainConfig
+    output_shape: Sequence[int] = ()  # of one image; by default that of the task
     predictions: Predictions | None = None  # of the last evaluation, if they were kept
 
     def __post_init__(self) -> None:
@@ -59,85 +61,87 @@ class Evaluator:
         )
 
     @torch.no_grad()
-    def rows(self, stopping: Stopping | None = None, keep: bool = False) -> list[Tensor]:
-        """This rank's rows for `accelerator.gather`, see `collect`; collective.
+    def rows(self, stopping: Stopping | None = None, keep: bool = False) -> Columns:
+        """This rank's columns for `accelerator.gather`, see `collect`; collective.
 
-        They are the indices, and the predictions if a metric needs them. `keep` adds the columns of
+        They are the indices, and `predicted` if a metric needs it. `keep` adds those of
         `Predictions`. There are none if the ranks were asked to stop.
         """
         if self.config.metrics and self.ranks.is_main:  # takes seconds, which are not counted
             import utils.tasks.metrics  # noqa: F401
-        self.start, task = time.perf_counter(), self.task
+        self.start = time.perf_counter()
+        task = self.task
         sums = torch.zeros(len(task.evaluation), device=self.accelerator.device).double()
 
-        def step(outputs: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        def step(outputs: Tensor, labels: Tensor) -> Columns:
             values, predicted = task.evaluate(outputs, labels)
             sums.add_(rounded(values.double().sum(0)))
-            kept = (
-                (*task.most_likely(outputs, TOP_CLASSES), values)
-                if keep and task.activation
-                else ()
-            )
-            return *([predicted] if self.needs_predictions else []), *kept
+            columns = {}
+            if self.needs_predictions:
+                columns["predicted"] = predicted
+            if keep and task.activation:
+                top, scores = task.most_likely(outputs, TOP_CLASSES)
+                columns |= {"top": top, "scores": scores, "values": values}
+            return columns
 
-        rows = self.collect(step, stopping)
-        if not rows:
-            return []
-        totals = self.accelerator.reduce(sums, "sum").tolist()
-        named = dict(zip(task.evaluation, totals, strict=True))
-        self.summary = task.summary(named, len(self.batches.dataset.labels))
-        return rows
+        columns = self.collect(step, stopping)
+        if columns:
+            totals = self.accelerator.reduce(sums, "sum").tolist()
+            named = dict(zip(task.evaluation, totals, strict=True))
+            self.summary = task.summary(named, len(self.batches.dataset.labels))
+        return columns
 
-    def metrics(self, gathered: list[Tensor]) -> dict:
-        """The metrics of the whole split, and its `count` of samples, from the rows of all ranks.
+    def metrics(self, gathered: Columns) -> dict:
+        """The metrics of the whole split, and its `count` of samples, from the columns of all
+        ranks.
 
         Collective; the result is the same on all ranks. If predictions were kept, `predictions` has
         them. Raises RuntimeError if a sample is missing or counted twice.
         """
-        indices, *kept = self.in_order(gathered)
+        columns = self.in_order(gathered)
         task = self.task
         labels = self.batches.dataset.labels
-        result = self.summary | {"count": len(indices)}
+        result = self.summary | {"count": len(columns["indices"])}
         if self.needs_predictions:
-            found, *kept = kept
+            found = columns.pop("predicted")
             # As JSON, so that numbers of NumPy become those of Python, as in the log.
             text = self.ranks.from_main(lambda: json.dumps(task.metrics(found, labels)))
             more = json.loads(text)
             names = more if self.config.metrics else task.gathered
             result |= {name: more[name] for name in names if name in more}
         self.predictions = None
-        if kept:
-            kept = [kept[0][:, :0].astype(int), *kept][-3:]  # some tasks have no `top`
-            self.predictions = Predictions(indices, labels, *kept)
+        if "scores" in columns:
+            self.predictions = Predictions(labels=labels, **columns)
         return result | {"seconds": time.perf_counter() - self.start}
 
     @torch.no_grad()
     def collect(
         self,
-        step: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
+        step: Callable[[Tensor, Tensor], Columns],
         stopping: Stopping | None = None,
-        shape: Sequence[int] = (),
         most: int | None = None,
-    ) -> list[Tensor]:
-        """This rank's rows: the indices, and what `step(outputs, labels)` returns; collective.
+    ) -> Columns:
+        """This rank's columns: the `indices`, and what `step(outputs, labels)` returns; collective.
 
         `accelerator.gather` needs the same shapes on all ranks: rows with the index -1 are added
-        where needed, and tensors without columns, [n, 0], are left out. `shape` is that of the
-        output for one image, by default the task's. A rank evaluates at most `most` blocks.
-        About once a second, the ranks agree whether to stop: if a rank could not read a sample,
-        which raises ValueError, or, with `stopping`, if it was asked to stop, which returns no rows.
+        where needed, and columns without values, [n, 0], are left out. A rank evaluates at most
+        `most` blocks. About once a second, the ranks agree whether to stop: if a rank could not
+        read a sample, which raises ValueError, or, with `stopping`, if it was asked to stop, which
+        returns no columns.
         """
         device = self.accelerator.device
+        processes = self.accelerator.num_processes
         was_training = self.model.training
         stopped = False
-        processes = self.accelerator.num_processes
-        labels = self.batches.dataset.labels
-        blocks = evaluation_blocks(len(labels), self.config.eval_batch_size)
+        samples = len(self.batches.dataset.labels)
+        blocks = evaluation_blocks(samples, self.config.eval_batch_size)
         # Ranks take blocks in turn, so none has more blocks or rows than rank 0.
-        sizes = [len(block.indices) for block in [*blocks][::processes]][:most]
-        nothing = torch.zeros(0, *(shape or [self.task.outputs]), device=device)  # for its types
-        no_rows = step(nothing, self.batches.no_labels)
-        found = [(torch.zeros(0, dtype=torch.int64, device=device), *no_rows)]
+        starts = range(0, samples, processes * blocks.block_size)[:most]
+        longest = sum(min(blocks.block_size, samples - start) for start in starts)
+        shape = self.output_shape or [self.task.outputs]
+        nothing = step(torch.zeros(0, *shape, device=device), self.batches.no_labels)
+        indices = torch.zeros(0, dtype=torch.int64, device=device)
+        found = [{"indices": indices, **nothing}]  # for the types, if this rank has no block
         bar, interval, block = progress("evaluating"), SyncInterval(), 0
         self.model.eval()
         with same_kernels(), fix_for_memory():
@@ -145,29 +149,35 @@ class Evaluator:
                 with self.accelerator.autocast():
                     outputs = self.model(batch.images)
                 indices = batch.indices.to(device, non_blocking=True)
-                found.append((indices, *step(outputs.float(), batch.labels)))
+                found.append({"indices": indices, **step(outputs.float(), batch.labels)})
                 # Ranks can differ by one block: they synchronise only after blocks that all have.
                 if block <= len(blocks) // processes and interval.due(block):
                     if stopped := self._any_wants_to_stop(stopping, interval, block):
                         break
-            if is_sharded(self.model):  # also without samples, as other ranks have more blocks
-                for _ in range(0 if stopped else len(sizes) - block):
-                    self.model(self.batches.no_images)
-                reshard(self.model)
-            rows = fill_up(found, sum(sizes))
+            if is_sharded(self.model):
+                self._finish_blocks(0 if stopped else len(starts) - block)
+            columns = fill_up(found, longest)
         self.model.train(was_training)
         with self.ranks.agree():
             self.batches.check()
         if stopping:
             stopping.agreed |= stopped
-        return [] if stopped else rows
+        return {} if stopped else columns
 
-    def in_order(self, gathered: list[Tensor]) -> list[np.ndarray]:
-        """The rows of `collect` of all ranks, in the order of the split.
+    def _finish_blocks(self, missing: int) -> None:
+        """Run a sharded model on as many empty blocks as other ranks have more; collective."""
+        for _ in range(missing):
+            self.model(self.batches.no_images)
+        reshard(self.model)
+
+    def in_order(self, gathered: Columns) -> dict[str, np.ndarray]:
+        """The columns of `collect` of all ranks, in the order of the split; `top` is [n, 0] if a
+        task has scores only.
 
         Raises RuntimeError if a sample is missing or counted twice.
         """
-        seen, *rows = (part.cpu().numpy() for part in gathered)
+        columns = {name: column.cpu().numpy() for name, column in gathered.items()}
+        seen = columns["indices"]
         order = np.argsort(seen)[(seen < 0).sum() :]
         samples = len(self.batches.dataset.labels)
         if not np.array_equal(seen[order], np.arange(samples)):
@@ -175,7 +185,10 @@ class Evaluator:
                 f"the evaluation did not count each of the {samples} samples once "
                 f"({len(order)} counted); please report this"
             )
-        return [part[order] for part in (seen, *rows)]
+        ordered = {name: column[order] for name, column in columns.items()}
+        if "scores" in ordered and "top" not in ordered:
+            ordered["top"] = np.zeros((samples, 0), np.int64)
+        return ordered
 
     def _any_wants_to_stop(
         self, stopping: Stopping | None, interval: SyncInterval, block: int
@@ -197,18 +210,18 @@ def make_eval_loader(
     return make_loaders([(dataset, blocks)], config, ranks.threads, ranks.device)[0]
 
 
-def fill_up(found: list[tuple[Tensor, ...]], most: int) -> list[Tensor]:
-    """Join the parts of each tensor, and pad it to `most` rows; the indices come first."""
-    columns = [torch.cat(parts) for parts in zip(*found, strict=True)]
-    own = len(columns[0])
-    rows = [
-        F.pad(column, (0, 0) * (column.ndim - 1) + (0, most - own))
-        for column in columns
-        if column.shape[1:].numel()
-    ]
+def fill_up(found: Sequence[Columns], most: int) -> Columns:
+    """Join the parts of each column, and pad it to `most` rows."""
+    filled = {}
+    for name in found[0]:
+        column = torch.cat([part[name] for part in found])
+        if column.shape[1:].numel():
+            before = (0, 0) * (column.ndim - 1)  # no padding but of rows
+            filled[name] = F.pad(column, (*before, 0, most - len(column)))
+    own = sum(len(part["indices"]) for part in found)
     # Too many rows are an error: all get -1, so that `in_order` reports it.
-    rows[0][own if own <= most else 0 :] = -1
-    return rows
+    filled["indices"][own if own <= most else 0 :] = -1
+    return filled
 
 
 @torch.no_grad()

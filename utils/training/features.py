@@ -171,7 +171,8 @@ class FeatureCache:
             size = 4 * len(images) * math.prod(shape)
             free = free_memory()[0] // local_rank_and_size()[1]
             need = (views + 3) * size  # also the rows of this rank, those of all, and these sorted
-            problem = f"features need {bytes_text(need)} of memory in each process, but {bytes_text(free)} are free"
+            needed = f"features need {bytes_text(need)} of memory in each process"
+            problem = f"{needed}, but {bytes_text(free)} are free"
             fix = "use --feature_views 0, which computes them for each batch"
             require(need < free, problem, fix)
         found = np.empty((views, len(images), *shape), np.float32)
@@ -179,11 +180,17 @@ class FeatureCache:
             # `Accelerator.prepare` would keep the loader, and so its workers, as long as the run.
             loader = make_eval_loader(images, config, ranks, view)
             loader = prepare_data_loader(loader, even_batches=False)
-            evaluator = Evaluator(ranks, accelerator, frozen, loader, spec, setup.task, config)
+            evaluator = Evaluator(
+                ranks, accelerator, frozen, loader, spec, setup.task, config, output_shape=shape
+            )
             with torch.compiler.set_stance("force_eager"):
-                rows = evaluator.collect(
-                    lambda outputs, _: (outputs, frozen.thumbnails[: len(outputs)]), shape=shape
+                columns = evaluator.collect(
+                    lambda outputs, _: {
+                        "features": outputs,
+                        "thumbnails": frozen.thumbnails[: len(outputs)],
+                    }
                 )
-            _, found[view], small = evaluator.in_order(accelerator.gather(rows))
+            ordered = evaluator.in_order(accelerator.gather(columns))
+            found[view] = ordered["features"]
         frozen.model.train()
-        return [found, small]
+        return [found, ordered["thumbnails"]]

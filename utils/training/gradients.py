@@ -184,7 +184,7 @@ def _change(now: Tensor, before: Tensor) -> Tensor:
 
 
 def _add_change(before: Tensor, mean: Tensor) -> Tensor:
-    """A buffer after the mean change of the microbatches, which is rounded for integers and bools."""
+    """A buffer after the mean change of the microbatches, rounded for integers and bools."""
     if before.is_floating_point():
         return before + mean.to(before.dtype)
     return (before.long() + mean.round().long()).to(before.dtype)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from utils.config import require
 from utils.models import head_prefixes
 from utils.settings.training import TrainingSettings
-from utils.training.groups import Groups, names_without_decay
+from utils.training.optim import Groups, names_without_decay
 
 
 class Muon(Optimizer):

@@ -52,7 +52,8 @@ def total_updates(config: TrainingSettings, plan: Plan) -> int:
     updates = config.max_steps or config.epochs * plan.updates_per_epoch
     if cooldown := count_updates(config.cooldown_steps, updates):
         warmup = count_updates(config.warmup_steps or 0, updates)
-        problem = f"--warmup_steps {warmup} and --cooldown_steps {cooldown} exceed the {updates} updates of the run"
+        both = f"--warmup_steps {warmup} and --cooldown_steps {cooldown}"
+        problem = f"{both} exceed the {updates} updates of the run"
         require(warmup + cooldown <= updates, problem, "lower them")
         last = updates - cooldown
         end = SCHEDULES.call(config, replace(config, lr=1.0), last, last)
@@ -64,7 +65,10 @@ def total_updates(config: TrainingSettings, plan: Plan) -> int:
 
 
 def not_reached(config: TrainingSettings, updates: int) -> list[str]:
-    """A line for each setting whose number of updates is too large for the run. A fraction never is."""
+    """A line for each setting whose number of updates is too large for the run.
+
+    A fraction never is.
+    """
     end = updates + 1 - max(1, count_updates(config.cooldown_steps, updates))
     given = {"warmup_steps": config.warmup_steps, **config.lr_schedule_args}
     return [

@@ -151,9 +151,9 @@ def resolve(
     updates = total_updates(config, plan)
     state = restore_state(saved, folder, config, plan, data)
     config, images, spec = resolve_input(config, saved, train)
-    with accelerator.device:  # the weights of classes are there
-        balanced = config.sampler == "balanced"
-        name, task = make_task(config, data.class_names, train.labels, balanced)
+    balanced = config.sampler == "balanced"
+    name, task = make_task(config, data.class_names, train.labels, balanced)
+    task.to(accelerator.device)
     final = replace(
         config,
         task=name,

@@ -21,7 +21,7 @@ from utils.models import OWN_MODELS
 from utils.ranks import EXIT_RESUME
 from utils.runs import config_to_save, versions
 from utils.settings.train import TrainConfig
-from utils.training.defaults import advice, hint_for_few, hint_for_waits, list_changes
+from utils.training.defaults import Facts, hint_for_few, list_changes, without_effect
 from utils.training.run import Run
 from utils.training.schedule import not_reached
 from utils.training.summary import (
@@ -81,21 +81,21 @@ def advice_lines(run: Run) -> list[str]:
     config = run.config
     data = run.data
     images = run.train_batches.dataset
-    lines = advice(
-        config,
-        small=(run.spec.small, run.spec.for_evaluation().small),
+    facts = Facts(
+        processes=run.accelerator.num_processes,
+        small=run.spec.small,
+        small_evaluation=run.spec.for_evaluation().small,
         by_loader=images.in_loader,
         has_columns=has_columns(config.data),
-        processes=run.accelerator.num_processes,
         has_momentum=any("momentum" in group for group in run.optimizer.param_groups),
         cached=images.source is not None,
     )
+    lines = without_effect(config, facts)
     if images.in_loader and not config.shrink:
         lines += suggest_shrink(data.train, run.updates * run.plan.global_batch_size)
     if not run.resumed_from and config.model not in OWN_MODELS:
         lines += hint_for_few(config, run.plan.samples)
-    lines += not_reached(config, run.updates)
-    return lines + hint_for_waits(config, run.ranks.device.type)
+    return lines + not_reached(config, run.updates)
 
 
 def start_rows(run: Run) -> list[tuple[str, str]]:
@@ -113,10 +113,8 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
     # only torchvision's models have the first of these, and models whose head was kept the second
     model += [getattr(run.module, name, "") for name in ("stem_change", "head_change")]
     optimizer = [config.optimizer, f"lr {config.lr:.4g}", f"weight decay {config.weight_decay:g}"]
-    optimizer += [
-        config.lr_schedule,
-        *list_changes(config, "optimizer, schedule and regularisation"),
-    ]
+    optimizer.append(config.lr_schedule)
+    optimizer += list_changes(config, "optimizer, schedule and regularisation")
     search = "cuDNN searches for the fastest" if run.gradients.searches else "cuDNN does not search"
     recipe = list_changes(config, "augmentation of training images")
     recipe += list_changes(config, "samples, targets and loss")
@@ -125,11 +123,13 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
         batch = (
             f"{{global_batch_size}} in {most} microbatches; the same bits on 1 to {most} processes"
         )
+    evaluated = f"{len(data.evaluation)} {data.evaluation.name}"
+    all_updates = f"{run.updates} in all, from {run.state.step}"
     rows = [
         *((f"rank {rank}", place) for rank, place in enumerate(places)),
         ("backend", f"{ranks.backend}{interface}, precision {config.mixed_precision}{compiled}"),
         ("kernels", search if ranks.device.type == "cuda" else ""),
-        ("data", f"{config.data}: {plan.samples} training, {len(data.evaluation)} {data.evaluation.name}"),
+        ("data", f"{config.data}: {plan.samples} training, {evaluated}"),
         ("classes", classes_row(data)),
         ("images", describe_place([run.train_batches.dataset, run.evaluator.batches.dataset])),
         ("shrink", str(config.shrink or "")),
@@ -139,7 +139,7 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
         ("sharding", _describe_shards(run)),
         ("batch", batch.format(**plan.sizes(len(places)))),
         ("optimizer", ", ".join(optimizer)),
-        ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
+        ("updates", f"{plan.updates_per_epoch} per epoch, {all_updates}"),
         ("task", run.task.describe()),
         ("recipe", ", ".join(recipe)),
         ("mixing", f"training {run.task.when_mixed}" if config.mixes else ""),

@@ -74,7 +74,8 @@ def warn_about_data(data: Data) -> list[str]:
     names = data.class_names
     if data.evaluation.name == "test":
         problem = "split test chooses the best checkpoint, so its score will be slightly too high"
-        fix = "with --eval_fraction 0.1, a hold-out chooses it, and eval.py --split test then gives the score"
+        fix = "with --eval_fraction 0.1, a hold-out chooses it, "
+        fix += "and eval.py --split test then gives the score"
         lines.append(f"{problem}; {fix}")
     for split, word in ((data.train, "training"), (data.evaluation, "evaluation")):
         counts = count_classes(split.labels, len(names))
@@ -98,7 +99,7 @@ def always_answering(data: Data) -> tuple[str, float] | None:
 
 
 def _range(split: Split, names: list[str]) -> str:
-    """For example `12 (class cat) to 40 (class dog)`, or `12` if all classes have the same number."""
+    """For example `12 (class cat) to 40 (class dog)`, or `12` if all classes have as many."""
     counts = count_classes(split.labels, len(names))
     least = int(counts.argmin())
     most = int(counts.argmax())

@@ -71,7 +71,9 @@ class TreeSum:
         parts = list(self.parts.values())
         self.parts = {}
         result = parts[0]
-        for dtype in {tensor.dtype: None for tensor in result} if self.processes > 1 else ():
+        if self.processes == 1:
+            return result
+        for dtype in dict.fromkeys(tensor.dtype for tensor in result):
             chosen = [place for place, tensor in enumerate(result) if tensor.dtype == dtype]
             nodes = [[part[place] for place in chosen] for part in parts]
             # into the first tensors, because a norm may depend on the layout in memory

@@ -1,17 +1,12 @@
-"""What train.py does besides training: synchronise, make records, prepare saves, and profile."""
+"""What happens where the ranks synchronise: they agree on errors and stopping, make the records of
+the log, and check the weights before a save.
+"""
 
 import math
-import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import torch
-from accelerate.utils import ProfileKwargs
-from torch.profiler import profile
 
-from utils.console import say
-from utils.errors import one_line
 from utils.runs import make_files
 from utils.training.divergence import check_weights, compare_ranks, report_bad_loss, watch_loss
 from utils.training.meter import SyncInterval
@@ -126,37 +121,3 @@ def times_of_ranks(run: Run, seconds: float) -> dict[str, list[float]]:
         return {}
     computing = [seconds - sum(own) for own in each]
     return {"computing": computing, "waiting": [own - min(each)[0] for own, _ in each]}
-
-
-# updates that are not recorded, recorded and discarded, recorded and kept
-WAIT = 8
-WARM_UP = 2
-ACTIVE = 10
-
-
-def make_profiler(run: Run) -> AbstractContextManager[profile | None]:
-    """With --profile, a context that records ten updates of the loop, which calls `step` after each
-    one.
-    """
-    if not run.config.profile:
-        return nullcontext()
-    first = run.state.step + WAIT + WARM_UP + 1
-    if first > run.updates:
-        say(f"--profile: the run ends before update {first}, where the trace begins")
-        return nullcontext()
-    schedule = {"wait": WAIT, "warmup": WARM_UP, "active": ACTIVE, "repeat": 1}
-    writing = partial(write_trace, run)
-    return run.accelerator.profile(ProfileKwargs(schedule_option=schedule, on_trace_ready=writing))
-
-
-def write_trace(run: Run, profiler: profile) -> None:
-    """Write the trace of this rank to the run folder."""
-    path = run.folder / f"trace-rank{run.ranks.topology.rank}.json.gz"
-    unfinished = path.with_name(f".partial-{path.name}")  # the suffix selects the compression
-    try:
-        profiler.export_chrome_trace(str(unfinished))
-        os.replace(unfinished, path)
-    except (OSError, RuntimeError) as error:  # the run continues without a trace
-        say(f"--profile: {path} cannot be written ({one_line(error)[:120]})")
-        return
-    say(f"trace: {path} (open it at https://ui.perfetto.dev)")
