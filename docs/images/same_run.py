@@ -84,7 +84,7 @@ def draw() -> str:
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" {view} role="img" fill="#222">',
-            "<title>The same samples form each update on one process, on two, and after a resume</title>",
+            f"<title>{TITLE}</title>",
             f"<style>{style}</style>",
             f'<rect x="-12" y="-8" width="{width + 24}" height="{height + 8}" fill="#fff"/>',
             *parts,

@@ -193,8 +193,8 @@ class ExportConfig(CheckpointConfig):
 
 @dataclass(kw_only=True)
 class ReplayConfig(LoadingConfig):
-    """Recompute one update of a run in one process, and show the samples of one of its microbatches;
-    or verify updates, or compare two runs, on any number of processes.
+    """Recompute one update of a run in one process, and show the samples of one of its
+    microbatches; or verify updates, or compare two runs, on any number of processes.
     """
 
     groups = LAUNCH_GROUP | LOADING_GROUP
