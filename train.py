@@ -104,7 +104,6 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     with ranks.agree("resolving the settings"):  # the only place where they follow from the data
         setup = resolve(config, saved, checkpoints.folder, data, source, accelerator, ranks)
     config, images = setup.config, make_datasets(setup)
-
     with ranks.local_main_first("building the model"):  # a resumed run needs no published weights
         size = saved.weight_bytes if saved else None
         outputs = setup.task.outputs

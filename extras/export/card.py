@@ -109,13 +109,16 @@ the largest difference found was {difference:.1e}.
 
 ## Licence
 
-The author has not stated a licence. To state one, add a line such as `license: mit` to the first lines of this file.
+The author has not stated a licence. To state one, add a line such as `license: mit` to the first
+lines of this file.
 """
 
 
 def definitions(loaded: Loaded, code: Code, folder: str = '"."') -> str:
     """The source of `preprocess` and `predict` for the files in `folder`, a literal of Python."""
     spec = loaded.spec
+    outputs = loaded.task.outputs
+    shape = f"{spec.height}, {spec.width}, {spec.channels}"
     return f'''import json
 
 import numpy as np
@@ -130,7 +133,7 @@ labels = json.load(open(f"{{folder}}/config.json"))["labels"]
 {preprocessing(spec)}
 
 def predict(images):
-    """Probabilities [n, {loaded.task.outputs}] of uint8 images [n, {spec.height}, {spec.width}, {spec.channels}]."""
+    """Probabilities [n, {outputs}] of uint8 images [n, {shape}]."""
     {code.predicting}
 '''
 
@@ -157,6 +160,7 @@ def preprocessing(spec: InputSpec) -> str:
     width = spec.width
     shorter = min(spec.height, spec.width)
     resized = spec.resize or shorter / spec.crop
+    mode = "L" if spec.channels == 1 else "RGB"
     rows, columns = (f"{side * resized / shorter:.17g}" for side in (height, width))
     if spec.squash and spec.resize:
         sides = f"width, height = {round(float(columns))}, {round(float(rows))}"
@@ -169,7 +173,7 @@ def preprocessing(spec: InputSpec) -> str:
     image = ImageOps.exif_transpose(Image.open(file)).convert("RGBA")
     white = Image.new("RGB", image.size, "white")
     white.paste(image, mask=image)  # where it is transparent
-    image = white.convert("{"L" if spec.channels == 1 else "RGB"}")
+    image = white.convert("{mode}")
     {sides}
     left, top = round((width - {width}) / 2), round((height - {height}) / 2)
     image = image.resize((width, height), Image.Resampling.{spec.interpolation.upper()})
@@ -188,7 +192,8 @@ def _facts(loaded: Loaded) -> list[tuple[str, Any]]:
     task = loaded.task
     names = loaded.task.class_names
     change = getattr(loaded.model, "stem_change", "").partition(" (")[0]
-    output = f"the probability of {'each' if task.outputs == len(names) else 'the second'} class ({task.activation})"
+    which = "each" if task.outputs == len(names) else "the second"
+    output = f"the probability of {which} class ({task.activation})"
     if task.cut is not None:
         output += f"; predicted above {loaded.saved.config.threshold}"
     stem = f", with a {change}" if change else ""

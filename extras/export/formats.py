@@ -139,10 +139,11 @@ def write_onnx(loaded: Loaded, folder: Path) -> Code:
     program = torch.onnx.export(_program(loaded), dynamo=True, verbose=False, **names)
     assert program is not None
     program.save(folder / "model.onnx", external_data=False)
+    providers = 'providers=["CPUExecutionProvider"]'
     return Code(
         install="onnxruntime",
         imports="import onnxruntime",
-        loading='session = onnxruntime.InferenceSession(f"{folder}/model.onnx", providers=["CPUExecutionProvider"])',
+        loading=f'session = onnxruntime.InferenceSession(f"{{folder}}/model.onnx", {providers})',
         predicting='return session.run(None, {"images": images})[0]',
     )
 

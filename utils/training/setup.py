@@ -151,8 +151,7 @@ def resolve(
     updates = total_updates(config, plan)
     state = restore_state(saved, folder, config, plan, data)
     config, images, spec = resolve_input(config, saved, train)
-    balanced = config.sampler == "balanced"
-    name, task = make_task(config, data.class_names, train.labels, balanced)
+    name, task = make_task(config, data.class_names, train.labels, config.sampler == "balanced")
     task.to(accelerator.device)
     final = replace(
         config,
