@@ -31,7 +31,7 @@ from utils.ranks import EXIT_RESUME, Ranks, Stopping, distributed_session, make_
 from utils.runs import CheckpointManager, make_average, numbers_to_send
 from utils.settings.train import TrainConfig
 from utils.training import (
-    TABLES, Run, Setup, SyncInterval, adapt_model, build_optimizer, check_settings,
+    REGISTRIES, Run, Setup, SyncInterval, adapt_model, build_optimizer, check_settings,
     clip_gradients, due_after, evaluation_record, fill_settings, learning_rate, load_splits,
     log_end, log_start, make_datasets, prepare_save, resolve, set_learning_rate,
     synchronise, training_record, unwrap_optimizer,
@@ -46,7 +46,7 @@ if HAS_EXTRAS:
 def main(argv: Sequence[str] | None = None) -> dict | None:
     """Train and return the last evaluation. Exits with code 75 if a run was stopped early."""
     guard_output()
-    config, given = parse_given(TrainConfig, "train.py", argv, TABLES)
+    config, given = parse_given(TrainConfig, "train.py", argv, REGISTRIES)
     command = typed_command(argv)
     if config.seeds:
         given.add("seed")
@@ -111,7 +111,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     model, last_part = adapt_model(model, setup, saved)  # with its final weights
     optimizer = build_optimizer(config, model)
     if last_part is not None:  # the outputs of the other layers are computed once
-        from utils.training.features import features_of
+        from utils.training.feature_cache import features_of
 
         images = features_of(*images, model, last_part, setup)
     train_loader, eval_loader = build_loaders(images, setup)

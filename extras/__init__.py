@@ -36,7 +36,7 @@ def in_turn(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Iterator[T
 
 def load_page() -> None:
     """Load the code that writes pages now, because its files may have changed when the run ends."""
-    import extras.page.writing  # noqa: F401
+    import extras.page.report  # noqa: F401
 
 
 def find_copies(run: Run) -> tuple[Sequence, Sequence[str]]:
@@ -77,7 +77,7 @@ def report(run: Run, result: Mapping | None = None) -> None:
     collective.
     """
     if run.config.report:
-        from extras.page.writing import report_training
+        from extras.page.report import report_training
 
         report_training(run, result)
 
@@ -86,7 +86,7 @@ def report_evaluation(
     checkpoint: Path, task: Task, split: Split, found: Predictions, record: Mapping
 ) -> bool:
     """Write report.html of an evaluation; returns whether the checkpoint is in a run folder."""
-    from extras.page.writing import run_folder_of, warned, write_report
+    from extras.page.report import run_folder_of, warned, write_report
 
     folder = run_folder_of(checkpoint)
     if folder:
@@ -97,7 +97,7 @@ def report_evaluation(
 
 def write_predictions(path: Path, task: Task, split: Split, found: Predictions) -> None:
     """Write a table with the prediction of each sample, in the format of the name of the file."""
-    from extras.page.tables import encode, rows_of_split
+    from extras.page.predictions import encode, rows_of_split
     from utils.files import write_file
 
     write_file(path, encode(rows_of_split(task, split, found), path))

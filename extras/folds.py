@@ -11,8 +11,8 @@ from typing import Any
 from extras.compare.command import check_runs, parse_runs
 from extras.page.analysis import ERRORS, interval_of_share
 from extras.page.html import gallery
-from extras.page.tables import Row, encode, find_images
-from extras.page.writing import FOLD
+from extras.page.predictions import Row, encode, find_images
+from extras.page.report import FOLD
 from utils.config import require
 from utils.files import expand, read_json, write_file
 from utils.output import guard_output

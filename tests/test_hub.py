@@ -11,7 +11,7 @@ import pytest
 from helpers.loading import error_of
 
 from utils import hub
-from utils.runs import source
+from utils.runs import foreign
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def test_without_a_network_a_name_is_refused_in_one_line_without_more_attempts(m
     assert "cannot be loaded from the Hub (Couldn't reach 'someone/something' on the Hub" in line
     assert line.endswith("; check the name and the network, or give a local folder")
     with pytest.raises(ValueError, match=r"^--init_from hf://a/b: model.safetensors of a/b cannot"):
-        source._download("--init_from", "hf://a/b")
+        foreign._download("--init_from", "hf://a/b")
     assert "".join(capfd.readouterr()) == ""
 
 

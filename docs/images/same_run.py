@@ -17,6 +17,7 @@ from utils.data import Plan, UpdateSampler  # noqa: E402
 SIDE, GAP, LEFT = 20, 30, 118  # of a sample, between updates, of the names of ranks
 COLOURS = ("#4c78a8", "#e08214", "#54a24b", "#b279a2")  # of the updates
 UPDATES, BATCH = 4, 8
+TITLE = "The same samples form each update on one process, on two, and after a resume"
 UPDATE = BATCH * SIDE + GAP
 
 

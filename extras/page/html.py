@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from PIL import Image
 
-from extras.page.tables import Row
+from extras.page.predictions import Row
 from utils.data import SMALL, Split, decode_image
 
 _SIDE = 192  # pixels of a thumbnail's longer side

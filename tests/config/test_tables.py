@@ -27,7 +27,7 @@ FLAGS += ["--max_train_samples", "256"]
 def refusal(capsys, *flags):
     """The error with which parsing these flags ends."""
     with pytest.raises(SystemExit) as end:
-        parse_args(TrainConfig, "train.py", flags, train.TABLES)
+        parse_args(TrainConfig, "train.py", flags, train.REGISTRIES)
     line = capsys.readouterr().err
     assert end.value.code == 2 and line.count("\n") == 1
     return line.removeprefix("train.py: error: ").strip()

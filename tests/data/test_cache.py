@@ -24,7 +24,7 @@ from PIL import Image
 from utils.data import cache
 from utils.data import decoded as decoding
 from utils.data.decoded import decode_all
-from utils.data.folds import hold_out
+from utils.data.hold_out import hold_out
 from utils.data.selection import load_data
 from utils.data.shrunk import ShrunkImages
 from utils.data.splits import Files, whole_split

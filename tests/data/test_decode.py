@@ -27,10 +27,10 @@ from utils.data.check import check_images
 from utils.data.decode import LARGE, decode_image
 from utils.data.decoded import decode_all, make_dataset
 from utils.data.decoders import DECODERS, decode_jpeg, find_jpeg_decoder
+from utils.data.hf_datasets import Table
 from utils.data.order import Microbatch
 from utils.data.selection import load_data
 from utils.data.splits import Files, whole_split
-from utils.data.tables import Table
 from utils.models.zoo import input_spec
 from utils.settings.train import TrainConfig
 from utils.training.setup import resolve_input

@@ -16,7 +16,7 @@ from scipy.stats import binomtest
 import eval as evaluation
 import train
 from extras.folds import join, main
-from utils.data.folds import group_keys, hold_out
+from utils.data.hold_out import group_keys, hold_out
 from utils.data.selection import load_data
 from utils.data.splits import whole_split
 from utils.settings.train import TrainConfig

@@ -19,9 +19,9 @@ import predict
 from extras.export.card import preprocessing
 from utils.data.check import check_images
 from utils.data.decode import decode_image
+from utils.data.hf_datasets import Table
 from utils.data.spec import InputSpec
 from utils.data.splits import fingerprint_of, whole_split
-from utils.data.tables import Table
 from utils.settings.train import TrainConfig
 from utils.training.setup import resolve_input
 

@@ -17,7 +17,7 @@ from pyarrow import parquet as pq
 
 from utils.data.decode import decode_image
 from utils.data.decoded import decode_all
-from utils.data.folds import hold_out, random_subset
+from utils.data.hold_out import hold_out, random_subset
 from utils.data.labels import renumber
 from utils.data.selection import load_split
 from utils.data.sources import check_source

@@ -10,7 +10,7 @@ from helpers.loading import error_of, load
 from helpers.make_data import image_folder, table
 from torchvision.models import get_model_weights
 
-from utils.data.folds import hold_out
+from utils.data.hold_out import hold_out
 from utils.data.spelling import alike, doubts
 from utils.data.splits import whole_split
 

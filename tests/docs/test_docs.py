@@ -146,7 +146,7 @@ def check_flags(script: str, flags: list[str], monkeypatch, capsys) -> None:
             "eval.py": (["--data", "digits"] if "--model" in flags else run)
             * ("--ckpt" not in flags),
         }.get(script, [])
-        parse_args(cls, script, [*missing, *flags], train.TABLES if name == "train" else ())
+        parse_args(cls, script, [*missing, *flags], train.REGISTRIES if name == "train" else ())
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from helpers.training_runs import records, train_run, words
 from timm.scheduler import CosineLRScheduler
 
 import eval
-from train import TABLES
+from train import REGISTRIES
 from utils.config.cli import parse_args
 from utils.models.zoo import check_model, input_spec
 from utils.settings.train import TrainConfig
@@ -22,7 +22,7 @@ NAMES = sorted(path.name for path in RECIPES.glob("*.yaml"))
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_recipe_is_accepted_and_listed_and_has_its_command_in_its_header(name):
-    config = parse_args(TrainConfig, "train.py", ["--config", str(RECIPES / name)], TABLES)
+    config = parse_args(TrainConfig, "train.py", ["--config", str(RECIPES / name)], REGISTRIES)
     check_model(config)
     assert input_spec(config, 3, None).channels == 3
     header, _ = (RECIPES / name).read_text().split("\n\n", 1)
@@ -34,7 +34,7 @@ def test_each_recipe_is_accepted_and_listed_and_has_its_command_in_its_header(na
 @pytest.mark.full
 def test_the_swin_recipe_has_its_authors_learning_rates_and_trains_at_64_pixels():
     recipe = str(RECIPES / "swin_tiny.yaml")
-    config = parse_args(TrainConfig, "train.py", ["--config", recipe], TABLES)
+    config = parse_args(TrainConfig, "train.py", ["--config", recipe], REGISTRIES)
     updates, warmup = 300 * (1_281_167 // 1024), 20 * (1_281_167 // 1024)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 5e-4 * 1024 / 512)
     ends = {"lr_min": 5e-6 * 1024 / 512, "warmup_lr_init": 5e-7 * 1024 / 512, "warmup_t": warmup}

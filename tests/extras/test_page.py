@@ -37,7 +37,7 @@ from extras.compare.__main__ import main
 from extras.page.analysis import BINS, MATRIX, analyse, calibration, intervals
 from extras.page.charts import charts, draw
 from extras.page.page import read_run, write_page
-from extras.page.writing import write_report
+from extras.page.report import write_report
 from utils.data.selection import load_data
 from utils.data.splits import Files, Split
 from utils.settings.train import TrainConfig, to_yaml

@@ -68,8 +68,9 @@ print("loaded:", *(name for name in sys.modules if name.split(".")[0] in ("extra
 
 # what a run on `digits` with one process does not use
 LATER = words("""
-utils.data.csv_file utils.data.tables utils.runs.foreign utils.runs.source utils.runs.inference
-utils.models.matching utils.models.published utils.training.features utils.training.sharding
+utils.data.csv_file utils.data.hf_datasets utils.runs.foreign utils.runs.init_from
+utils.runs.inference utils.models.matching utils.models.published utils.training.feature_cache
+utils.training.sharding
 utils.launch.rendezvous utils.tasks.multilabel utils.ranks.batchnorm utils.models.fastnet
 utils.training.muon
 """)

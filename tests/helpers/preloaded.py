@@ -22,17 +22,17 @@ import eval  # noqa: F401
 import extras.copies
 import extras.dry_run
 import extras.first_batch
-import extras.page.writing
+import extras.page.report
 import extras.seeds  # noqa: F401
 import predict  # noqa: F401
 import utils.data.csv_file
-import utils.data.tables
+import utils.data.hf_datasets
 import utils.launch.rendezvous
 import utils.models.fastnet
 import utils.ranks.batchnorm
 import utils.tasks.metrics
 import utils.tasks.multilabel
-import utils.training.features
+import utils.training.feature_cache
 import utils.training.muon
 import utils.training.sharding  # noqa: F401
 from extras.page.html import template

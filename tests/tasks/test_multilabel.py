@@ -28,7 +28,7 @@ from torch.nn import functional as F
 import eval
 import train
 from utils.config.cli import parse_args
-from utils.data.folds import hold_out
+from utils.data.hold_out import hold_out
 from utils.data.selection import load_data
 from utils.data.splits import whole_split
 from utils.runs.state import TrainState

@@ -41,7 +41,7 @@ from utils.data.datasets import ArrayDataset
 from utils.data.decoders import DECODERS
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
-from utils.models.features import find_last_part
+from utils.models.last_part import find_last_part
 from utils.models.layers import freeze
 from utils.models.zoo import build_model
 from utils.runs.manifest import find_checkpoint, read_pointer, sha256_of

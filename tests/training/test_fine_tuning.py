@@ -34,8 +34,8 @@ from utils.errors import UserError
 from utils.models.layers import checkpoint_blocks, find_heads, freeze, has_batch_norm
 from utils.models.matching import copy_matching
 from utils.models.zoo import build_model
+from utils.runs.init_from import copy_source, load_initial_weights
 from utils.runs.manifest import read_pointer
-from utils.runs.source import copy_source, load_initial_weights
 from utils.settings.train import TrainConfig
 
 RESNET, VIT = "timm/test_resnet", "timm/vit_tiny_patch16_224"

@@ -69,7 +69,7 @@ def small_cnn():
 
 def settings(*flags):
     flags = [*words("--lr 0.01 --weight_decay 0.1"), *flags]
-    return parse_args(TrainConfig, "train.py", flags, train.TABLES)
+    return parse_args(TrainConfig, "train.py", flags, train.REGISTRIES)
 
 
 def ten_updates(model, steps):

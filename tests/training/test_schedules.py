@@ -21,7 +21,7 @@ from utils.training.schedule import SCHEDULES, learning_rate, not_reached, total
 def rates(schedule, arguments="{}", *flags, updates=100):
     """The learning rates of a run whose --lr is 0.2."""
     given = ["--lr", "0.2", "--lr_schedule", schedule, "--lr_schedule_args", arguments, *flags]
-    config = parse_args(TrainConfig, "train.py", given, train.TABLES)
+    config = parse_args(TrainConfig, "train.py", given, train.REGISTRIES)
     return [learning_rate(config, update, updates) for update in range(updates)]
 
 
@@ -101,7 +101,7 @@ def test_arguments_are_tried_over_a_run_of_any_length():
 )
 def test_a_cool_down_that_cannot_be_is_refused(flags, error):
     given = words(f"--lr_schedule cosine --max_steps 100 {flags}")
-    config = parse_args(TrainConfig, "train.py", given, train.TABLES)
+    config = parse_args(TrainConfig, "train.py", given, train.REGISTRIES)
     with pytest.raises(ValueError, match=error):
         total_updates(config, Plan(1000, 10, 1, 0))
 

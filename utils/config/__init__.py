@@ -37,11 +37,11 @@ from utils.config.flags import Settings
 # --plugin
 from utils.config.plugin import PLUGIN_HASHES, check_plugin, load_plugin
 
+# functions by name, for settings such as --optimizer
+from utils.config.registry import Registry
+
 # similar names, for a name that does not exist
 from utils.config.suggestions import suggestion
-
-# functions by name, for settings such as --optimizer
-from utils.config.table import Table
 
 # YAML files
 from utils.config.yaml_text import dump_yaml, read_yaml

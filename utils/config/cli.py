@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from utils.config.bounds import require
 from utils.config.flags import PATHS, Settings, make_parser
 from utils.config.plugin import load_plugin
+from utils.config.registry import Registries
 from utils.config.suggestions import fix_for_unknown
-from utils.config.table import Table
 from utils.config.yaml_text import read_yaml
 from utils.errors import UserError
 from utils.launch import exit_with_error, reports_for_machine, with_rank
@@ -25,37 +25,37 @@ Config = TypeVar("Config", bound=Settings)
 
 
 def parse_args(
-    cls: type[Config], prog: str, argv: Sequence[str] | None = None, tables: Sequence[Table] = ()
+    cls: type[Config], prog: str, argv: Sequence[str] | None = None, registries: Registries = ()
 ) -> Config:
     """Fill `cls` from --config FILE, then from the flags. An error prints one line and exits with
     code 2.
 
-    `tables` are those of settings whose value is a name. --help lists names and arguments,
-    `Table.check` checks them.
+    `registries` are those of settings whose value is a name. --help lists names and arguments,
+    `Registry.check` checks them.
     """
-    return parse_given(cls, prog, argv, tables)[0]
+    return parse_given(cls, prog, argv, registries)[0]
 
 
 def parse_given(
-    cls: type[Config], prog: str, argv: Sequence[str] | None = None, tables: Sequence[Table] = ()
+    cls: type[Config], prog: str, argv: Sequence[str] | None = None, registries: Registries = ()
 ) -> tuple[Config, set[str]]:
     """As `parse_args`, and the names of the settings that are given, in the file or as flags.
 
-    With --resume, tables are checked later: others come from a checkpoint, which may need a
+    With --resume, registries are checked later: others come from a checkpoint, which may need a
     plug-in.
     """
     try:
-        values = _read_words(cls, prog, list(sys.argv[1:] if argv is None else argv), tables)
+        values = _read_words(cls, prog, list(sys.argv[1:] if argv is None else argv), registries)
         config = cls(**values)
         if not values.get("resume"):
-            for table in tables:
-                table.check(config)
+            for registry in registries:
+                registry.check(config)
         return config, set(values)
     except (ValueError, OSError, argparse.ArgumentError) as error:
         exit_with_error(with_rank(error), prog, reports_for_machine())
 
 
-def _read_words(cls: type[Settings], prog: str, argv: list[str], tables: Sequence[Table]) -> dict:
+def _read_words(cls: type[Settings], prog: str, argv: list[str], registries: Registries) -> dict:
     """The settings that are given."""
     words, paths = _split_off_paths(argv)
     given = [word for word in words if word not in ("-h", "--help")]
@@ -70,7 +70,7 @@ def _read_words(cls: type[Settings], prog: str, argv: list[str], tables: Sequenc
         load_plugin(str(plugin))
     if given != words:
         # with the names that the plug-in adds
-        make_parser(cls, prog, tables).parse_args(["--help"])
+        make_parser(cls, prog, registries).parse_args(["--help"])
     _check_flags(others, cls)
     values = cls.merge(file, {name: _join(value) for name, value in flags.items()})
     values |= _read_paths(others + paths, cls)

@@ -5,14 +5,13 @@ import ast
 import inspect
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from utils.config.bounds import check_fields, kinds
-from utils.config.table import Table
+from utils.config.registry import Registries
 from utils.config.yaml_text import load_yaml
 from utils.errors import one_line
 
@@ -44,9 +43,9 @@ class Settings:
 
 
 def make_parser(
-    cls: type[Settings], prog: str, tables: Sequence[Table] = ()
+    cls: type[Settings], prog: str, registries: Registries = ()
 ) -> argparse.ArgumentParser:
-    """The parser of the flags. It also writes --help, with the names in the tables."""
+    """The parser of the flags. It also writes --help, with the names in the registries."""
     settings = {setting.name: setting for setting in fields(cls)}
     has_paths = settings.pop(PATHS, None) is not None
     parser = argparse.ArgumentParser(
@@ -64,7 +63,7 @@ def make_parser(
         parser.add_argument(
             "--config", action="append", help="YAML file of settings, applied before all flags."
         )
-    more = {name: text for table in tables for name, text in table.helps().items()}
+    more = {name: text for registry in registries for name, text in registry.helps().items()}
     texts = _texts_of(cls)
     listed = {name for names in cls.groups.values() for name in names}
     own = [name for name in inspect.get_annotations(cls) if name in settings.keys() - listed]

@@ -1,4 +1,4 @@
-"""--plugin FILE: a Python file of the user that adds entries to the tables.
+"""--plugin FILE: a Python file of the user that adds entries to the registries.
 
 Only a flag or a --config file names a file to import. Checkpoints and logs store its name and its
 SHA-256, which are only compared.

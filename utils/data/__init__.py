@@ -35,7 +35,7 @@ from utils.data.decoders import DECODERS
 from utils.data.folders import Scan, files_below, left_out_notes
 
 # groups of samples that stay together
-from utils.data.folds import group_keys
+from utils.data.hold_out import group_keys
 
 # which samples form which update
 from utils.data.order import Microbatch, Plan, fold_in, make_plan

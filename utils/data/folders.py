@@ -21,8 +21,8 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from utils.config import require
 from utils.console import join_names
 from utils.data.labels import distinct, indices_in, lacks_class, split_that_defines_classes
+from utils.data.parquet_files import has_tables
 from utils.data.splits import EVAL_NAMES, Files, Source, Split, fingerprint_of, whole_split
-from utils.data.table_files import has_tables
 from utils.errors import UserError
 from utils.settings.data import DataSettings
 

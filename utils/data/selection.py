@@ -9,7 +9,7 @@ from utils.config import require
 from utils.console import join_names, nfc, say
 from utils.data.check import check_images
 from utils.data.folders import left_out_notes
-from utils.data.folds import group_keys, hold_out, random_subset
+from utils.data.hold_out import group_keys, hold_out, random_subset
 from utils.data.labels import check_kind, renumber
 from utils.data.samples import (
     ListedSplit,

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import torchvision
 
-from utils.config import Table, require, suggestion
+from utils.config import Registry, require, suggestion
 from utils.console import join_names
 from utils.data.folders import image_folder
 from utils.data.order import fold_in
+from utils.data.parquet_files import has_tables, read_table_files
 from utils.data.splits import EVAL_NAMES, Source, Split, fingerprint_of, whole_split
-from utils.data.table_files import has_tables, read_table_files
 from utils.errors import UserError, one_line
 from utils.files import expand
 from utils.settings.data import DataSettings
@@ -93,7 +93,7 @@ def open_torchvision(name: str, config: DataSettings) -> Source:
     return Source({split: partial(make, split) for split in sets}, class_names)
 
 
-SOURCES = Table(
+SOURCES = Registry(
     "data",
     {
         "digits": open_digits,
@@ -177,7 +177,7 @@ def open_source(config: DataSettings) -> Source:
         return source
     if path.is_dir() and not has_tables(path):
         return image_folder(path, config)
-    from utils.data.tables import load_hub, table_source
+    from utils.data.hf_datasets import load_hub, table_source
 
     return table_source(read_table_files(path), config) if path.exists() else load_hub(config)
 

@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from utils.config import Table, require
+from utils.config import Registry, require
 from utils.data.draws import Transform
 from utils.data.spec import InputSpec
 
@@ -154,7 +154,7 @@ class ThreeAugment(ColorTransform):
         return F.gaussian_blur(x, size, [sigma, sigma])
 
 
-AUTO_AUGMENTS: Table = Table(
+AUTO_AUGMENTS: Registry = Registry(
     "auto_augment",
     {"trivialaugment": TrivialAugment, "randaugment": RandAugment, "3augment": ThreeAugment},
 )

@@ -11,7 +11,7 @@ import torchvision
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from utils.config import Table, require, suggestion
+from utils.config import Registry, require, suggestion
 from utils.data import EVAL_CROP, SMALL, ImageDataset, InputSpec, fold_in, sides
 from utils.errors import UserError, one_line
 from utils.models.layers import OF_TENSORFLOW
@@ -24,7 +24,7 @@ _NOT_ARGUMENTS = {"weights", "pretrained", "checkpoint_path"}
 _FOR_DROP_PATH = (
     "use a timm model such as timm/vit_*, or --model_args '{stochastic_depth_prob: RATE}'"
 )
-OWN_MODELS = Table(
+OWN_MODELS = Registry(
     "model",
     {"mnist_cnn": MnistCNN, "mlp": MLP, "fastnet": "utils.models.fastnet:FastNet"},
     others="any torchvision classification model or timm/NAME",

@@ -16,7 +16,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-from utils.config import Table, require, suggestion
+from utils.config import Registry, require, suggestion
 from utils.console import say
 from utils.errors import UserError, one_line
 from utils.runs.log import read_log
@@ -26,7 +26,7 @@ from utils.settings.train import OF_ONE_START, TrainConfig
 _NOT_SENT = {*OF_ONE_START, "output_dir", "data_dir", "cache_dir", "report_to"}
 
 
-class Trackers(Table):
+class Trackers(Registry):
     """The trackers of --report_to, by their names in Accelerate."""
 
     def check(self, config: Any) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from utils.config import Table
+from utils.config import Registry
 from utils.settings.tasks import TaskSettings
 from utils.tasks.task import Task
 
@@ -76,7 +76,7 @@ def check_gamma(gamma: float) -> None:
         raise ValueError(f"gamma must be at least 0, got {gamma}")
 
 
-LOSSES = Table(
+LOSSES = Registry(
     "loss",
     {"cross_entropy": cross_entropy, "binary_cross_entropy": binary_cross_entropy, "focal": focal},
 )

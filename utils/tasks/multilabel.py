@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from utils.config import Table, require
+from utils.config import Registry, require
 from utils.console import join_names, printable
 from utils.settings.tasks import TaskSettings
 from utils.tasks.classification import check_gamma
@@ -49,7 +49,7 @@ def sigmoid_focal(
 
 
 # The losses of the same names for multilabel and binary, with the same --loss_args.
-SIGMOID_LOSSES = Table(
+SIGMOID_LOSSES = Registry(
     "loss",
     {
         "cross_entropy": sigmoid_cross_entropy,

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from utils.config import Table, require
+from utils.config import Registry, require
 from utils.settings.tasks import TaskSettings
 from utils.tasks.classification import Classification
 from utils.tasks.task import Task
@@ -14,7 +14,7 @@ def auto(labels: np.ndarray | None) -> str:
     return "multilabel" if has_lists else "classification"
 
 
-TASKS = Table(
+TASKS = Registry(
     "task",
     {
         "auto": auto,  # chooses one of the others

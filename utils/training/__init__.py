@@ -34,7 +34,14 @@ from utils.training.run import Run
 from utils.training.schedule import SCHEDULES, after_warmup, due_after, learning_rate
 
 # settings that follow from a checkpoint and from the data
-from utils.training.setup import TABLES, Setup, check_settings, fill_settings, load_splits, resolve
+from utils.training.setup import (
+    REGISTRIES,
+    Setup,
+    check_settings,
+    fill_settings,
+    load_splits,
+    resolve,
+)
 
 # what is printed at the start and end of a run
 from utils.training.start_and_end import log_end, log_start

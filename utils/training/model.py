@@ -64,7 +64,7 @@ def adapt_model(
         if saved is not None:
             load_weights(saved.path, read_weights(saved.path / WEIGHTS_FILE), model)
         elif setup.source is not None:
-            from utils.runs.source import copy_source
+            from utils.runs.init_from import copy_source
 
             new = copy_source(model, setup.source, setup.data.class_names, config).new
         if config.freeze:
@@ -106,7 +106,7 @@ def choose_last_part(model: nn.Module, setup: Setup) -> nn.Module | None:
     part = None
     reason = "the model is sharded"
     if not setup.accelerator.is_fsdp2:
-        from utils.models.features import find_last_part
+        from utils.models.last_part import find_last_part
 
         part, reason = find_last_part(model, setup.spec)
     if part is None:

@@ -18,7 +18,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn, optim
 from torch.optim import Optimizer
 
-from utils.config import Table
+from utils.config import Registry
 from utils.models import find_blocks, head_prefixes
 from utils.settings.training import TrainingSettings
 
@@ -66,7 +66,7 @@ def of_torch(kind: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
 
 
 _FROM_TORCH = {name.lower(): of_torch(getattr(optim, name)) for name in _OF_TORCH}
-OPTIMIZERS = Table(
+OPTIMIZERS = Registry(
     "optimizer",
     {"sgd": sgd, "muon": "utils.training.muon:Muon", **_FROM_TORCH},
 )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from utils.config import Table, require
+from utils.config import Registry, require
 from utils.data import Plan
 from utils.runs import TrainState
 from utils.settings.training import TrainingSettings
@@ -205,7 +205,7 @@ def _check_arguments(config: TrainingSettings) -> None:
         require(0 <= lr < math.inf, f"{problem} {lr:g} times --lr", fix)
 
 
-SCHEDULES = Table(
+SCHEDULES = Registry(
     "lr_schedule",
     {
         "constant": constant,

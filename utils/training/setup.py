@@ -48,9 +48,9 @@ from utils.training.optim import OPTIMIZERS
 from utils.training.schedule import SCHEDULES, total_updates
 
 if TYPE_CHECKING:
-    from utils.runs.source import InitialWeights
+    from utils.runs.init_from import InitialWeights
 
-TABLES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULES, TRACKERS
+REGISTRIES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULES, TRACKERS
 """The names that settings can have. --help lists them."""
 
 
@@ -86,14 +86,14 @@ def fill_settings(
             check_settings(config, ranks)
         # train.py has checked those of a launch without --resume, which a dry run may drop
         if before or config.resume or config.dry_run or given is None:
-            for names in TABLES:
+            for names in REGISTRIES:
                 names.check(config)
             check_model(config)
             check_source(config)
             choose_batch(config, saved, ranks.topology.world_size)
     if config.init_from is None and not (saved and saved.config.init_from):
         return config, None
-    from utils.runs.source import load_initial_weights
+    from utils.runs.init_from import load_initial_weights
 
     return load_initial_weights(config, saved, ranks)
 

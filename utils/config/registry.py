@@ -1,7 +1,7 @@
-"""Tables: functions by name, for settings such as --optimizer whose value is a name."""
+"""Registries: functions by name, for settings such as --optimizer whose value is a name."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -10,14 +10,14 @@ from utils.config.suggestions import suggestion
 from utils.errors import UserError, one_line
 
 
-class Table(dict):
+class Registry(dict):
     """The functions that the setting `what` selects by name; the first line of a function's
     docstring is its help.
 
     The setting `what`_args, if there is one, passes arguments to the selected function, by the
     names of its parameters that have a default. `others` describes values of the setting that are
-    not in the table. A function may be a text MODULE:NAME, which TABLE[name] imports at the first
-    use.
+    not in the registry. A function may be a text MODULE:NAME, which is imported at its
+    first use.
     """
 
     def __init__(self, what: str, functions: dict, others: str = ""):
@@ -59,7 +59,7 @@ class Table(dict):
     def check(self, config: Any) -> None:
         """Raise UserError for an unknown name or an unknown argument.
 
-        Does nothing for a table with `others`.
+        Does nothing for a registry with `others`.
         """
         if self.others:
             return
@@ -115,3 +115,6 @@ def _with_default(function: Any) -> list[str]:
     """The names of the parameters that have a default."""
     parameters = inspect.signature(function).parameters
     return [name for name, each in parameters.items() if each.default is not each.empty]
+
+
+Registries = Sequence[Registry]

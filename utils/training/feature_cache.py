@@ -31,7 +31,7 @@ from utils.files import expand
 from utils.launch import local_rank_and_size
 from utils.memory import bytes_text, free_memory
 from utils.models import hash_tensors
-from utils.models.features import FrozenPart
+from utils.models.last_part import FrozenPart
 from utils.settings.train import OF_AUGMENTATION
 from utils.training.evaluation import Evaluator, make_eval_loader
 from utils.training.setup import Setup

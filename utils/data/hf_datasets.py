@@ -16,8 +16,8 @@ from utils.data.labels import (
     multi_hot,
     split_that_defines_classes,
 )
+from utils.data.parquet_files import hide_bars_without_terminal, names_of_feature
 from utils.data.splits import Source, Split, fingerprint_of, stamp_of, whole_split
-from utils.data.table_files import hide_bars_without_terminal, names_of_feature
 from utils.errors import UserError, one_line
 from utils.hub import use_hub
 from utils.settings.data import DataSettings

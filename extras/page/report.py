@@ -22,7 +22,7 @@ from extras.page.page import (
     without_places,
     write_page,
 )
-from extras.page.tables import encode, rows_of_split
+from extras.page.predictions import encode, rows_of_split
 from utils.console import say
 from utils.data import Split, fingerprint_of, group_keys
 from utils.errors import one_line
