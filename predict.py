@@ -16,8 +16,9 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
+from extras.images import find_images
 from extras.page.html import gallery
-from extras.page.predictions import Row, encode, find_images, make_rows, result_rows
+from extras.page.predictions import Row, encode, make_rows, result_rows
 from utils.config import parse_args
 from utils.console import printable, say, table
 from utils.data import PhotoDataset, Split, check_images, fingerprint_of, shrink

@@ -11,7 +11,7 @@ from utils.entry import guard_output  # the first import, see there
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 
 from accelerate import Accelerator
@@ -61,8 +61,9 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         ranks.join()
         ranks.check_same(str(HAS_EXTRAS), "another folder extras/")
 
-        several = config.seeds or config.dry_run
-        runs = extras.in_turn(config, ranks, stopping) if several else [config]
+        runs: Iterable[TrainConfig] = [config]
+        if config.seeds or config.dry_run:
+            runs = extras.in_turn(config, ranks, stopping)
         for each in runs:
             run = build(each, ranks, stopping, given)
             name = config.run_name or run.folder.name

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from extras.compare.command import check_runs, parse_runs
+from extras.images import find_images
 from extras.page.analysis import ERRORS, interval_of_share
 from extras.page.html import gallery
-from extras.page.predictions import Row, encode, find_images
+from extras.page.predictions import Row, encode
 from extras.page.report import FOLD
 from utils.config import require
 from utils.files import expand, read_json, write_file

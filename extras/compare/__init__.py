@@ -1,0 +1,1 @@
+"""`python -m extras.compare`: runs side by side, with intervals of their differences."""

@@ -1,0 +1,1 @@
+"""What doctor.py checks."""

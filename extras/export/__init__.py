@@ -1,0 +1,1 @@
+"""Formats of an exported model, and the model card."""

@@ -1,0 +1,1 @@
+"""report.html, pages of pictures, and files of predictions."""

@@ -33,8 +33,9 @@ from torch.nn import functional as F
 
 import eval
 import predict
+from extras.images import find_images
 from extras.page.html import gallery
-from extras.page.predictions import Row, encode, find_images
+from extras.page.predictions import Row, encode
 from utils.config.cli import parse_args
 from utils.data.decode import LARGE
 from utils.errors import UserError

@@ -56,5 +56,5 @@ def check_plugin(path: Path, versions: Mapping[str, str]) -> None:
         fits = not name.endswith(".py") or name in PLUGIN_HASHES
         require(fits, f"{path}: was made with the plug-in {name}", f"add --plugin {name}")
     for name, content in PLUGIN_HASHES.items():
-        if versions.get(name) != content:
+        if versions.get(name, content) != content:
             say(f"{path}: was not made with this version of --plugin {name}")

@@ -185,10 +185,11 @@ def hint_for_few(config: TrainConfig, images: int) -> list[str]:
     return [f"{few} for a new model; --pretrained is usually far more accurate"]
 
 
-def list_changes(config: TrainConfig, group: str) -> list[str]:
+def list_changes(config: TrainConfig, group: str, *without: str) -> list[str]:
     """The settings of a group of --help that differ from their defaults, with their values, for the
-    start table.
+    start table; those in `without` are left out.
     """
+    names = [name for name in GROUPS[group] if name not in (*CHOSEN, *without)]
     now = vars(config)
     usual = vars(TrainConfig())
-    return [f"{n} {now[n]}" for n in GROUPS[group] if n not in CHOSEN and now[n] != usual[n]]
+    return [f"{name} {now[name]}" for name in names if now[name] != usual[name]]

@@ -98,6 +98,9 @@ def advice_lines(run: Run) -> list[str]:
     return lines + not_reached(config, run.updates)
 
 
+SHOWN = "optimizer", "lr_schedule"  # at the beginning of their row
+
+
 def start_rows(run: Run) -> list[tuple[str, str]]:
     """The rows of the table at the start of a run; collective."""
     plan = run.plan
@@ -114,7 +117,7 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
     model += [getattr(run.module, name, "") for name in ("stem_change", "head_change")]
     optimizer = [config.optimizer, f"lr {config.lr:.4g}", f"weight decay {config.weight_decay:g}"]
     optimizer.append(config.lr_schedule)
-    optimizer += list_changes(config, "optimizer, schedule and regularisation")
+    optimizer += list_changes(config, "optimizer, schedule and regularisation", *SHOWN)
     search = "cuDNN searches for the fastest" if run.gradients.searches else "cuDNN does not search"
     recipe = list_changes(config, "augmentation of training images")
     recipe += list_changes(config, "samples, targets and loss")
