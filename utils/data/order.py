@@ -97,10 +97,10 @@ class Plan:
 
     def ranges(self, processes: int) -> list[range]:
         """The numbers of the microbatches that each rank computes: contiguous ranges."""
-        count = self.microbatches
-        ends = [rank * count // processes for rank in range(processes + 1)]
         if self.shares:
             ends = [*accumulate(self.shares, initial=0)]
+        else:
+            ends = [rank * self.microbatches // processes for rank in range(processes + 1)]
         return [range(*pair) for pair in pairwise(ends)]
 
     def sizes(self, processes: int) -> dict[str, int]:

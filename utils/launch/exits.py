@@ -123,15 +123,16 @@ def how_to_resume(prog: str) -> str:
 
 
 def delay_exit() -> None:
-    """Wait before exiting, so that another process can print the error before a launcher ends
-    it.
+    """Wait before exiting, so that another process can print the error before the launcher ends it.
+
+    The wait is shorter if the launcher will restart the run, because it delays the restart.
     """
-    seconds = 0.5
-    if is_launched():
-        seconds = 5.0
     if attempts_left():
-        seconds = 2.0  # it delays the restart
-    time.sleep(seconds)
+        time.sleep(2)
+    elif is_launched():
+        time.sleep(5)
+    else:
+        time.sleep(0.5)
 
 
 def inform_launcher(text: str) -> None:
