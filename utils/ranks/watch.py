@@ -117,8 +117,11 @@ class Watch:
             self._thread.join(2 * _ANSWER)
         if text and self._store and not self.store_lost:
             self._inform_others(text)
-            if self.rank == 0:  # it may serve the store: give the others time to read it
-                time.sleep(1.5 * _TICK)
+
+    def wait_for_readers(self) -> None:
+        """Before rank 0, which may serve the store, exits: the others read why it does."""
+        if self.rank == 0 and self._store and not self.store_lost:
+            time.sleep(1.5 * _TICK)
 
     def _inform_others(self, text: str, stopped: bool = False) -> bool:
         """Write to the store that this rank exits, and why; returns whether it is the first that
