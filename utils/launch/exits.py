@@ -98,6 +98,7 @@ def exit_with_error(
         show = print_line if isinstance(error, LostRank) else print_last_line
         show(prog, f"error: {one_line(error)}")
     if is_final and launcher_words():
+        time.sleep(0.75)  # the other machines read why in the store, which the launcher may serve
         os.kill(os.getppid(), signal.SIGTERM)
     exit_with(2)
 

@@ -78,6 +78,8 @@ def distributed_session(
             # If this thread were the last owner of the process groups, Python would crash when it
             # ends.
             ranks.watch.end()
+            if sys.exception():  # after its line is printed: srun ends all when one rank exits
+                ranks.watch.wait_for_readers()
         if dist.is_initialized():
             raised = sys.exception()
             connected = ranks and ranks.store

@@ -114,8 +114,11 @@ class Watch:
             self._thread.join(2 * ANSWER)
         if text and self._heartbeats and not self.store_lost:
             self._heartbeats.write_end(f"rank {self.rank} ended: {text}")
-            if self.rank == 0:  # it may serve the store: give the others time to read it
-                time.sleep(1.5 * TICK)
+
+    def wait_for_readers(self) -> None:
+        """Before rank 0, which may serve the store, exits: the others read why it does."""
+        if self.rank == 0 and self._heartbeats and not self.store_lost:
+            time.sleep(1.5 * TICK)
 
     def _exit(self, text: str, code: int = 2) -> None:
         """Exit this process; the first rank that exits prints the text."""
