@@ -14,7 +14,7 @@ import train
 from utils.config import parse_args
 from utils.config.yaml_text import dump_yaml, load_yaml
 from utils.runs.batch_sizes import resolve_batch
-from utils.settings.train import TrainConfig, read_config, to_yaml
+from utils.settings.train import FIXED, TrainConfig, read_config, to_yaml
 
 
 def parse(*flags):
@@ -49,6 +49,17 @@ def test_a_flag_beats_the_config_file_wherever_either_stands():
 )
 def test_flags_are_booleans_numbers_lists_and_dictionaries(flags, name, value):
     assert getattr(parse(*flags), name) == value
+
+
+def test_init_from_replaces_the_published_weights_of_a_recipe():
+    Path("recipe.yaml").write_text("pretrained: true\nepochs: 7\n")
+    config = parse(*words("--config recipe.yaml --init_from runs/other"))
+    assert (config.pretrained, config.init_from, config.epochs) == (False, "runs/other", 7)
+
+
+def test_a_resume_cannot_change_what_the_model_or_the_order_of_samples_depends_on():
+    names = "model stem freeze task optimizer train_split eval_split eval_fraction fold group_by"
+    assert {*FIXED} == {*words(f"{names} image_bits shrink drop_last microbatches")}
 
 
 def test_settings_survive_saving_and_a_saved_file_is_a_config_file():
@@ -190,6 +201,7 @@ def test_a_run_name_that_cannot_name_a_folder_is_refused(name, capsys):
         (("--max_steps", "1" + "0" * 400), f"got 1{'0' * 79}\n"),
         (("--seed", "1" + "0" * 26), "--seed must be at most 9223372036854775807"),
         (("--lr", "-1e-3"), "--lr must be above 0, got -0.001"),
+        (("--label_smoothing", "1"), "--label_smoothing must be below 1, got 1\n"),
         (("--lr", "-inf"), "--lr must be a number, got -inf"),
         (("--pos_weight", "-1,2"), "--pos_weight must be above 0, got [-1, 2]"),
         (("--mean", "half"), "--mean must be numbers such as 0.5 0.5 0.5, got half"),
