@@ -418,6 +418,12 @@ def test_the_page_says_which_views_were_evaluated_and_shows_a_dash_for_an_infini
     assert all(error["file"] == f"{error['index'] + 7}.png" for error in analysis["errors"])
 
 
+def test_an_accuracy_is_drawn_in_percent():
+    run = {"name": "run", "train": [], "eval": [{"kind": "eval", "step": 4, "accuracy": 0.5}]}
+    (line,) = lines_of([run], "accuracy", 100)
+    assert line["points"] == [(4, 50)]
+
+
 def test_raw_and_averaged_weights_have_lines_of_their_own(tmp_path):
     page = page_of([made_up(tmp_path / "run")])
     # loss and accuracy
