@@ -13,9 +13,9 @@ from utils.settings.train import TrainConfig
 
 
 def in_turn(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Iterator[TrainConfig]:
-    """The settings of each run of a launch with --seeds, or of its dry run.
+    """The settings of each run of a launch with --seeds, or of its dry run; collective.
 
-    Frees the memory of each, and prints their results at the end; collective.
+    Frees the memory of each run, and prints their results at the end.
     """
     for number, each in enumerate(config.runs):
         if number:

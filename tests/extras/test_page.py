@@ -426,6 +426,13 @@ def test_the_page_names_the_views_and_shows_a_dash_for_an_infinite_loss(tmp_path
     assert all(error["file"] == f"{error['index'] + 7}.png" for error in analysis["errors"])
 
 
+def test_the_time_waiting_for_data_is_drawn_in_percent():
+    run = {"name": "run", "eval": [], "train": [{"kind": "train", "step": 4, "data_wait": 0.5}]}
+    (axes,) = draw([run], "data_wait", 100, "%").axes
+    (line,) = axes.lines
+    assert line.get_xydata().tolist() == [[4, 50]]
+
+
 def test_raw_and_averaged_weights_have_lines_of_their_own(tmp_path):
     page = page_of([made_up(tmp_path / "run")])
     # loss and accuracy

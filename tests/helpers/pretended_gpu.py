@@ -10,9 +10,9 @@ one GPU, with real numbers. `faults` has a line for each of these, with the plac
 `operations` has, for each update, how many operations the host starts on the GPU; views are not
 counted.
 
-It knows nothing of kernels, memory and speed. C++ sees tensors on "meta", so autocast is imitated:
-for the functions in LOWER and FLOAT, when Python calls them. There is no DDP and no
-torch.compile.
+It does not imitate kernels, memory or speed, and does not support DDP or torch.compile. PyTorch's
+own autocast does nothing here, because C++ code sees tensors on the device "meta". Calls from
+Python of the functions in LOWER and FLOAT imitate it.
 """
 
 import os
