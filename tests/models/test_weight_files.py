@@ -167,7 +167,6 @@ FILE = words(f"--model {MODEL} --weights W.pth --data data")
 @pytest.mark.parametrize(
     ("script", "flags", "text"),
     [
-        (train, "--weights x.pth", "unknown flag --weights; use --init_from"),
         (eval, "--weights x.pth", "--weights x.pth needs --model"),
         (eval, "--ckpt run --mean 0.5", "--ckpt and --mean cannot be used together"),
         (eval, "--model resnet18 --weights ema --data d", "--model needs weights"),
