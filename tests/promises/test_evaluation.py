@@ -87,8 +87,9 @@ def _count_gathers() -> list[tuple[int, int, int]]:
     gather, counts = Accelerator.gather, []
 
     def counted(accelerator, own):
-        counts.append((int((own[0] >= 0).sum()), len(own[0]), len(own)))
-        assert {len(tensor) for tensor in own} == {counts[-1][1]}
+        indices = own["indices"]
+        counts.append((int((indices >= 0).sum()), len(indices), len(own)))
+        assert {len(tensor) for tensor in own.values()} == {len(indices)}
         return gather(accelerator, own)
 
     Accelerator.gather = counted
