@@ -157,7 +157,7 @@ class _Checks(Dataset):
     def _open(self, row: int, raw: Any) -> BinaryIO:
         """An encoded image, or the bytes of an array. Raises OSError or ValueError if it cannot."""
         if isinstance(self.split.images, Files):
-            return open(self.split.images.paths[row], "rb")
+            return self.split.images.open(row)
         if raw is None:  # some tables have only the path of a file
             raw = self.split.images[row]
         return io.BytesIO(raw if isinstance(raw, bytes) else np.asarray(raw).tobytes())

@@ -54,6 +54,11 @@ def open_csv(path: str, config: DataSettings) -> Source:
     found = sorted(set(rows["label"][train].explode().dropna()))
     class_names = distinct(sorted(found, key=int if all(map(str.isdecimal, found)) else str))
 
+    root = str(file.parent)
+
+    def within(path: str) -> str:
+        return path.removeprefix(os.path.join(root, ""))
+
     def make(name: str) -> Split:
         own = rows[rows["split"] == name]
         labels = own["label"].explode().dropna()  # an empty list becomes NaN
@@ -63,7 +68,7 @@ def open_csv(path: str, config: DataSettings) -> Source:
             raise _row_error(file, row, problem, "fix the label")
         if several:
             numbers = multi_hot(own["label"].str.len().to_numpy(), numbers, len(class_names))
-        images = Files(own["path"].tolist(), str(file.parent))
+        images = Files([*map(within, own["path"])], root)
         groups = own.get(str(config.group_by).lower())
         return whole_split(name, images, numbers, fingerprint_of(file.resolve()), groups)
 

@@ -66,11 +66,12 @@ class Scan(Counter):
 
 def image_folder(path: Path, config: DataSettings) -> Source:
     """The splits of an image folder. Raises ValueError if it holds no images."""
-    folders, aliases, lines = _find_splits(path, config)
+    base, folders, aliases, lines = _find_splits(path, config)
     wanted = config.train_split and aliases.get(config.train_split, config.train_split)
     class_names = distinct(with_images(folders[split_that_defines_classes(folders, wanted)]))
     openers = {
-        name: partial(_folder_split, name, folder, class_names) for name, folder in folders.items()
+        name: partial(_folder_split, name, folder, base, class_names)
+        for name, folder in folders.items()
     }
     return Source(openers, class_names, aliases, lines)
 
@@ -107,13 +108,14 @@ def name_splits(where: str | Path, written: Iterable[str]) -> dict[str, str]:
 
 def _find_splits(
     path: Path, config: DataSettings
-) -> tuple[dict[str, Path], dict[str, str], tuple[str, ...]]:
-    """The folders of the splits by name, other names for the splits, and lines to print.
+) -> tuple[Path, dict[str, Path], dict[str, str], tuple[str, ...]]:
+    """The folder that holds the splits, their folders by name, other names for the splits, and
+    lines to print.
 
     If there are none, `path` itself is the split train.
     """
     if config.train_split == ".":
-        return {"train": path}, {".": "train"}, ()
+        return path, {"train": path}, {".": "train"}, ()
     flags = config.train_split, config.eval_split
     children = with_images(path)
     splits = [name for name in children if split_word(name) or name in flags]
@@ -124,17 +126,17 @@ def _find_splits(
         known = join_names((word for words in _WORDS.values() for word in words), 99)
         line = f"folders next to the splits are not used (split names are {known})"
         folders = {names[name]: children[name] for name in splits}
-        return folders, names, left_out_notes(path, {line: join_names(others)})
+        return path, folders, names, left_out_notes(path, {line: join_names(others)})
     if len(children) == 1:
         ((name, only),) = children.items()
-        folders, names, lines = _find_splits(only, config)
+        base, folders, names, lines = _find_splits(only, config)
         if len(folders) > 1 or any(len(with_images(folder)) > 1 for folder in folders.values()):
             line = f"{path}: using {name}, the only folder in it with images"
-            return folders, names, (line, *lines)
-    return {"train": path}, {}, ()
+            return base, folders, names, (line, *lines)
+    return path, {"train": path}, {}, ()
 
 
-def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
+def _folder_split(name: str, folder: Path, base: Path, class_names: list[str]) -> Split:
     scan = Scan()
     children = folders_in(folder)
     real = {os.path.realpath(child.path) for child in children}
@@ -165,7 +167,9 @@ def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
         "folders inside class folders that hold images, but are not classes": len(deeper),
     }
     fingerprint = fingerprint_of(folder.resolve())
-    split = whole_split(name, Files(paths, str(folder)), labels, fingerprint)
+    root = str(base)
+    names = [os.path.relpath(path, root) for path in paths]
+    split = whole_split(name, Files(names, root), labels, fingerprint)
     return replace(split, notes=left_out_notes(folder, left_out))
 
 

@@ -14,7 +14,7 @@ from utils.data.cache import cached, open_cached
 from utils.data.decode import VERSION, decode_image
 from utils.data.decoders import DECODERS
 from utils.data.spec import InputSpec
-from utils.data.splits import Files, Split, fingerprint_of, stamp_of
+from utils.data.splits import Files, Split, fingerprint_of
 from utils.memory import usable_cores
 
 
@@ -40,7 +40,7 @@ class ShrunkImages:
         images = self.split.images
         image = [self.split.fingerprint, row]
         if isinstance(images, Files):
-            image = [images.paths[row], *stamp_of(images.paths[row])]
+            image = [images.path(row), *images.stamp(row)]
         decoders = VERSION, torchvision.__version__, *DECODERS.values()
         name = fingerprint_of(self.side, self.channels, self.split.bits, *image, *decoders)
         path = Path(self.folder, f"{name}.npy")

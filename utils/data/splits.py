@@ -9,7 +9,7 @@ import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
@@ -130,7 +130,7 @@ class Split:
         """The path of the image of sample `position`, or its index in the split."""
         row = int(self.image_index[position])
         if isinstance(self.images, Files):
-            return self.images.paths[row]
+            return self.images.path(row)
         return f"image {row} of split {self.name!r}"
 
 
@@ -158,25 +158,34 @@ class Data:
 
 @dataclass(eq=False)
 class Files:
-    """Image files by path, most or all of them below a folder `root`; indexing returns the bytes of
-    a file.
+    """Image files by name, which is their path below the folder `root`, or the whole path of a file
+    elsewhere; indexing returns the bytes of a file.
     """
 
-    paths: list[str]
+    names: list[str]
     root: str = ""
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self.names)
 
-    @cached_property
-    def names(self) -> list[str]:
-        """The paths relative to the root, which do not change if the data set moves."""
-        prefix = os.path.join(self.root, "")
-        # files elsewhere keep their whole path
-        return [path.removeprefix(prefix) for path in self.paths]
+    def path(self, row: int) -> str:
+        """The path of a file; for a name that is a whole path, this path."""
+        return os.path.join(self.root, self.names[row])
+
+    @property
+    def paths(self) -> list[str]:
+        return [*map(self.path, range(len(self)))]
+
+    def stamp(self, row: int) -> tuple[int, int, int]:
+        """Size in bytes, modification and change time in ns. Raises OSError as `stamp_of`."""
+        return stamp_of(self.path(row))
+
+    def open(self, row: int) -> BinaryIO:
+        """A file to read a part of an image. Raises OSError."""
+        return open(self.path(row), "rb")
 
     def __getitem__(self, row: int) -> bytes:
-        with open(self.paths[row], "rb", buffering=0) as file:  # a buffer would cost a copy
+        with open(self.path(row), "rb", buffering=0) as file:  # a buffer would cost a copy
             return file.read()
 
 
