@@ -18,7 +18,7 @@ from utils.data.decode import Looks, examine, header, reason_of
 from utils.data.decoders import DECODERS, is_heic
 from utils.data.order import Microbatch
 from utils.data.samplers import BlockSampler
-from utils.data.splits import Files, Split, fingerprint_of, stamp_of
+from utils.data.splits import Files, Split, fingerprint_of
 from utils.data.workers import worker_processes
 from utils.files import expand, write_file
 from utils.memory import usable_cores
@@ -94,7 +94,7 @@ def _stamps(split: Split) -> tuple[list, dict[int, str]]:
     errors = {}
     for row, file in enumerate(split.images.paths):
         try:
-            stamps.append((file, *stamp_of(file)))
+            stamps.append((file, *split.images.stamp(row)))
         except OSError as error:
             errors[row] = error.strerror or str(error)
     return [stamps], errors

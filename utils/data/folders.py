@@ -9,11 +9,12 @@ and `bus`, is a class. A folder that --train_split or --eval_split names is alwa
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torchvision.datasets.folder import IMG_EXTENSIONS
@@ -34,29 +35,54 @@ _WORDS = {  # docs/data.md lists them
 
 
 ENDINGS = (*IMG_EXTENSIONS, ".jfif", ".jpe", ".heic", ".heif", ".avif")
-# Folders that systems and tools add. Folders whose names begin with a dot are hidden too.
-_JUNK = (
-    "__macosx",
-    "@eadir",
-    "#recycle",
-    "$recycle.bin",
-    "lost+found",
-    "system volume information",
-    "__pycache__",
+# Names that begin with a dot are hidden. The others are folders that systems and tools add.
+_HIDDEN = re.compile(
+    r"(^|/)(\.|(__macosx|@eadir|#recycle|\$recycle\.bin|lost\+found|system volume information"
+    r"|__pycache__)(/|$))",
+    re.I,
 )
+_ARCHIVE = re.compile(r".\.(zip|tgz|tbz2?|txz|tar(\.(gz|bz2|xz|zst))?)$", re.I)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A file or folder of an archive, with the part of `os.DirEntry` that is used here.
+
+    `below` has what a folder holds, by name; of a file, it is the row.
+    """
+
+    name: str
+    path: str
+    below: Any
+
+    def is_dir(self) -> bool:
+        return isinstance(self.below, dict)
+
+    def is_symlink(self) -> bool:
+        return False
+
+    def __fspath__(self) -> str:
+        return self.path
+
+    def scan(self) -> "list[Entry]":
+        """What the folder holds, as `os.scandir` gives it."""
+        return [Entry(n, os.path.join(self.path, n), own) for n, own in self.below.items()]
+
+
+Folder = str | os.PathLike
 
 
 class Scan(Counter):
     """Selects the images among files, and counts the other files by their endings."""
 
-    def images(self, files: Iterable[os.DirEntry]) -> list[str]:
+    def images(self, files: Iterable[Any]) -> list[str]:
         """The paths of the images among the files."""
         found = []
         for file in files:
-            if _is_image(file):
+            if is_image(file.name):
                 found.append(file.path)
             else:
-                self[_ending(file) or "no extension"] += 1
+                self[_ending(file.name) or "no extension"] += 1
         return found
 
     def kinds(self) -> str:
@@ -64,13 +90,18 @@ class Scan(Counter):
         return join_names((f"{kind} ({count})" for kind, count in self.most_common()), 6)
 
 
-def image_folder(path: Path, config: DataSettings) -> Source:
-    """The splits of an image folder. Raises ValueError if it holds no images."""
+def image_folder(
+    path: Folder, config: DataSettings, files: Callable[[list[str], str], Files] = Files
+) -> Source:
+    """The splits of an image folder. Raises ValueError if it holds no images.
+
+    `files` makes the images of a split from their names below a folder, and the folder.
+    """
     base, folders, aliases, lines = _find_splits(path, config)
     wanted = config.train_split and aliases.get(config.train_split, config.train_split)
     class_names = distinct(with_images(folders[split_that_defines_classes(folders, wanted)]))
     openers = {
-        name: partial(_folder_split, name, folder, base, class_names)
+        name: partial(_folder_split, name, folder, base, class_names, files)
         for name, folder in folders.items()
     }
     return Source(openers, class_names, aliases, lines)
@@ -107,17 +138,18 @@ def name_splits(where: str | Path, written: Iterable[str]) -> dict[str, str]:
 
 
 def _find_splits(
-    path: Path, config: DataSettings
-) -> tuple[Path, dict[str, Path], dict[str, str], tuple[str, ...]]:
+    folder: Folder, config: DataSettings
+) -> tuple[str, dict[str, Folder], dict[str, str], tuple[str, ...]]:
     """The folder that holds the splits, their folders by name, other names for the splits, and
     lines to print.
 
-    If there are none, `path` itself is the split train.
+    If there are none, `folder` itself is the split train.
     """
+    path = os.fspath(folder)
     if config.train_split == ".":
-        return path, {"train": path}, {".": "train"}, ()
+        return path, {"train": folder}, {".": "train"}, ()
     flags = config.train_split, config.eval_split
-    children = with_images(path)
+    children = with_images(folder)
     splits = [name for name in children if split_word(name) or name in flags]
     others = [name for name in children if name not in splits]
     is_class = len(splits) == 1 and len(others) > 1 and not with_images(children[splits[0]])
@@ -130,50 +162,56 @@ def _find_splits(
     if len(children) == 1:
         ((name, only),) = children.items()
         base, folders, names, lines = _find_splits(only, config)
-        if len(folders) > 1 or any(len(with_images(folder)) > 1 for folder in folders.values()):
+        if len(folders) > 1 or any(len(with_images(each)) > 1 for each in folders.values()):
             line = f"{path}: using {name}, the only folder in it with images"
             return base, folders, names, (line, *lines)
-    return path, {"train": path}, {}, ()
+    return path, {"train": folder}, {}, ()
 
 
-def _folder_split(name: str, folder: Path, base: Path, class_names: list[str]) -> Split:
+def _folder_split(
+    name: str,
+    folder: Folder,
+    base: str,
+    class_names: list[str],
+    files: Callable[[list[str], str], Files],
+) -> Split:
+    path = os.fspath(folder)
     scan = Scan()
     children = folders_in(folder)
     real = {os.path.realpath(child.path) for child in children}
     problem = "links give a class two names; the folders themselves are"
     known = join_names(sorted(real))
-    require(len(real) == len(children), f"{folder}: {problem} {known}", "remove the link")
+    require(len(real) == len(children), f"{path}: {problem} {known}", "remove the link")
     images = {  # links to other classes are not followed
-        child.name: scan.images(files_below(child.path, _with_parents(child.path) | real))
+        child.name: scan.images(files_below(child, _with_parents(child) | real))
         for child in children
     }
-    found = [class_name for class_name, paths in images.items() if paths]
+    found = [class_name for class_name, own in images.items() if own]
     numbers = indices_in(class_names, found)
     if (numbers < 0).any():
         unknown = found[int(numbers.argmin())]
         problem = lacks_class(unknown, class_names, name, found)
-        raise UserError(f"{folder / unknown}: {problem}", "rename or move the folder")
-    empty = [class_name for class_name, paths in images.items() if not paths]
+        raise UserError(f"{os.path.join(path, unknown)}: {problem}", "rename or move the folder")
+    empty = [class_name for class_name, own in images.items() if not own]
     loose = len(scan.images(entry for entry in _visible(folder) if not is_folder(entry)))
     if not found:
         raise _no_images(folder, loose, scan)
-    paths = [path for paths in images.values() for path in paths]
+    paths = [each for own in images.values() for each in own]
     labels = np.repeat(numbers, [len(images[class_name]) for class_name in found])
-    deeper = {os.path.dirname(path) for path in paths} - {child.path for child in children}
+    deeper = {os.path.dirname(each) for each in paths} - {child.path for child in children}
     left_out = {
         "class folders without readable images are left out": join_names(empty),
         "files of unsupported types are left out": scan.kinds(),
         "images next to the class folders have no class and are left out": loose,
         "folders inside class folders that hold images, but are not classes": len(deeper),
     }
-    fingerprint = fingerprint_of(folder.resolve())
-    root = str(base)
-    names = [os.path.relpath(path, root) for path in paths]
-    split = whole_split(name, Files(names, root), labels, fingerprint)
-    return replace(split, notes=left_out_notes(folder, left_out))
+    start = len(os.path.join(base, ""))
+    own_files = files([each[start:] for each in paths], base)
+    split = whole_split(name, own_files, labels, fingerprint_of(os.path.realpath(path)))
+    return replace(split, notes=left_out_notes(path, left_out))
 
 
-def _no_images(folder: Path, loose: int, scan: Scan) -> UserError:
+def _no_images(folder: Folder, loose: int, scan: Scan) -> UserError:
     tables = [child.path for child in folders_in(folder) if has_tables(Path(child))]
     if tables:
         problem = "no images in it"
@@ -188,7 +226,7 @@ def _no_images(folder: Path, loose: int, scan: Scan) -> UserError:
     else:
         problem = "no images in it"
         fix = "an image folder holds CLASS/IMAGE.jpg"
-    return UserError(f"{folder}: {problem}", fix)
+    return UserError(f"{os.fspath(folder)}: {problem}", fix)
 
 
 def left_out_notes(folder: str | Path, left_out: dict[str, object]) -> tuple[str, ...]:
@@ -196,20 +234,20 @@ def left_out_notes(folder: str | Path, left_out: dict[str, object]) -> tuple[str
     return tuple(f"{folder}: {line}: {found}" for line, found in left_out.items() if found)
 
 
-def folders_in(folder: str | Path) -> list[os.DirEntry]:
+def folders_in(folder: Folder) -> list[Any]:
     """The folders in a folder, by name, without hidden ones and links to folders above it."""
     parents = _with_parents(folder)
     found = [entry for entry in _visible(folder) if is_folder(entry)]
     return [e for e in found if not e.is_symlink() or os.path.realpath(e.path) not in parents]
 
 
-def _with_parents(folder: str | os.PathLike) -> set[str]:
+def _with_parents(folder: Folder) -> set[str]:
     """The folder and all folders above it, without links."""
     real = Path(os.path.realpath(folder))
     return {str(path) for path in (real, *real.parents)}
 
 
-def files_below(folder: str | Path, entered: set[str] | None = None) -> Iterator[os.DirEntry]:
+def files_below(folder: Folder, entered: set[str] | None = None) -> Iterator[Any]:
     """The files in and below a folder, by name, without hidden ones.
 
     Links to folders are followed, but no folder is entered twice, and none of `entered` or, by
@@ -221,16 +259,19 @@ def files_below(folder: str | Path, entered: set[str] | None = None) -> Iterator
             yield entry
         elif (inner := os.path.realpath(entry.path)) not in entered:
             entered.add(inner)
-            yield from files_below(entry.path, entered)
+            yield from files_below(entry, entered)
 
 
-def with_images(folder: Path) -> dict[str, Path]:
+def with_images(folder: Folder) -> dict[str, Folder]:
     """The folders in a folder that hold images, directly or below, by name."""
-    children = {child.name: Path(child) for child in folders_in(folder)}
-    return {name: path for name, path in children.items() if any(map(_is_image, files_below(path)))}
+    return {
+        child.name: child
+        for child in folders_in(folder)
+        if any(is_image(file.name) for file in files_below(child))
+    }
 
 
-def is_folder(entry: os.DirEntry) -> bool:
+def is_folder(entry: os.DirEntry | Entry) -> bool:
     """Whether an entry is a folder or a link to one."""
     try:
         return entry.is_dir()
@@ -238,14 +279,35 @@ def is_folder(entry: os.DirEntry) -> bool:
         return False
 
 
-def _visible(folder: str | Path) -> list[os.DirEntry]:
-    entries = sorted(os.scandir(folder), key=attrgetter("name"))
-    return [e for e in entries if e.name[0] != "." and e.name.lower() not in _JUNK]
+def _visible(folder: Folder) -> list[Any]:
+    entries = folder.scan() if isinstance(folder, Entry) else os.scandir(folder)
+    return [e for e in sorted(entries, key=attrgetter("name")) if is_visible(e.name)]
 
 
-def _ending(file: os.DirEntry) -> str:
-    return os.path.splitext(file.name)[1].lower()
+def is_visible(name: str) -> bool:
+    """Whether neither a file nor a folder above it is hidden."""
+    return not _HIDDEN.search(name)
 
 
-def _is_image(file: os.DirEntry) -> bool:
-    return _ending(file) in ENDINGS
+def is_image(name: str) -> bool:
+    """Whether a file of this name is read as an image."""
+    return _ending(name) in ENDINGS
+
+
+def is_archive(name: str) -> bool:
+    """Whether a file of this name is taken for an archive."""
+    return bool(_ARCHIVE.search(name))
+
+
+def holds_archives(folder: Path) -> bool:
+    """Whether there are archives in or below a folder, and no images."""
+    found = False
+    for file in files_below(folder):
+        if is_image(file.name):
+            return False
+        found |= is_archive(file.name)
+    return found
+
+
+def _ending(name: str) -> str:
+    return os.path.splitext(name)[1].lower()

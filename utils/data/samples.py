@@ -7,7 +7,6 @@ detected. The rows of a table have no names, so tables are only compared as a wh
 
 import gzip
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -173,7 +172,7 @@ def match_files(
     split = replace(
         whole,
         name=part.name,
-        images=Files(files.paths + [os.path.join(files.root, names[n]) for n in gone], files.root),
+        images=replace(files, names=files.names + [names[n] for n in gone]),
         labels=labels,
         image_index=index,
         checksums=np.append(whole.checksums, np.zeros_like(gone)),

@@ -98,8 +98,8 @@ class Split:
         """Identifies the images and their order; part of the name of the file that caches them."""
         stamps = []
         if isinstance(self.images, Files):
-            paths = (self.images.paths[row] for row in self.image_index[self.readable])
-            stamps = [(path, *stamp_of(path)) for path in paths]
+            rows = self.image_index[self.readable].tolist()
+            stamps = [(self.images.path(row), *self.images.stamp(row)) for row in rows]
         parts = self.fingerprint, self.bits, self.image_index
         return fingerprint_of(*parts, *sorted(self.errors), *stamps)
 
@@ -175,6 +175,10 @@ class Files:
     @property
     def paths(self) -> list[str]:
         return [*map(self.path, range(len(self)))]
+
+    def select(self, rows: np.ndarray) -> "Files":
+        """The files of these rows, in this order."""
+        return replace(self, names=[self.names[row] for row in rows.tolist()])
 
     def stamp(self, row: int) -> tuple[int, int, int]:
         """Size in bytes, modification and change time in ns. Raises OSError as `stamp_of`."""
