@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
 def load_images(flags: PredictConfig, config: TrainConfig, ranks: Ranks) -> Split:
     """The images to predict, the same on all ranks; collective."""
     with ranks.local_main_first("checking the images"):
-        split = replace(find_images(flags.paths), bits=config.image_bits)
+        split = replace(find_images(flags.paths, config.cache_dir), bits=config.image_bits)
         split = check_images(split, True, config.cache_dir)
     fingerprint = fingerprint_of(split.fingerprint, split.content, *sorted(split.errors))
     ranks.check_same(fingerprint, "different images")

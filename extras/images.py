@@ -9,34 +9,66 @@ import numpy as np
 
 from utils.config import require
 from utils.console import join_names
-from utils.data import Files, Scan, Split, files_below, fingerprint_of, left_out_notes, whole_split
+from utils.data import (
+    Files,
+    Scan,
+    Split,
+    archives_at,
+    files_below,
+    fingerprint_of,
+    left_out_notes,
+    whole_split,
+)
+from utils.settings.data import DataSettings
 
 
-def find_images(given: Sequence[str]) -> Split:
-    """The images at these paths, in this order, each once; those of a folder or pattern by name.
+def find_images(given: Sequence[str], cache_dir: str = DataSettings.cache_dir) -> Split:
+    """The images at these paths, in this order, each once; those of a folder, archive or pattern by
+    name.
 
     The labels of the split have no meaning. Raises UserError if a path does not exist, or if no
     image is found.
     """
-    found = []
+    found: list[Files] = []
     lines: list[str] = []
     for pattern in given:
         expanded = os.path.expanduser(pattern)
         paths = [pattern] if os.path.lexists(pattern) else glob.glob(expanded, recursive=True)
+        if not paths and (archives := archives_at(pattern)):
+            found.append(_members(archives, cache_dir, pattern))
+            continue
         problem = f"{join_names([pattern])}: no such file or folder"
         require(paths, problem, "correct the path or the pattern")
         for path in sorted(paths):
             if os.path.isdir(path):
                 scan = Scan()
-                found += scan.images(files_below(path))
+                found.append(Files(scan.images(files_below(path))))
                 lines += left_out_notes(
                     path, {"files of unsupported types are left out": scan.kinds()}
                 )
+            elif archives_at(path):
+                found.append(_members(path, cache_dir))
             else:
-                found.append(path)
+                found.append(Files([path]))
+    paths = [path for files in found for path in files.paths]
     problem = "; ".join([f"{join_names(given)}: no images", *lines])
-    require(found, problem, "name JPEG or PNG files, or folders with some in them")
-    names = list(dict.fromkeys(found))
-    fingerprint = fingerprint_of(*map(os.fsencode, names))
-    split = whole_split("images", Files(names), np.zeros(len(names)), fingerprint)
+    require(paths, problem, "name JPEG or PNG files, or folders with some in them")
+    images = Files(paths)
+    if any(type(files) is not Files for files in found):
+        from utils.data.members import joined
+
+        images = joined(found)
+    images = images.select(np.sort(np.unique(paths, return_index=True)[1]))
+    fingerprint = fingerprint_of(*map(os.fsencode, images.names))
+    split = whole_split("images", images, np.zeros(len(images)), fingerprint)
     return replace(split, notes=tuple(lines))
+
+
+def _members(archives: str, cache_dir: str, path: str = "") -> Files:
+    """The images in archives, by name, or only that of a path."""
+    from utils.data.archives import list_members
+
+    members, _ = list_members(archives, cache_dir)
+    rows = sorted(range(len(members)), key=members.names.__getitem__)
+    rows = [row for row in rows if path in ("", members.path(row))]
+    return members.select(np.asarray(rows, np.int64))

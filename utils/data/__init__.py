@@ -32,10 +32,13 @@ from utils.data.decoded import make_dataset
 from utils.data.decoders import DECODERS
 
 # image folders
-from utils.data.folders import Scan, files_below, left_out_notes
+from utils.data.folders import left_out_notes
 
 # groups of samples that stay together
 from utils.data.hold_out import group_keys
+
+# what is in folders
+from utils.data.listing import Scan, archives_at, files_below
 
 # which samples form which update
 from utils.data.order import Microbatch, Plan, fold_in, make_plan

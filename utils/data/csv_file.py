@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.console import join_names, nfc, printable
-from utils.data.folders import ENDINGS, name_splits
+from utils.data.folders import name_splits
 from utils.data.labels import (
     distinct,
     indices_in,
@@ -15,6 +15,7 @@ from utils.data.labels import (
     multi_hot,
     split_that_defines_classes,
 )
+from utils.data.listing import ENDINGS, archives_at
 from utils.data.splits import EVAL_NAMES, Files, Source, Split, fingerprint_of, whole_split
 from utils.errors import UserError, one_line
 from utils.settings.data import DataSettings
@@ -80,9 +81,13 @@ def _find_files(file: Path, rows: Any) -> None:
 
     Raises ValueError for a path that means another file, and for an image that is listed twice.
     """
+    archives_of = cache(archives_at)
     rows["path"] = rows["path"].map(os.path.expanduser).map(partial(os.path.join, file.parent))
     for row, path in rows["path"][~rows["path"].map(os.path.exists)].items():
         meant = _meant(path)
+        if not meant and (archives := archives_of(os.path.dirname(path))):
+            problem = f"{printable(path)} is in an archive ({printable(archives)})"
+            raise _row_error(file, row, problem, "unpack the images, and list these files")
         if meant and nfc(meant) != nfc(os.path.normpath(path)):
             problem = f"there is no file {printable(path)}, but {printable(meant)}"
             raise _row_error(file, row, problem, "write / and the exact names of the files")

@@ -8,20 +8,27 @@ and `bus`, is a class. A folder that --train_split or --eval_split names is alwa
 
 import os
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from utils.config import require
 from utils.console import join_names
 from utils.data.labels import distinct, indices_in, lacks_class, split_that_defines_classes
+from utils.data.listing import (
+    ENDINGS,
+    Folder,
+    Scan,
+    files_below,
+    folders_in,
+    is_folder,
+    visible_in,
+    with_images,
+    with_parents,
+)
 from utils.data.parquet_files import has_tables
 from utils.data.splits import EVAL_NAMES, Files, Source, Split, fingerprint_of, whole_split
 from utils.errors import UserError
@@ -32,62 +39,6 @@ _WORDS = {  # docs/data.md lists them
     "validation": ("validation", "valid", "val", "eval", "evaluation", "dev"),
     "test": ("test", "testing"),
 }
-
-
-ENDINGS = (*IMG_EXTENSIONS, ".jfif", ".jpe", ".heic", ".heif", ".avif")
-# Names that begin with a dot are hidden. The others are folders that systems and tools add.
-_HIDDEN = re.compile(
-    r"(^|/)(\.|(__macosx|@eadir|#recycle|\$recycle\.bin|lost\+found|system volume information"
-    r"|__pycache__)(/|$))",
-    re.I,
-)
-_ARCHIVE = re.compile(r".\.(zip|tgz|tbz2?|txz|tar(\.(gz|bz2|xz|zst))?)$", re.I)
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A file or folder of an archive, with the part of `os.DirEntry` that is used here.
-
-    `below` has what a folder holds, by name; of a file, it is the row.
-    """
-
-    name: str
-    path: str
-    below: Any
-
-    def is_dir(self) -> bool:
-        return isinstance(self.below, dict)
-
-    def is_symlink(self) -> bool:
-        return False
-
-    def __fspath__(self) -> str:
-        return self.path
-
-    def scan(self) -> "list[Entry]":
-        """What the folder holds, as `os.scandir` gives it."""
-        return [Entry(n, os.path.join(self.path, n), own) for n, own in self.below.items()]
-
-
-Folder = str | os.PathLike
-
-
-class Scan(Counter):
-    """Selects the images among files, and counts the other files by their endings."""
-
-    def images(self, files: Iterable[Any]) -> list[str]:
-        """The paths of the images among the files."""
-        found = []
-        for file in files:
-            if is_image(file.name):
-                found.append(file.path)
-            else:
-                self[_ending(file.name) or "no extension"] += 1
-        return found
-
-    def kinds(self) -> str:
-        """The endings of the other files, and how many files each has."""
-        return join_names((f"{kind} ({count})" for kind, count in self.most_common()), 6)
 
 
 def image_folder(
@@ -183,7 +134,7 @@ def _folder_split(
     known = join_names(sorted(real))
     require(len(real) == len(children), f"{path}: {problem} {known}", "remove the link")
     images = {  # links to other classes are not followed
-        child.name: scan.images(files_below(child, _with_parents(child) | real))
+        child.name: scan.images(files_below(child, with_parents(child) | real))
         for child in children
     }
     found = [class_name for class_name, own in images.items() if own]
@@ -193,7 +144,7 @@ def _folder_split(
         problem = lacks_class(unknown, class_names, name, found)
         raise UserError(f"{os.path.join(path, unknown)}: {problem}", "rename or move the folder")
     empty = [class_name for class_name, own in images.items() if not own]
-    loose = len(scan.images(entry for entry in _visible(folder) if not is_folder(entry)))
+    loose = len(scan.images(entry for entry in visible_in(folder) if not is_folder(entry)))
     if not found:
         raise _no_images(folder, loose, scan)
     paths = [each for own in images.values() for each in own]
@@ -232,82 +183,3 @@ def _no_images(folder: Folder, loose: int, scan: Scan) -> UserError:
 def left_out_notes(folder: str | Path, left_out: dict[str, object]) -> tuple[str, ...]:
     """Lines to print about what a user may have meant as samples."""
     return tuple(f"{folder}: {line}: {found}" for line, found in left_out.items() if found)
-
-
-def folders_in(folder: Folder) -> list[Any]:
-    """The folders in a folder, by name, without hidden ones and links to folders above it."""
-    parents = _with_parents(folder)
-    found = [entry for entry in _visible(folder) if is_folder(entry)]
-    return [e for e in found if not e.is_symlink() or os.path.realpath(e.path) not in parents]
-
-
-def _with_parents(folder: Folder) -> set[str]:
-    """The folder and all folders above it, without links."""
-    real = Path(os.path.realpath(folder))
-    return {str(path) for path in (real, *real.parents)}
-
-
-def files_below(folder: Folder, entered: set[str] | None = None) -> Iterator[Any]:
-    """The files in and below a folder, by name, without hidden ones.
-
-    Links to folders are followed, but no folder is entered twice, and none of `entered` or, by
-    default, above the folder: links can form circles.
-    """
-    entered = _with_parents(folder) if entered is None else entered
-    for entry in _visible(folder):
-        if not is_folder(entry):
-            yield entry
-        elif (inner := os.path.realpath(entry.path)) not in entered:
-            entered.add(inner)
-            yield from files_below(entry, entered)
-
-
-def with_images(folder: Folder) -> dict[str, Folder]:
-    """The folders in a folder that hold images, directly or below, by name."""
-    return {
-        child.name: child
-        for child in folders_in(folder)
-        if any(is_image(file.name) for file in files_below(child))
-    }
-
-
-def is_folder(entry: os.DirEntry | Entry) -> bool:
-    """Whether an entry is a folder or a link to one."""
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself
-        return False
-
-
-def _visible(folder: Folder) -> list[Any]:
-    entries = folder.scan() if isinstance(folder, Entry) else os.scandir(folder)
-    return [e for e in sorted(entries, key=attrgetter("name")) if is_visible(e.name)]
-
-
-def is_visible(name: str) -> bool:
-    """Whether neither a file nor a folder above it is hidden."""
-    return not _HIDDEN.search(name)
-
-
-def is_image(name: str) -> bool:
-    """Whether a file of this name is read as an image."""
-    return _ending(name) in ENDINGS
-
-
-def is_archive(name: str) -> bool:
-    """Whether a file of this name is taken for an archive."""
-    return bool(_ARCHIVE.search(name))
-
-
-def holds_archives(folder: Path) -> bool:
-    """Whether there are archives in or below a folder, and no images."""
-    found = False
-    for file in files_below(folder):
-        if is_image(file.name):
-            return False
-        found |= is_archive(file.name)
-    return found
-
-
-def _ending(name: str) -> str:
-    return os.path.splitext(name)[1].lower()

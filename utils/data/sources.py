@@ -16,6 +16,7 @@ import torchvision
 from utils.config import Registry, require, suggestion
 from utils.console import join_names
 from utils.data.folders import image_folder
+from utils.data.listing import holds_archives, is_archive
 from utils.data.order import fold_in
 from utils.data.parquet_files import has_tables, read_table_files
 from utils.data.splits import EVAL_NAMES, Source, Split, fingerprint_of, whole_split
@@ -101,10 +102,14 @@ SOURCES = Registry(
         "torchvision/": open_torchvision,
         ".csv": "utils.data.csv_file:open_csv",
         ".tsv": "utils.data.csv_file:open_csv",
+        ".tar": "utils.data.archives:open_archives",
+        ".zip": "utils.data.archives:open_archives",
     },
-    others="a Hub id such as ylecun/mnist, an image folder, a folder of parquet or arrow files, "
-    "a save_to_disk folder",
+    others="a Hub id such as ylecun/mnist, an image folder, a folder of tar or zip files, a folder "
+    "of parquet or arrow files, a save_to_disk folder",
 )
+# the others, also those of plug-ins, may have columns
+_WITHOUT_COLUMNS = ("digits", "synthetic/", "torchvision/", ".tar", ".zip")
 
 
 def _find(data: str) -> tuple[str, str]:
@@ -119,6 +124,8 @@ def _find(data: str) -> tuple[str, str]:
             return key, data[len(key) :]
         if key.startswith(".") and path.suffix.lower() == key and path.is_file():
             return key, str(path)
+    if path.is_file() and is_archive(path.name):  # compressed, and refused with a fix
+        return ".tar", str(path)
     return "", data
 
 
@@ -137,7 +144,9 @@ def has_columns(data: str) -> bool:
     """Whether the images and labels of this --data are columns of a table."""
     key = _find(data)[0]
     path = expand(data)
-    return key.startswith(".") or (not key and (not path.is_dir() or has_tables(path)))
+    if key:
+        return key not in _WITHOUT_COLUMNS
+    return not path.is_dir() or has_tables(path)
 
 
 def check_source(config: DataSettings) -> None:
@@ -176,7 +185,8 @@ def open_source(config: DataSettings) -> Source:
             source.notes = (f"{line} --data ./{config.data}",)
         return source
     if path.is_dir() and not has_tables(path):
-        return image_folder(path, config)
+        is_of_archives = holds_archives(path)
+        return SOURCES[".tar"](str(path), config) if is_of_archives else image_folder(path, config)
     from utils.data.hf_datasets import load_hub, table_source
 
     return table_source(read_table_files(path), config) if path.exists() else load_hub(config)

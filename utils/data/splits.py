@@ -193,7 +193,7 @@ class Files:
             return file.read()
 
 
-def stamp_of(path: str | os.PathLike) -> tuple[int, int, int]:
+def stamp_of(path: str | int | os.PathLike) -> tuple[int, int, int]:
     """Size in bytes, modification and change time in ns.
 
     Raises OSError for a missing or special file.
