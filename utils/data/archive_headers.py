@@ -43,11 +43,12 @@ def read_tar(path: str, size: int) -> Iterator[tuple]:
         with tarfile.open(fileobj=file, mode="r:") as archive:
             while member := archive.next():
                 archive.members = []  # type: ignore[attr-defined]  # they would fill the memory
-                if not 0 <= member.size <= size - member.offset_data:
+                is_plain = member.isreg() and not member.issparse()
+                if member.size < 0 or (is_plain and member.size > size - member.offset_data):
                     raise tarfile.ReadError("a member is cut off")
                 if member.isdir():
                     yield f"{member.name}/", 0, 0, 0, False
-                elif member.isreg() and not member.issparse():
+                elif is_plain:
                     yield member.name, member.offset_data, member.size, member.size, False
                 else:
                     yield (member.name,)

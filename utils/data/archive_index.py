@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from utils.console import join_names, progress
 from utils.data.archive_headers import read_tar, read_zip
 from utils.data.listing import is_archive, is_image
-from utils.data.members import Members
+from utils.data.members import COLUMNS, Members, joined
 from utils.data.splits import fingerprint_of, stamp_of
 from utils.data.workers import worker_processes
 from utils.errors import UserError, one_line
@@ -47,7 +47,10 @@ def read_index(archives: Sequence[str], cache_dir: str) -> tuple[Members, list[s
             path.parent.mkdir(parents=True, exist_ok=True)
             with whole_file(path) as out:
                 np.savez(out, **columns)
-    names, labels = (_texts(columns.pop(key)) for key in ("names", "labels"))
+    names, labels = (
+        columns.pop(key).tobytes().decode("utf-8", "surrogatepass").split("\0")[:-1]
+        for key in ("names", "labels")
+    )
     left_out = int(columns.pop("left_out"))
     members = Members(names=names, archives=[*archives], listed=stamps, **columns)
     return members, labels, left_out
@@ -62,45 +65,25 @@ def _list_all(archives: Sequence[str], stamps: list) -> dict[str, Any]:
         collate_fn=lambda found: found,
         **worker_processes(workers if workers > 1 else 0),
     )
-    names: list[str] = []
+    parts = []
     labels: list[str] = []
-    places = [np.zeros((0, 5), np.int64)]
     left_out = 0
-    for number, found in enumerate(
-        wait_for_items(progress("listing archives")(loader), "the list of an archive")
-    ):
+    is_labelled = False
+    for found in wait_for_items(progress("listing archives")(loader), "the list of an archive"):
         if isinstance(found, Exception):
             raise found
-        own_stamp, own_names, own_places, own_labels, own_left_out = found
-        if own_stamp != stamps[number]:
-            raise _changing(archives[number])
-        if own_labels:  # members of other archives have none
-            labels += [""] * (len(names) - len(labels)) + own_labels
-        names += own_names
-        places.append(np.insert(own_places, 0, number, axis=1))
+        members, own_labels, own_left_out = found
+        parts.append(members)
+        labels += own_labels or [""] * len(members)
+        is_labelled |= bool(own_labels)
         left_out += own_left_out
-    if labels:
-        labels += [""] * (len(names) - len(labels))
-    archive, offset, stored, size, deflated = np.concatenate(places).T
-    return {
-        "names": _bytes(names),
-        "labels": _bytes(labels),
-        "left_out": np.int64(left_out),
-        "archive": archive.astype(np.int32),
-        "offset": offset,
-        "stored": stored,
-        "size": size,
-        "deflated": deflated.astype(bool),
-    }
-
-
-def _bytes(texts: list[str]) -> np.ndarray:
-    data = "".join(f"{text}\0" for text in texts).encode("utf-8", "surrogatepass")
-    return np.frombuffer(data, np.uint8)
-
-
-def _texts(data: np.ndarray) -> list[str]:
-    return data.tobytes().decode("utf-8", "surrogatepass").split("\0")[:-1]
+    members = joined(parts)
+    texts = {"names": members.names, "labels": labels if is_labelled else []}
+    columns = {key: getattr(members, key) for key in COLUMNS} | {"left_out": np.asarray(left_out)}
+    for key, own in texts.items():
+        data = "".join(f"{text}\0" for text in own).encode("utf-8", "surrogatepass")
+        columns[key] = np.frombuffer(data, np.uint8)
+    return columns
 
 
 @dataclass
@@ -123,10 +106,8 @@ class _Archives(Dataset):
             return UserError(problem, "copy it or pack it again")
 
 
-def _list(path: str) -> tuple:
-    """The stamp of an archive, then its names, places (int64 [N, 4]) and labels, and how many
-    members are left out.
-    """
+def _list(path: str) -> tuple[Members, list[str], int]:
+    """The members of an archive, their labels, and how many are left out."""
     stamp = stamp_of(path)
     names = []
     places = []
@@ -142,18 +123,17 @@ def _list(path: str) -> tuple:
             names[-1] += "/"
         places.append(place)
     if stamp_of(path) != stamp:
-        raise _changing(path)
+        problem = f"{path}: changed while it was listed"
+        raise UserError(problem, "wait until it is complete")
     if inner := [name for name in names if is_archive(name)]:
         if not any(map(is_image, names)):
             problem = f"{path}: holds archives ({join_names(inner, 3)}), and no images"
             raise UserError(problem, "unpack it into a folder, and give this folder")
-    table = np.asarray(places, np.int64).reshape(-1, 4)
-    members = Members.of(path, stamp, names, table)
-    return stamp, names, table, _labels(members), left_out
-
-
-def _changing(path: str) -> UserError:
-    return UserError(f"{path}: changed while it was listed", "wait until it is complete")
+    table = np.asarray([(0, *place) for place in places], np.int64).reshape(-1, len(COLUMNS))
+    typed = zip(COLUMNS.items(), table.T, strict=True)
+    columns = {key: column.astype(kind) for (key, kind), column in typed}
+    members = Members(names=names, archives=[path], listed=[stamp], **columns)
+    return members, _labels(members), left_out
 
 
 def _labels(members: Members) -> list[str]:

@@ -14,7 +14,13 @@ import numpy as np
 from utils.data.splits import Files, stamp_of
 
 _MOST_OPEN = 64  # archives in a process
-_COLUMNS = ("archive", "offset", "stored", "size", "deflated")
+COLUMNS = {
+    "archive": np.int32,
+    "offset": np.int64,
+    "stored": np.int64,
+    "size": np.int64,
+    "deflated": np.bool_,
+}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -35,16 +41,9 @@ class Members(Files):
     deflated: np.ndarray  # bool [N]
     form: str = ""  # of the archives, for the start table
 
-    @classmethod
-    def of(cls, path: str, stamp: tuple, names: list[str], places: np.ndarray) -> "Members":
-        """The members of one archive. `places` is int64 [N, 4]: offset, stored, size, deflated."""
-        archive = np.zeros(len(names), np.int32)
-        columns = dict(zip(_COLUMNS, (archive, *places.T), strict=True))
-        return cls(names=names, archives=[path], listed=[stamp], **columns)
-
     def select(self, rows: np.ndarray) -> "Members":
         names = [self.names[row] for row in rows.tolist()]
-        return replace(self, names=names, **{key: getattr(self, key)[rows] for key in _COLUMNS})
+        return replace(self, names=names, **{key: getattr(self, key)[rows] for key in COLUMNS})
 
     def stamp(self, row: int) -> tuple[int, int, int]:
         """Its size, and the times of its archive."""
@@ -86,18 +85,15 @@ def joined(parts: Sequence[Files]) -> Members:
     """The images of all parts, by their paths."""
     archives: list[str] = []
     listed: list = []
-    columns: dict[str, Any] = {key: [] for key in _COLUMNS}
+    columns = []
     for part in parts:
-        for key in _COLUMNS:
-            column = np.asarray(getattr(part, key, np.full(len(part), -1)))
-            if key == "archive":
-                column = np.where(column < 0, -1, column + len(archives))
-            columns[key].append(column)
+        archive, *others = (getattr(part, key, np.full(len(part), -1)) for key in COLUMNS)
+        columns.append([np.where(archive < 0, archive, archive + len(archives)), *others])
         archives += getattr(part, "archives", [])
         listed += getattr(part, "listed", [])
-    columns = {key: np.concatenate(own) for key, own in columns.items()}
+    joint: Any = zip(COLUMNS, map(np.concatenate, zip(*columns, strict=True)), strict=True)
     names = [path for part in parts for path in part.paths]
-    return Members(names=names, archives=archives, listed=listed, **columns)
+    return Members(names=names, archives=archives, listed=listed, **dict(joint))
 
 
 class _Range(io.RawIOBase):
