@@ -133,6 +133,7 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
         ("backend", f"{ranks.backend}{interface}, precision {config.mixed_precision}{compiled}"),
         ("kernels", search if ranks.device.type == "cuda" else ""),
         ("data", f"{config.data}: {plan.samples} training, {evaluated}"),
+        ("archives", getattr(data.train.images, "form", "")),
         ("classes", classes_row(data)),
         ("images", describe_place([run.train_batches.dataset, run.evaluator.batches.dataset])),
         ("shrink", str(config.shrink or "")),
