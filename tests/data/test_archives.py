@@ -5,7 +5,9 @@ import io
 import os
 import re
 import resource
+import shutil
 import stat
+import subprocess
 import tarfile
 import zipfile
 from pathlib import Path
@@ -76,6 +78,22 @@ def test_an_archive_of_a_split_may_have_the_split_in_its_names():
         tar(f"named/imagenet-{split}-000.tar", {f"{split}/{name}": own[name] for name in own})
     assert names_of(load("plain").train) == names_of(load("named").train)
     assert sizes(load("named")) == (21, "val", 7)
+
+
+def test_archives_of_common_tools_are_read_as_the_folder():
+    image_folder("photos", PETS)
+    for name in ("train/emu", "train/cat/deeper"):
+        Path("photos", name).mkdir()
+    expected = load("photos").train
+    shutil.make_archive("inside", "tar", "photos")
+    shutil.make_archive("around", "zip", ".", "photos")
+    for form in ("v7", "ustar", "gnu", "posix"):
+        subprocess.run(["tar", f"--format={form}", "-cf", f"{form}.tar", "-C", "photos", "."])
+    for path in ("inside.tar", "around.zip", "v7.tar", "ustar.tar", "gnu.tar", "posix.tar"):
+        found = load(path).train
+        assert names_of(found) == names_of(expected) and bytes_of(found) == bytes_of(expected)
+        (line,) = (note for note in found.notes if "without readable" in note)
+        assert line.endswith("train: class folders without readable images are left out: emu")
 
 
 def test_a_single_archive_of_a_split_is_its_root():

@@ -4,7 +4,6 @@ It is cached. Nothing is extracted.
 """
 
 import json
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -117,11 +116,9 @@ def _list(path: str) -> tuple[Members, list[str], int]:
         parts = name.split("/")
         if not place or not parts[0] or ".." in parts or "\0" in name:
             left_out += 1
-            continue
-        names.append("/".join(part for part in parts if part not in (".", "")))
-        if name.endswith("/"):
-            names[-1] += "/"
-        places.append(place)
+        elif clean := "/".join(part for part in parts if part not in (".", "")):
+            names.append(f"{clean}/" if name.endswith("/") else clean)
+            places.append((0, *place))
     if stamp_of(path) != stamp:
         problem = f"{path}: changed while it was listed"
         raise UserError(problem, "wait until it is complete")
@@ -129,7 +126,7 @@ def _list(path: str) -> tuple[Members, list[str], int]:
         if not any(map(is_image, names)):
             problem = f"{path}: holds archives ({join_names(inner, 3)}), and no images"
             raise UserError(problem, "unpack it into a folder, and give this folder")
-    table = np.asarray([(0, *place) for place in places], np.int64).reshape(-1, len(COLUMNS))
+    table = np.asarray(places, np.int64).reshape(-1, len(COLUMNS))
     typed = zip(COLUMNS.items(), table.T, strict=True)
     columns = {key: column.astype(kind) for (key, kind), column in typed}
     members = Members(names=names, archives=[path], listed=[stamp], **columns)
@@ -141,6 +138,8 @@ def _labels(members: Members) -> list[str]:
 
     An image KEY.jpg has that of KEY.cls, or of KEY.json.
     """
+    if not any(name.endswith((".cls", ".json")) for name in members.names):
+        return []
     keys = [_key(name) for name in members.names]
     own = {key for (key, _), name in zip(keys, members.names, strict=True) if is_image(name)}
     found: dict[str, str] = {}
@@ -154,9 +153,9 @@ def _labels(members: Members) -> list[str]:
 
 def _key(name: str) -> tuple[str, str]:
     """The key of a file of WebDataset, and its ending: all that follows the first dot."""
-    folder, file = os.path.split(name)
+    folder, slash, file = name.rpartition("/")
     key, _, ending = file.partition(".")
-    return f"{folder}/{key}", ending.lower()
+    return folder + slash + key, ending
 
 
 def _label(members: Members, row: int, kind: str) -> str:

@@ -55,10 +55,8 @@ def open_archives(path: str, config: DataSettings) -> Source:
     else:
 
         def files(names: list[str], base: str) -> Files:
-            start = len(members.root) + 1
-            own = members.select(
-                np.asarray([row_of[os.path.join(base, name)[start:]] for name in names])
-            )
+            above = f"{base}/"[len(members.root) + 1 :]
+            own = members.select(np.asarray([row_of[above + name] for name in names]))
             own.names, own.root = names, base
             return own
 

@@ -49,7 +49,7 @@ class Entry:
     def scan(self) -> "list[Entry]":
         """What the folder holds, as `os.scandir` gives it."""
         names = [(key.rstrip("/"), own) for key, own in (self.below or {}).items()]
-        return [Entry(name, os.path.join(self.path, name), own) for name, own in names]
+        return [Entry(name, f"{self.path}/{name}", own) for name, own in names]
 
 
 Folder = str | os.PathLike[str]
