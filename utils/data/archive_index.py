@@ -128,7 +128,7 @@ def _list(path: str) -> tuple[Members, list[str], int]:
             raise UserError(problem, "unpack it into a folder, and give this folder")
     table = np.asarray(places, np.int64).reshape(-1, len(COLUMNS))
     typed = zip(COLUMNS.items(), table.T, strict=True)
-    columns = {key: column.astype(kind) for (key, kind), column in typed}
+    columns: Any = {key: column.astype(kind) for (key, kind), column in typed}
     members = Members(names=names, archives=[path], listed=[stamp], **columns)
     return members, _labels(members), left_out
 

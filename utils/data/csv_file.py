@@ -81,13 +81,15 @@ def _find_files(file: Path, rows: Any) -> None:
 
     Raises ValueError for a path that means another file, and for an image that is listed twice.
     """
-    archives_of = cache(archives_at)
     rows["path"] = rows["path"].map(os.path.expanduser).map(partial(os.path.join, file.parent))
-    for row, path in rows["path"][~rows["path"].map(os.path.exists)].items():
+    missing = rows["path"][~rows["path"].map(os.path.exists)]
+    if len(missing) == len(rows) and not _meant(first := missing.iloc[0]):
+        if archives := archives_at(first):
+            problem = f"{printable(first)} is in an archive ({printable(archives)})"
+            fix = "unpack the images, and list these files"
+            raise _row_error(file, missing.index[0], problem, fix)
+    for row, path in missing.items():
         meant = _meant(path)
-        if not meant and (archives := archives_of(os.path.dirname(path))):
-            problem = f"{printable(path)} is in an archive ({printable(archives)})"
-            raise _row_error(file, row, problem, "unpack the images, and list these files")
         if meant and nfc(meant) != nfc(os.path.normpath(path)):
             problem = f"there is no file {printable(path)}, but {printable(meant)}"
             raise _row_error(file, row, problem, "write / and the exact names of the files")

@@ -156,9 +156,10 @@ def archives_at(path: str) -> str:
     """
     while path and not os.path.lexists(path):
         path = os.path.dirname(path)
-    is_folder = os.path.isdir(path)
-    is_either = holds_archives(path) if is_folder else os.path.isfile(path) and is_archive(path)
-    return path if is_either else ""
+    names = [path] if os.path.isfile(path) else []
+    if os.path.isdir(path):
+        names = [entry.name for entry in visible_in(path)]
+    return path if any(map(is_archive, names)) and not any(map(is_image, names)) else ""
 
 
 def _ending(name: str) -> str:
