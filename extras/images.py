@@ -4,6 +4,7 @@ import glob
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache, partial
 
 import numpy as np
 
@@ -31,11 +32,14 @@ def find_images(given: Sequence[str], cache_dir: str = DataSettings.cache_dir) -
     """
     found: list[Files] = []
     lines: list[str] = []
+    listed = cache(partial(_members, cache_dir))
     for pattern in given:
         expanded = os.path.expanduser(pattern)
         paths = [pattern] if os.path.lexists(pattern) else glob.glob(expanded, recursive=True)
         if not paths and (archives := archives_at(pattern)):
-            found.append(_members(archives, cache_dir, pattern))
+            members = listed(archives)
+            own = [row for row, path in enumerate(members.paths) if path == pattern]
+            found.append(members.select(np.asarray(own, np.int64)))
             continue
         problem = f"{join_names([pattern])}: no such file or folder"
         require(paths, problem, "correct the path or the pattern")
@@ -47,7 +51,7 @@ def find_images(given: Sequence[str], cache_dir: str = DataSettings.cache_dir) -
                     path, {"files of unsupported types are left out": scan.kinds()}
                 )
             elif archives_at(path):
-                found.append(_members(path, cache_dir))
+                found.append(listed(path))
             else:
                 found.append(Files([path]))
     paths = [path for files in found for path in files.paths]
@@ -64,11 +68,10 @@ def find_images(given: Sequence[str], cache_dir: str = DataSettings.cache_dir) -
     return replace(split, notes=tuple(lines))
 
 
-def _members(archives: str, cache_dir: str, path: str = "") -> Files:
-    """The images in archives, by name, or only that of a path."""
+def _members(cache_dir: str, archives: str) -> Files:
+    """The images in archives, by name."""
     from utils.data.archives import list_members
 
     members, _ = list_members(archives, cache_dir)
     rows = sorted(range(len(members)), key=members.names.__getitem__)
-    rows = [row for row in rows if path in ("", members.path(row))]
     return members.select(np.asarray(rows, np.int64))

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import tarfile
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -424,6 +425,22 @@ def test_an_archive_that_changes_after_it_was_listed_is_named_when_it_is_read():
             os.remove("x.tar")
         with pytest.raises(OSError, match=r"x.tar"):
             bytes_of(split)
+
+
+def test_a_member_that_cannot_be_inflated_to_its_size_is_an_unreadable_image():
+    files = {f"{name}/{n}.png": bytes(4000) for name in ("cat", "dog") for n in range(2)}
+    zipped("x.zip", files)
+    members, _ = list_members("x.zip", "cache")
+    assert members[1] == bytes(4000)
+    for change in (
+        {"size": members.size - 1},
+        {"size": members.size + 1},
+        {"stored": members.stored - 1},
+    ):
+        with pytest.raises(ValueError, match="its compressed data are damaged"):
+            replace(members, **change)[1]
+    line = error_of("x.zip")  # they are no images either
+    assert line.startswith("4 of 4 images of split 'train' cannot be read: x.zip/cat/0.png (")
 
 
 # -- reading
