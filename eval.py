@@ -8,7 +8,7 @@
 The metrics are the same on any number of processes. `python eval.py --help` lists the settings.
 """
 
-from utils.entry import guard_output  # the first import, see there
+from utils.entry import guard_output  # must be the first import: see utils/entry.py
 
 import json
 from collections.abc import Sequence

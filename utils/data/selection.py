@@ -98,7 +98,7 @@ def _split_of_run(
 ) -> Split:
     """The samples that the run evaluated on, or with "train" those that it trained on.
 
-    Lines say what has changed since. Raises UserError if a change could mix the two.
+    Prints what has changed since. Raises UserError if a change could mix the two.
     """
     part = samples.train if name else samples.evaluation
     (split,), changes = _find_again(source, config, samples, [part])
@@ -112,8 +112,8 @@ def _split_of_run(
 
 
 def _split_of_data(source: Source, name: str | None) -> tuple[Split, str]:
-    """The split of this name, or without a name the one for evaluation or the only one; and how a
-    record names it.
+    """The split `name`, or by default the evaluation split or the only one; and how a record names
+    it.
     """
     asked = name or eval_split_name(source, "", None)
     if not asked and len(source.openers) == 1:
@@ -125,8 +125,8 @@ def _split_of_data(source: Source, name: str | None) -> tuple[Split, str]:
 def _open_checked(config: DataSettings, samples: SampleList | None) -> Source:
     """The source that --data names. The images of a split are checked when the split is opened.
 
-    The classes are those of the samples, in their order, if they only differ in this order or in
-    Unicode form.
+    The classes are those of the samples, in their order, if only the order or the Unicode form
+    differs.
     """
     source = open_source(config)
     # all must be known before samples are counted

@@ -141,7 +141,7 @@ def has_columns(data: str) -> bool:
 
 
 def check_source(config: DataSettings) -> None:
-    """Raise ValueError if what --data names does not exist, or has no --data_dir.
+    """Raise ValueError if what --data names does not exist, or does not use a given --data_dir.
 
     It is not opened.
     """

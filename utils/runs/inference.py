@@ -177,9 +177,7 @@ def _of_file(config: TrainConfig, file: str, ranks: Ranks) -> Inference:
 
 
 def _names_in_data(outputs: int, names: list[str]) -> list[str]:
-    """The classes of so many outputs: those of the data, in its order; of 1,000 outputs,
-    ImageNet's.
-    """
+    """The classes of the outputs: those of the data, in its order; of 1,000 outputs, ImageNet's."""
     if outputs == len(CLASSES):
         return names_as_in(names)
     problem = f"the weights have {outputs:,} classes, and --data has {len(names):,}"
@@ -188,16 +186,16 @@ def _names_in_data(outputs: int, names: list[str]) -> list[str]:
 
 
 def given_settings(flags: Settings) -> dict:
-    """The settings of a training run that these flags replace: those that both have, except where
-    it is launched.
+    """The settings of a training run that these flags replace: those that both have, except
+    --model, --pretrained and those of one start.
     """
     own = {setting.name for setting in fields(TrainConfig)} - {*OF_ONE_START, "model", "pretrained"}
     return {name: value for name, value in vars(flags).items() if name in own and value is not None}
 
 
 def _with_flags(found: Inference, flags: CheckpointConfig) -> Inference:
-    """The same weights with the settings that the flags give, and with the input in evaluation that
-    these ask for.
+    """The same weights with the settings that the flags give, and with the evaluation input that
+    follows from them.
     """
     given = given_settings(flags)
     is_other = "data" in given and absolute_data(given["data"]) != found.config.data

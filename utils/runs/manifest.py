@@ -68,8 +68,8 @@ def newest_good(run: Path) -> Path | None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint at `path`, or in the run folder, or that of its checkpoints: the best one,
-    else the newest.
+    """The checkpoint at `path`; in a run folder or its folder of checkpoints, the best one, else
+    the newest.
 
     Raises ValueError if there is none.
     """

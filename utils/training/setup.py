@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from utils.runs.init_from import InitialWeights
 
 REGISTRIES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULES, TRACKERS
-"""The names that settings can have. --help lists them."""
+"""The registries of names that are values of settings. --help lists the names."""
 
 
 def check_settings(config: TrainConfig, ranks: Ranks) -> None:

@@ -98,7 +98,7 @@ def advice_lines(run: Run) -> list[str]:
     return lines + not_reached(config, run.updates)
 
 
-SHOWN = "optimizer", "lr_schedule"  # at the beginning of their row
+SHOWN = "optimizer", "lr_schedule"  # always shown in their row
 
 
 def start_rows(run: Run) -> list[tuple[str, str]]:
