@@ -75,7 +75,7 @@ def load_eval_split(found: Inference, flags: EvalConfig, ranks: Ranks) -> tuple[
     config = found.config
     names = found.class_names or found.name_outputs
     with ranks.local_main_first("loading the data"):
-        split, class_names = load_split(config, flags.split, names, found.samples, found.own_data)
+        split, class_names = load_split(config, flags.split, names, found.table(), found.own_data)
     fingerprint = fingerprint_of(split.label_fingerprint, split.content)
     ranks.check_same(fingerprint, f"different images in --data {config.data}")
     for note in split.notes:

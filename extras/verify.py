@@ -137,7 +137,7 @@ def difference(run: Run, update: int, what: str, folder: Path) -> UserError:
     problem = f"update {update} differs ({what}); its samples: "
     problem += join_names(samples_of_update(run, update - 1))
     try:
-        load_data(run.config, read_checkpoint(find_checkpoint(folder)).samples)
+        load_data(run.config, read_checkpoint(find_checkpoint(folder)).table)
     except UserError as error:
         problem += f"; {error.problem}"
     return UserError(

@@ -1,6 +1,7 @@
 """Files and folders that are written completely or not at all, and a lock on a folder."""
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -158,6 +159,21 @@ def put_in_place(partial: Path, final: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
         elif old.exists():
             old.rename(final)
+
+
+def link_or_copy(path: Path, target: Path) -> None:
+    """Give a file that is never changed another name, or copy it where there are no hard links."""
+    try:
+        os.link(path, target)
+    except OSError:
+        with path.open("rb") as source, whole_file(target) as file:
+            shutil.copyfileobj(source, file)
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def size_of(folder: Path) -> int:

@@ -140,6 +140,12 @@ def has_columns(data: str) -> bool:
     return key.startswith(".") or (not key and (not path.is_dir() or has_tables(path)))
 
 
+def is_image_folder(data: str) -> bool:
+    """Whether --data names a folder of image files."""
+    path = expand(data)
+    return not _find(data)[0] and path.is_dir() and not has_tables(path)
+
+
 def check_source(config: DataSettings) -> None:
     """Raise ValueError if what --data names does not exist, or does not use a given --data_dir.
 
@@ -175,7 +181,7 @@ def open_source(config: DataSettings) -> Source:
             line = f"--data {config.data} is a bundled data set; for the folder of this name, use"
             source.notes = (f"{line} --data ./{config.data}",)
         return source
-    if path.is_dir() and not has_tables(path):
+    if is_image_folder(config.data):
         return image_folder(path, config)
     from utils.data.hf_datasets import load_hub, table_source
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from utils.config import Settings, require
 from utils.console import join_names, say
-from utils.data import InputSpec, SampleList, absolute_data, sides
+from utils.data import InputSpec, SampleTable, absolute_data, sides
 from utils.files import expand
 from utils.models import (
     TestTimeAugmentation,
@@ -57,11 +57,12 @@ class Inference:
     class_names: list[str]  # empty if the weights do not name them
     tensors: Callable[[], Mapping[str, Tensor]]
     origin: Mapping  # what a record of an evaluation says about them
-    samples: SampleList | None = None  # the samples of the run
+    table: Callable[[], SampleTable | None] = lambda: None  # of the samples of the run
     evaluation: Mapping | None = None  # of these weights, in the run
+    evaluated_on: str = ""  # the split of this evaluation
     # without class names: the classes of the outputs, given those of the data
     name_outputs: Callable[[list[str]], list[str]] = list
-    own_data: bool = True  # whether `config` has the data of the run
+    own_data: bool = False  # whether `config` has the data of the run
 
 
 def open_inference(flags: CheckpointConfig, ranks: Ranks) -> Inference:
@@ -121,8 +122,10 @@ def _read_saved(path: Path, kind: str | None) -> Inference:
         saved.class_names,
         lambda: tensors,
         origin,
-        saved.samples,
+        lambda: saved.table,
         state.evaluation if is_evaluated else None,
+        evaluated_on=saved.state_file.evaluated_on,
+        own_data=True,
     )
 
 
@@ -199,7 +202,7 @@ def _with_flags(found: Inference, flags: CheckpointConfig) -> Inference:
     """
     given = given_settings(flags)
     is_other = "data" in given and absolute_data(given["data"]) != found.config.data
-    own_data = found.samples is not None and not is_other
+    own_data = found.own_data and not is_other
     if isinstance(flags, EvalConfig):
         given |= {"metrics": True, "max_eval_samples": flags.max_eval_samples}
         if not own_data:  # other data has other splits

@@ -70,6 +70,7 @@ def log_start(run: Run, continuing: str, copies: Sequence, about_copies: Sequenc
     with ranks.agree():
         if ranks.is_main:
             write_file(run.folder / "config.yaml", config_to_save(config))
+            data.table.keep_in(run.folder)
             if data.bad_images:
                 write_file(run.folder / BAD_IMAGES, json.dumps(data.bad_images, indent=1) + "\n")
             if source and source.match:
@@ -133,6 +134,7 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
         ("backend", f"{ranks.backend}{interface}, precision {config.mixed_precision}{compiled}"),
         ("kernels", search if ranks.device.type == "cuda" else ""),
         ("data", f"{config.data}: {plan.samples} training, {evaluated}"),
+        ("samples", f"{data.table.count:,}, listed on {data.table.listed}"),
         ("classes", classes_row(data)),
         ("images", describe_place([run.train_batches.dataset, run.evaluator.batches.dataset])),
         ("shrink", str(config.shrink or "")),
