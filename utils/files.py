@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import time
+import unicodedata
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -159,6 +160,16 @@ def put_in_place(partial: Path, final: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
         elif old.exists():
             old.rename(final)
+
+
+def in_form_of_files(path: str) -> str:
+    """An absolute path in the Unicode forms, NFC or NFD, of the folders and files that exist."""
+    found = "/"
+    for part in os.path.normpath(path).split("/"):
+        # each part, because the folders and the file may have come from different systems
+        forms = [os.path.join(found, unicodedata.normalize(form, part)) for form in ("NFC", "NFD")]
+        found = next(filter(os.path.exists, forms), forms[0])
+    return found
 
 
 def link_or_copy(path: Path, target: Path) -> None:

@@ -1,26 +1,23 @@
 """Find the samples of a run again, by its table."""
 
 import os
-import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
 from itertools import compress
 
 import numpy as np
 
-from utils.console import join_names, nfc
+from utils.console import join_names
 from utils.data.check import check_rows
+from utils.data.folders import folders_in
 from utils.data.labels import indices_in
 from utils.data.sources import is_image_folder, known_split
 from utils.data.splits import Files, Source, Split
 from utils.data.table import Part
 from utils.errors import UserError
-from utils.files import expand
+from utils.files import expand, in_form_of_files
 from utils.settings.data import DataSettings
-
-_GONE = (-1, -1, -1)  # the stamp of a missing file
 
 
 def find_again(
@@ -40,14 +37,13 @@ def find_again(
             index = part.split.image_index
             split = replace(split, labels=part.split.labels, image_index=index)
         return split, lines
-    split, is_gone, is_changed = _compare(part, *_find(part, config.data, source))
+    split, is_gone, is_changed = _compare(part, *_files_now(part, config.data, source))
     errors = dict(split.errors)
     errors |= dict.fromkeys(np.flatnonzero(is_gone).tolist(), "no longer in the data set")
     lines = []
     if skip:
-        errors |= dict.fromkeys(
-            np.flatnonzero(is_changed).tolist(), "changed since the run started"
-        )
+        changed = np.flatnonzero(is_changed).tolist()
+        errors |= dict.fromkeys(changed, "changed since the run started")
     else:
         for what, chosen in (("are missing", is_gone), ("changed", is_changed)):
             if chosen.any():
@@ -60,8 +56,7 @@ def find_again(
 def _changes(part: Part, whole: Split) -> list[str]:
     """Lines about how a split of a table or an array differs from the listed one."""
     if isinstance(whole.images, Files) or whole.labels.ndim != part.split.labels.ndim:
-        problem = f"split {whole.name!r} has other kinds of images or labels than in the run"
-        raise UserError(problem, "use the same --data and the same --task")
+        raise _other_kind(whole.name)
     if part.count != len(whole):
         return [f"split {part.source!r} had {part.count} samples and now has {len(whole)}"]
     pairs = (
@@ -73,59 +68,68 @@ def _changes(part: Part, whole: Split) -> list[str]:
     ]
 
 
-def _find(part: Part, data: str, source: Callable[[], Source]) -> tuple[Files, np.ndarray]:
-    """The files of a part now, and their stamps, int64 [N, 3], -1 for a missing file."""
+def _other_kind(split: str) -> UserError:
+    problem = f"split {split!r} has other kinds of images or labels than in the run"
+    return UserError(problem, "use the same --data and the same --task")
+
+
+def _files_now(part: Part, data: str, source: Callable[[], Source]) -> tuple[Files, np.ndarray]:
+    """The files of a part now, in its order, and which of its names may be files, bool [N].
+
+    Names that leave the folder, as a stranger's table may have, are not.
+    """
     names = part.names or []
     if is_image_folder(data):
-        return _find_in_folder(os.path.abspath(expand(data)), names)
+        safe = [not os.path.isabs(name) and ".." not in name.split("/") for name in names]
+        return _in_folder(os.path.abspath(expand(data)), names), np.asarray(safe)
     opened = source()
     name = known_split(opened, part.source, "the run used split")
-    images = opened.openers[name]().images
-    if not isinstance(images, Files):
-        problem = f"split {name!r} has other kinds of images than in the run"
-        raise UserError(problem, "use the same --data")
-    return _find_among(images, names)
-
-
-def _find_in_folder(root: str, names: Sequence[str]) -> tuple[Files, np.ndarray]:
-    base = _with_first(root, names[0])
-    folder = _Folder(base)
-    found = []
-    stamps = []
-    for name in names:
-        entry = folder.entry(name)
-        found.append(entry.path[len(base) + 1 :] if entry else name)
-        stamps.append(_stamp(entry) if entry else _GONE)
-    return Files(found, base), np.asarray(stamps, np.int64)
-
-
-def _find_among(files: Files, names: Sequence[str]) -> tuple[Files, np.ndarray]:
+    files = opened.openers[name]().images
+    if not isinstance(files, Files):
+        raise _other_kind(name)
     rows = indices_in(files.names, names)
     found = files.select(rows.clip(0))
-    stamps = np.full((len(names), 3), _GONE, np.int64)
-    for place, row in enumerate(rows.tolist()):
-        if row < 0:
-            found.names[place] = names[place]
-        else:
-            with suppress(OSError):
-                stamps[place] = found.stamp(place)
-    return found, stamps
+    for row in np.flatnonzero(rows < 0):
+        found.names[row] = names[row]
+    return found, rows >= 0
 
 
-def _compare(part: Part, files: Files, stamps: np.ndarray) -> tuple[Split, np.ndarray, np.ndarray]:
+def _in_folder(root: str, names: list[str]) -> Files:
+    """Files below a folder, or below the only folder in it, perhaps in another Unicode form."""
+    base = root
+    while not os.path.exists(in_form_of_files(os.path.join(base, names[0]))):
+        inner = folders_in(base)
+        if len(inner) != 1:
+            return Files(names, root)
+        base = inner[0].path
+    found = []
+    for name in names:
+        path = os.path.join(base, name)
+        if not os.path.exists(path):
+            path = in_form_of_files(path)
+        found.append(path.removeprefix(f"{base}/"))
+    return Files(found, base)
+
+
+def _compare(
+    part: Part, files: Files, may_exist: np.ndarray
+) -> tuple[Split, np.ndarray, np.ndarray]:
     """The samples of a part, whose files are these now, and the positions of missing files and of
     changed ones.
 
     Only files whose size or a time differs from the table are read, at both ends.
     """
     listed = part.split
+    stamps = np.full((len(files), 3), -1)
+    for row in np.flatnonzero(may_exist).tolist():
+        with suppress(OSError):
+            stamps[row] = files.stamp(row)
     errors = dict(listed.errors)
     split = replace(listed, images=files, stamps=stamps, errors=errors)
-    is_known = np.ones(len(listed), bool)  # and not left out already
-    is_known[[*errors]] = False
-    is_gone = is_known & (stamps[:, 0] < 0)
-    to_read = np.flatnonzero(is_known & ~is_gone & (stamps != listed.stamps).any(1))
+    is_gone = listed.readable & (stamps[:, 0] < 0)
+    is_other = listed.readable & ~is_gone & (stamps != listed.stamps).any(1)
     is_changed = np.zeros(len(listed), bool)
+    to_read = np.flatnonzero(is_other)
     checksums = np.asarray(part.checksums)
     for row, (looks, reason) in zip(to_read.tolist(), check_rows(split, to_read), strict=True):
         if reason:
@@ -133,52 +137,3 @@ def _compare(part: Part, files: Files, stamps: np.ndarray) -> tuple[Split, np.nd
         else:
             is_changed[row] = looks[-1] != checksums[row]
     return split, is_gone, is_changed
-
-
-class _Folder:
-    """The files below a folder by name, also in another Unicode form. Each folder is listed once.
-
-    A name that leaves the folder, as a stranger's table may have, is no name of a file.
-    """
-
-    def __init__(self, root: str):
-        self.root = root
-        self._entries = lru_cache(64)(self._list)
-
-    def entry(self, name: str) -> os.DirEntry | None:
-        """The file or folder of this name."""
-        if os.path.isabs(name):
-            return None
-        folder, own = os.path.split(name)
-        found = self._entries(folder)
-        return found.get(own) or found.get(nfc(own))
-
-    def _list(self, folder: str) -> dict[str, os.DirEntry]:
-        entry = self.entry(folder) if folder else None
-        if folder and entry is None:
-            return {}
-        try:
-            found = [*os.scandir(entry.path if entry else self.root)]
-        except OSError:
-            return {}
-        return {nfc(each.name): each for each in found} | {each.name: each for each in found}
-
-
-def _with_first(root: str, name: str) -> str:
-    """The folder that holds the image of this name: `root`, or the only folder in it."""
-    base = root
-    while _Folder(base).entry(name) is None:
-        inner = [each.path for each in os.scandir(base) if each.is_dir() and each.name[0] != "."]
-        if len(inner) != 1:
-            return root
-        base = inner[0]
-    return base
-
-
-def _stamp(entry: os.DirEntry) -> tuple[int, int, int]:
-    try:
-        status = entry.stat()
-    except OSError:  # a link to a file that is gone
-        return _GONE
-    is_file = stat.S_ISREG(status.st_mode)
-    return (status.st_size, status.st_mtime_ns, status.st_ctime_ns) if is_file else _GONE
