@@ -8,7 +8,7 @@
 The metrics are the same on any number of processes. `python eval.py --help` lists the settings.
 """
 
-from utils.entry import guard_output  # the first import, see there
+from utils.entry import guard_output  # must be the first import: see utils/entry.py
 
 import json
 from collections.abc import Sequence
@@ -75,7 +75,7 @@ def load_eval_split(found: Inference, flags: EvalConfig, ranks: Ranks) -> tuple[
     config = found.config
     names = found.class_names or found.name_outputs
     with ranks.local_main_first("loading the data"):
-        split, class_names = load_split(config, flags.split, names, found.samples, found.own_data)
+        split, class_names = load_split(config, flags.split, names, found.table(), found.own_data)
     fingerprint = fingerprint_of(split.label_fingerprint, split.content)
     ranks.check_same(fingerprint, f"different images in --data {config.data}")
     for note in split.notes:

@@ -7,7 +7,7 @@
 This file is the whole run: `main` starts it, `build` creates its parts, and `train` is the loop.
 """
 
-from utils.entry import guard_output  # the first import, see there
+from utils.entry import guard_output  # must be the first import: see utils/entry.py
 
 import math
 import time
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
             stopped = log_end(run, result, continuing)
             if stopped:
                 break
-            del run, profiling, profiler  # nothing of it is in memory beside the next one
+            del run, profiling, profiler  # so that it is not in memory together with the next run
     if stopped:
         exit_with(EXIT_RESUME)
     return result

@@ -50,7 +50,7 @@ def picture(run: Run, batch: Batch) -> bytes:
 
 
 def pixels_of(features: ArrayDataset, microbatch: Microbatch) -> Tensor:
-    """The images of which the first features of a microbatch were computed, uint8 [n, H, W, C]."""
+    """The images from which a microbatch's first features were computed, uint8 [n, H, W, C]."""
     source: Any = features.source
     places = microbatch.indices
     if features.source_rows is not None:
@@ -72,7 +72,7 @@ def draw(pixels: np.ndarray, labels: Sequence, names: Sequence[str]) -> bytes:
     height, width, channels = pixels.shape[1:]
     if channels == 1:
         pixels = pixels.repeat(3, axis=3)
-    side = min(250, max(140, width))  # pixels of the width of an image on the sheet
+    side = min(250, max(140, width))  # the width of an image on the sheet, in pixels
     size = side, max(1, round(side * height / width))
     method = Image.Resampling.NEAREST if width <= side else Image.Resampling.BOX
     cell = size[0] + _GAP, size[1] + _GAP + _LINE * max(map(len, captions))

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Write the predictions of these runs, and print where they are."""
     guard_output()
     with parse_runs("folds", argv) as flags:
-        require(flags.out, "--out is missing", "name the file of the page")
+        require(flags.out, "--out is missing", "name the CSV file, such as folds.csv")
         out = expand(flags.out)
         check_output(flags, "out", TABLE)
         if not flags.no_images:  # the page beside it

@@ -17,7 +17,7 @@ _ACTIVE = 10  # recorded and kept
 
 
 def make_profiler(run: Run) -> AbstractContextManager[profile | None]:
-    """A context that records ten updates of the loop, which calls `step` after each one."""
+    """A context that records ten updates; the loop calls the profiler's `step` after each one."""
     first = run.state.step + _WAIT + _WARM_UP + 1
     if first > run.updates:
         say(f"--profile: the run ends before update {first}, where the trace begins")

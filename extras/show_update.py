@@ -21,12 +21,12 @@ def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig) -> dict:
     """Compute the losses of the next update's microbatches, then print the samples of one of them;
     returns the losses.
 
-    By default, this is the first one with a NaN or infinite loss, else number 0.
+    By default, that is the first microbatch with a NaN or infinite loss, else number 0.
     """
     losses = list[float]()
     samples = 0
     first_bad = None
-    # The batches are not kept: they may be many.
+    # The other batches are not kept: there may be many.
     with restored_buffers(run.module), torch.no_grad():
         for number in range(run.plan.microbatches):
             microbatch = next(batches)

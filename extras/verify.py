@@ -137,7 +137,7 @@ def difference(run: Run, update: int, what: str, folder: Path) -> UserError:
     problem = f"update {update} differs ({what}); its samples: "
     problem += join_names(samples_of_update(run, update - 1))
     try:
-        load_data(run.config, read_checkpoint(find_checkpoint(folder)).samples)
+        load_data(run.config, read_checkpoint(find_checkpoint(folder)).table)
     except UserError as error:
         problem += f"; {error.problem}"
     return UserError(
@@ -207,9 +207,9 @@ def choose_updates(text: str, known: Collection[int], every: range) -> list[int]
 
 
 def parts_to_compute(updates: Iterable[int], starts: Iterable[int]) -> dict[int, int]:
-    """The last update to compute from each start: the nearest before an update, or 0.
+    """{start: last update to compute from it}; a start is the nearest before an update, or 0.
 
-    A start after another update is passed by, so that its weights are compared.
+    A start that is itself one of the updates is not used, so that its weights are compared.
     """
     known = {0, *starts} - {*updates}
     return {max(start for start in known if start < update): update for update in updates}

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from utils.errors import printable
 
-_CONTROLS = re.compile(r"[\0-\b\v\f\x0e-\x1f\x7f-\x9f]")  # but tabs and ends of lines
+_CONTROLS = re.compile(r"[\0-\b\v\f\x0e-\x1f\x7f-\x9f]")  # all but tabs and line ends
 
 
 def say(text: str, on_each_machine: bool = False) -> None:
@@ -27,7 +27,7 @@ def say(text: str, on_each_machine: bool = False) -> None:
         if not on_each_machine or os.environ["LOCAL_RANK"] != "0":
             return
         text = f"{socket.gethostname()}: {text}"
-    text = _CONTROLS.sub("?", text)  # an untrusted file may contain some
+    text = _CONTROLS.sub("?", text)  # text of an untrusted file may have some
     with suppress(OSError, ValueError):  # a full disk, a character that the encoding lacks
         tqdm.write(text)
         sys.stdout.flush()

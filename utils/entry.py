@@ -1,7 +1,7 @@
 """The first import of each script.
 
 `utils` sets environment variables that PyTorch reads when it is loaded (utils/__init__.py). The
-exit handler that is registered first is the last one that is called.
+exit handler that is registered first is called last.
 """
 
 import atexit

@@ -1,11 +1,13 @@
 """Files and folders that are written completely or not at all, and a lock on a folder."""
 
 import errno
+import hashlib
 import json
 import os
 import shutil
 import socket
 import time
+import unicodedata
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -158,6 +160,31 @@ def put_in_place(partial: Path, final: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
         elif old.exists():
             old.rename(final)
+
+
+def in_form_of_files(path: str) -> str:
+    """An absolute path in the Unicode forms, NFC or NFD, of the folders and files that exist."""
+    found = "/"
+    for part in os.path.normpath(path).split("/"):
+        # each part, because the folders and the file may have come from different systems
+        forms = [os.path.join(found, unicodedata.normalize(form, part)) for form in ("NFC", "NFD")]
+        found = next(filter(os.path.exists, forms), forms[0])
+    return found
+
+
+def link_or_copy(path: Path, target: Path) -> None:
+    """Give a file that is never changed another name, or copy it where there are no hard links."""
+    try:
+        os.link(path, target)
+    except OSError:
+        with path.open("rb") as source, whole_file(target) as file:
+            shutil.copyfileobj(source, file)
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def size_of(folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""Output that nobody reads any more, and how a script exits."""
+"""Output to a closed pipe, and how a script exits."""
 
 import atexit
 import io

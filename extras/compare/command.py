@@ -16,7 +16,7 @@ from utils.runs import check_log
 
 @contextmanager
 def parse_runs(name: str, argv: Sequence[str] | None) -> Iterator[argparse.Namespace]:
-    """The flags of `python -m extras.NAME`, with the `groups` of run folders and all `folders`.
+    """The flags of `python -m extras.NAME`; `groups` has the folders of each RUN, `folders` all.
 
     An error in this context is reported on one line.
     """
@@ -59,7 +59,7 @@ def find_runs(given: Path) -> list[Path]:
 
 
 def check_runs(flags: argparse.Namespace) -> None:
-    """Load the plug-in, and raise UserError or OSError for folders that are not those of runs."""
+    """Load the plug-in, and raise UserError or OSError for folders that are not run folders."""
     if flags.plugin:
         load_plugin(flags.plugin)
     for folder in flags.folders:

@@ -18,7 +18,7 @@ from utils.errors import UserError
 from utils.settings.train import read_config
 from utils.tasks import Task, make_task
 
-_EFFECT = 2.8  # standard errors (1.96 + 0.84), found with a chance of 80 %
+_EFFECT = 2.8  # standard errors: such a difference is found with a power of 80 % (1.96 + 0.84)
 
 
 def write_groups(groups: list[list[Path]], out: Path, images: bool) -> None:
@@ -45,7 +45,7 @@ def write_groups(groups: list[list[Path]], out: Path, images: bool) -> None:
 
 
 def by_seed(runs: Sequence[Path], several: bool) -> dict[str, Path]:
-    """The runs of a group by the seed in their name; a pair of single runs has an empty one."""
+    """The runs of a group by the seed in their names; unless `several`, its only run by ""."""
     if not several:
         return {"": runs[0]}
     return {run.name.rpartition("-seed")[2]: run for run in runs}
@@ -79,7 +79,7 @@ def pair_up(one: dict[str, Path], other: dict[str, Path], seeds: list[str]) -> P
 def compare_pairs(pairs: Pairs, left: Sequence[str]) -> dict:
     """The values of page.html that compare two groups; `lines` are the result in words.
 
-    `left` are the seeds that only one of them has.
+    `left` has the seeds that are left out, because only one group has them.
     """
     seeds, folders, runs = pairs
     _, task = make_task(read_config(folders[0] / "config.yaml"), runs[0].classes.tolist())
@@ -107,7 +107,7 @@ def compare_pairs(pairs: Pairs, left: Sequence[str]) -> dict:
         lines.append(f"only one of them has the seeds {', '.join(left)}, which are left out")
     if task.metric == "accuracy" and seeds == [""]:
         lines.append(mcnemar(samples, names[1]))
-    # of the first pair: only one of them is right
+    # images of the first pair on which only one run is right
     flipped = np.flatnonzero(runs[0].values[:, 1:2] != runs[len(seeds)].values[:, 1:2])
     own = dict(zip(seeds, np.nanmean(samples, 1), strict=True))
     drawn = {"mean": mean, "half": half, "scale": scale, "unit": unit, "own": own}
@@ -141,15 +141,15 @@ def _values(runs: list, task: Task) -> np.ndarray:
 
 
 def compare(samples: np.ndarray, images: int) -> tuple[float, float, str, str]:
-    """Compare two runs by their differences, float [S, N], with S seeds on N of `images`, or on
-    resamples of them; NaN where a seed lacks an image.
+    """Compare two groups of runs by their differences, float [S, N], of S seeds on N images, or on
+    N resamples of `images` images; NaN where a seed lacks an image.
 
     Returns the mean difference, half of its 95 % interval, how many seeds or images were used, and
     with how many a difference of this size would be found with a chance of 80 %.
 
     With several seeds, both seeds and images are random, as in an analysis of variance with two
     crossed random factors. What two seeds have in common is due to the images. The variance is at
-    least that over the images alone. If all values are -1, 0 and 1, each seed gets one more image,
+    least that over the images alone. If all values are -1, 0 or 1, each seed gets one more image,
     half for each run, so that the variance is above 0: with one seed, this is the interval of
     Agresti and Min (2005).
     """

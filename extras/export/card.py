@@ -222,9 +222,8 @@ def _measured(loaded: Loaded) -> str:
     precision = loaded.saved.config.mixed_precision
     if not saved.evaluation:
         return "The checkpoint has no evaluation of these weights."
-    assert saved.samples
     found = saved.evaluation
-    split = printable(saved.samples.evaluation.name)
+    split = printable(saved.evaluated_on) or "of evaluation"
     where = f"`{data_name(loaded)}`, split `{split}`, {found['count']} images, each counted once"
     if precision in ("bf16", "fp16"):
         where += f", in {precision}"

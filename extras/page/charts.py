@@ -94,7 +94,7 @@ def draw(runs: Sequence[dict], name: str, factor: float, unit: str) -> "Figure":
 
 def points_of(run: dict, name: str) -> dict[str, list[tuple[int, float]]]:
     """The updates and values of one name in the train and eval records of a run, by the kind of
-    line, without infinite values and at most about a thousand.
+    line, without NaN and infinite values, and at most about a thousand.
 
     Averaged weights have a line of their own.
     """

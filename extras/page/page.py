@@ -141,5 +141,5 @@ def changed_settings(values: Mapping) -> dict[str, str]:
 
 
 def without_places(values: Mapping) -> dict:
-    """JSON values with the last part of each absolute path, so that the page can be shared."""
+    """JSON values with absolute paths cut to their last part, so that the page can be shared."""
     return json.loads(re.sub(r'"[/~][^"]*/(?=[^"])', '"', json.dumps(values)))

@@ -69,13 +69,14 @@ def _write_fold(run: Run, found: Predictions) -> None:
     """Write the predictions of the last weights: the best ones were chosen on the fold."""
     config = run.config
     split = run.data.evaluation
-    listed = run.data.samples
-    origin = [listed.class_names, config.seed, config.group_by, *sorted(run.data.bad_images)]
-    if listed.train.names is None:  # of the whole table
-        origin += [listed.train.labels, listed.train.content]
+    table = run.data.table
+    origin = [table.class_names, config.seed, config.group_by, *sorted(run.data.bad_images)]
+    if table.train.names is None:  # of the whole split
+        origin += [table.train.labels, table.train.content]
     else:
-        for part in listed.parts:
-            origin += zip(part.names, part.ends, part.classes, strict=True)
+        for part in table.parts:
+            labels = part.split.labels.tolist()
+            origin += zip(part.names, part.checksums.tolist(), labels, strict=True)
     name = fingerprint_of(*sorted(map(str, origin)))[:8]
     keys = group_keys(split, config.group_by or "", run.data.class_names)
     rows = rows_of_split(run.task, split, found)

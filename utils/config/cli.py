@@ -31,7 +31,7 @@ def parse_args(
     code 2.
 
     `registries` are those of settings whose value is a name. --help lists names and arguments,
-    `Registry.check` checks them.
+    and `Registry.check` checks them.
     """
     return parse_given(cls, prog, argv, registries)[0]
 
@@ -41,8 +41,8 @@ def parse_given(
 ) -> tuple[Config, set[str]]:
     """As `parse_args`, and the names of the settings that are given, in the file or as flags.
 
-    With --resume, registries are checked later: others come from a checkpoint, which may need a
-    plug-in.
+    With --resume, registries are checked later: other settings come from a checkpoint, which may
+    need a plug-in.
     """
     try:
         values = _read_words(cls, prog, list(sys.argv[1:] if argv is None else argv), registries)
@@ -81,7 +81,7 @@ def _read_words(cls: type[Settings], prog: str, argv: list[str], registries: Reg
 
 
 def _split_off_paths(argv: list[str]) -> tuple[list[str], list[str]]:
-    """The words before and after --. Those after it are paths, also if they begin with -."""
+    """The words before and after --. Those after it are paths, even if they begin with -."""
     if "--" not in argv:
         return argv, []
     end = argv.index("--")
@@ -89,7 +89,7 @@ def _split_off_paths(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _check_flags(words: list[str], cls: type[Settings]) -> None:
-    """Raise UserError, with all fixes, if some of the words that are left are flags."""
+    """Raise UserError, with a fix for each, if any of the remaining words are flags."""
     unknown = dict.fromkeys(word.split("=")[0] for word in words if word.startswith("-"))
     names = _names(cls)
     answers = [

@@ -57,7 +57,7 @@ def make_parser(
         argument_default=argparse.SUPPRESS,
     )
     parser._negative_number_matcher = _NUMBER  # argparse would take -1e-3 and -0.1,0.2 for flags
-    # of torch.distributed.launch
+    # torch.distributed.launch adds it
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     if cls.file_format is not None:
         parser.add_argument(

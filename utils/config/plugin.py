@@ -18,8 +18,7 @@ from utils.errors import UserError, one_line
 from utils.files import expand
 
 PLUGIN_HASHES: dict[str, str] = {}
-"""The SHA-256 of the plug-in of this process, if it has one, by its file name. `versions` has
-it."""
+"""{file name: SHA-256} of the plug-in of this process, if it has one; `versions` includes it."""
 
 
 def load_plugin(file: str) -> None:

@@ -16,8 +16,7 @@ class Registry(dict):
 
     The setting `what`_args, if there is one, passes arguments to the selected function, by the
     names of its parameters that have a default. `others` describes values of the setting that are
-    not in the registry. A function may be a text MODULE:NAME, which is imported at its
-    first use.
+    not in the registry. An entry may be a string MODULE:NAME, which is imported at its first use.
     """
 
     def __init__(self, what: str, functions: dict, others: str = ""):

@@ -1,4 +1,4 @@
-"""The fix for a name that does not exist: the names that it may stand for."""
+"""The fix for a name that does not exist: the existing names that may be meant."""
 
 import re
 from collections.abc import Collection
@@ -6,8 +6,8 @@ from difflib import get_close_matches
 
 from utils.errors import alternatives
 
-# What timm, torchvision's references and the Hugging Face examples call a setting of ours. Only the
-# names that people type most, and that `suggestion` does not find.
+# Names of settings in timm, torchvision's references and the Hugging Face examples, and our names.
+# Only common ones that `suggestion` does not find.
 OTHER_NAMES = {
     "data_dir": "data",
     "data_path": "data",
@@ -40,8 +40,8 @@ def suggestion(name: str, names: Collection[str], otherwise: str, prefix: str = 
 
 
 def _similar(given: str, known: Collection[str]) -> list[str]:
-    """The first of these that exist: the name itself, names that begin with it, contain it, or
-    resemble it.
+    """The name itself if it is known; else the names that begin with it, else those that contain
+    it, else one that resembles it.
     """
     if given in known:
         return [given]

@@ -46,9 +46,6 @@ from utils.data.order import Microbatch, Plan, fold_in, make_plan
 # samplers of updates and of evaluation blocks
 from utils.data.samplers import UpdateSampler, evaluation_blocks
 
-# the samples of a run, in its checkpoints
-from utils.data.samples import SAMPLES_FILE, SampleList, read_samples
-
 # the samples to train and evaluate on
 from utils.data.selection import load_data, load_split
 
@@ -63,6 +60,9 @@ from utils.data.spec import EVAL_CROP, SMALL, InputSpec, sides
 
 # splits: their labels, and images that are not decoded yet
 from utils.data.splits import Data, Files, Source, Split, fingerprint_of, whole_split
+
+# the table of a run's samples
+from utils.data.table import TABLE_FILE, SampleTable, name_of_table, read_table, sha256_in
 
 # policies of --auto_augment
 from utils.data.transforms import AUTO_AUGMENTS

@@ -1,4 +1,4 @@
-"""Arrays in files of the cache: mapped into memory, whole or not there."""
+"""Arrays in cache files, mapped into memory; a file is complete or does not exist."""
 
 from collections.abc import Iterable
 from contextlib import suppress

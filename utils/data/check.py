@@ -39,7 +39,8 @@ _LINES = (  # about images that are transparent, of one colour, or have several 
 
 def check_images(split: Split, full: bool, cache_dir: str) -> Split:
     """The split with the errors of its unreadable images (`errors`), a checksum of both ends of
-    each image (`checksums`), what each image is like (`looks`), and lines about these (`notes`).
+    each image (`checksums`), the stamps of files (`stamps`), what each image is like (`looks`), and
+    lines about these (`notes`).
 
     An image passes if it begins and ends as its format requires, and its header says what it is
     like. Any other image, or every image if `full`, is decoded. The result is cached until a
@@ -51,9 +52,9 @@ def check_images(split: Split, full: bool, cache_dir: str) -> Split:
         if split.images.ndim > 3:
             looks[:, 3] = [(planes != planes[:1]).any() for planes in split.images]
         return replace(split, looks=looks)
-    stamps, errors = _stamps(split)
+    split, errors = _with_stamps(split)
     rows = np.setdiff1d(split.image_index, list(errors))
-    key = split.fingerprint, split.bits, *stamps
+    key = split.fingerprint, split.bits, split.cache_key
     name = fingerprint_of(_VERSION, full, *DECODERS.values(), *key)
     path = expand(cache_dir) / "checked" / f"{name}.json"
     try:
@@ -61,7 +62,7 @@ def check_images(split: Split, full: bool, cache_dir: str) -> Split:
         looks = np.reshape(table, looks.shape)
         errors |= dict(reasons)
     except Exception:  # of any class, if there is no earlier result, or a damaged one
-        for row, (own, reason) in zip(rows.tolist(), _check_all(split, rows, full), strict=True):
+        for row, (own, reason) in zip(rows.tolist(), check_rows(split, rows, full), strict=True):
             looks[row] = own
             if reason:
                 errors[row] = reason
@@ -82,25 +83,25 @@ def _notes(split: Split) -> list[str]:
     return lines
 
 
-def _stamps(split: Split) -> tuple[list, dict[int, str]]:
-    """Return values to hash, which change when an image changes, and {row: error} for missing and
-    special files.
+def _with_stamps(split: Split) -> tuple[Split, dict[int, str]]:
+    """The split with the stamps of its files, and {row: error} for missing and special files.
 
     Special files must not be opened: reading a pipe would block forever.
     """
-    if not isinstance(split.images, Files):
-        return [split.cache_key], {}
-    stamps = []
-    errors = {}
-    for row, file in enumerate(split.images.paths):
+    images = split.images
+    errors: dict[int, str] = {}
+    if not isinstance(images, Files):
+        return split, errors
+    stamps = np.full((len(images), 3), -1)
+    for row in range(len(images)):
         try:
-            stamps.append((file, *split.images.stamp(row)))
+            stamps[row] = images.stamp(row)
         except OSError as error:
             errors[row] = error.strerror or str(error)
-    return [stamps], errors
+    return replace(split, stamps=stamps), errors
 
 
-def _check_all(split: Split, rows: np.ndarray, full: bool) -> list:
+def check_rows(split: Split, rows: np.ndarray, full: bool = False) -> list:
     """Check these images on all cores. Returns the looks with the checksum, and the error or "", of
     each.
     """

@@ -1,7 +1,6 @@
 """CSV files that list images: a header such as `path,label,split`, then a row for each image."""
 
 import os
-import unicodedata
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from utils.data.labels import (
 from utils.data.listing import ENDINGS, archives_at
 from utils.data.splits import EVAL_NAMES, Files, Source, Split, fingerprint_of, whole_split
 from utils.errors import UserError, one_line
+from utils.files import in_form_of_files
 from utils.settings.data import DataSettings
 
 # errors of spreadsheets, and what libraries and databases write for a missing value
@@ -108,11 +108,7 @@ def _meant(path: str) -> str:
     """The file that a missing path may mean: in another Unicode form, with / for \\, or with an
     ending; empty if there is none.
     """
-    found = "/"
-    for part in os.path.normpath(path.replace("\\", "/")).split("/"):
-        # each part, because the folders and the file may have come from different systems
-        forms = [os.path.join(found, unicodedata.normalize(form, part)) for form in ("NFC", "NFD")]
-        found = next(filter(os.path.exists, forms), forms[0])
+    found = in_form_of_files(path.replace("\\", "/"))
     endings = "", *ENDINGS, *map(str.upper, ENDINGS)
     return next(filter(os.path.exists, (found + ending for ending in endings)), "")
 

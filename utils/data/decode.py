@@ -182,7 +182,7 @@ The largest value is 0 if it was not decoded. Images of 16 bits are always decod
 
 
 def header(file: BinaryIO, coloured: bool) -> Looks | None:
-    """What an image is like; None if its header does not tell.
+    """What an image is like; None if its header does not say.
 
     An RGB file may be grey: it counts as colour if `coloured`.
     """
@@ -196,7 +196,7 @@ def header(file: BinaryIO, coloured: bool) -> Looks | None:
 
 
 def examine(image: Any, bits: int) -> Looks:
-    """What the pixels of an image are like. Raises any error if it cannot be decoded."""
+    """What the pixels of an image are like. Raises errors of any class if it cannot be decoded."""
     pixels, is_transparent, has_frames = _pixels(image, 3, None, bits)
     red, green, blue = pixels.unbind(2)
     coloured = not (torch.equal(red, green) and torch.equal(red, blue))

@@ -37,7 +37,7 @@ with suppress(PackageNotFoundError):
 
 
 def is_heic(start: bytes) -> bool:
-    """Whether a file that starts so is HEIC, which Pillow does not read. AVIF begins like it."""
+    """Whether a file with this start is HEIC, which Pillow does not read. AVIF begins like it."""
     return start[4:8] == b"ftyp" and b"avif" not in start[8:32]
 
 

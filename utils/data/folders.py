@@ -59,8 +59,8 @@ def image_folder(
 
 
 def split_word(name: str) -> str | None:
-    """The kind of split that a name stands for: train, as `Training` and `train_set`, validation or
-    test.
+    """The kind of split that a name stands for: train (such as `Training`, `train_set`), validation
+    or test.
     """
     found = re.fullmatch(r"([a-z]+?)[ _-]?(set|data|dataset|split|images)?", name.lower())
     return next((split for split, words in _WORDS.items() if found and found[1] in words), None)

@@ -60,7 +60,8 @@ def hold_out(
 def _in_fold(fold: str, order: np.ndarray, labels: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """Which groups are in the fold, bool [groups].
 
-    In this order, each goes to the fold that has the fewest samples of its class, then of all.
+    In this order, each goes to the fold with the fewest samples of its class. Ties go to the
+    fold with the fewest samples in all.
     """
     number, count = map(int, fold.split("/"))
     is_held = np.zeros(len(order), bool)

@@ -75,7 +75,7 @@ def renumber(split: Split, class_names: list[str], wanted: list[str]) -> Split:
 
 def check_kind(split: Split, config: DataSettings) -> None:
     """Raise ValueError if the labels of a split do not suit --task, or if none of its images has
-    one.
+    a label.
     """
     several = split.labels.ndim == 2
     task = config.task

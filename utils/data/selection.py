@@ -1,119 +1,146 @@
 """Select the samples that a run trains and evaluates on."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
 from utils.config import require
 from utils.console import join_names, nfc, say
 from utils.data.check import check_images
+from utils.data.finding import find_again
 from utils.data.folders import left_out_notes
 from utils.data.hold_out import group_keys, hold_out, random_subset
 from utils.data.labels import check_kind, renumber
-from utils.data.samples import (
-    ListedSplit,
-    SampleList,
-    is_same,
-    list_samples,
-    match_files,
-    table_changes,
-)
 from utils.data.sources import eval_split_name, known_split, open_source, train_split_name
 from utils.data.spelling import doubts
 from utils.data.splits import Data, Source, Split
+from utils.data.table import SampleTable, make_table
 from utils.settings.data import DataSettings
 
 
-def load_data(config: DataSettings, samples: SampleList | None = None) -> Data:
+def load_data(config: DataSettings, table: SampleTable | None = None) -> Data:
     """Open the data set and choose its two splits. Raises ValueError or OSError if that fails.
 
-    A resumed run passes the `samples` of its checkpoint, to continue with the same ones. All images
-    are checked, with a progress bar and messages.
+    A resumed run passes the `table` of its checkpoint, to continue with the same samples. A new run
+    checks all images. Shows progress bars and messages.
     """
-    source = _open_checked(config, samples)
-    if not samples:
-        pairs = _choose_splits(source, config)
-        samples = list_samples(config, source.class_names, *pairs)
-        splits = [split for split, _ in pairs]
-    else:
-        skip = config.bad_images == "skip"
-        splits, changes = _find_again(source, config, samples, samples.parts, skip)
-        changes += _class_changes(samples.class_names, source.class_names)
-        fix = (
-            "a resumed run needs the same images and labels: restore them, or start a new run "
-            "(--bad_images skip replaces changed files)"
-        )
-        require(not changes, "; ".join(dict.fromkeys(changes)), fix)
-    checked = *source.opened.values(), *splits
-    bad = {name: reason for split in checked for name, reason in split.unreadable().items()}
-    train = _drop_unreadable(splits[0], config, keep_order=True)
-    evaluation = _drop_unreadable(splits[1], config)
+    data = _kept(config, table) if table else _new(config)
+    train = _drop_unreadable(data.train, config, keep_order=True)
+    evaluation = _drop_unreadable(data.evaluation, config)
     train = random_subset(train, config.max_train_samples, config.seed)
     evaluation = random_subset(evaluation, config.max_eval_samples, config.seed)
     for split in (train, evaluation):
         check_kind(split, config)
-    problem = f"--data {config.data} has one class, {join_names(source.class_names)}"
+    problem = f"--data {config.data} has one class, {join_names(data.class_names)}"
     problem = "; ".join([problem, *train.notes])
-    require(len(source.class_names) > 1, problem, "give at least two classes")
-    return Data(train, evaluation, source.class_names, samples, bad)
+    require(len(data.class_names) > 1, problem, "give at least two classes")
+    return replace(data, train=train, evaluation=evaluation)
+
+
+def _new(config: DataSettings) -> Data:
+    """The samples of a new run, and their table."""
+    source = _open_checked(config)
+    pairs = _choose_splits(source, config)
+    checked = source.opened.values()
+    bad = {name: reason for split in checked for name, reason in split.unreadable().items()}
+    table = make_table(config, source.class_names, pairs, bad)
+    (train, _), (evaluation, _) = pairs
+    return Data(train, evaluation, source.class_names, table, bad)
+
+
+def _kept(config: DataSettings, table: SampleTable) -> Data:
+    """The samples of a table. Raises UserError if one is missing or has changed.
+
+    With --bad_images skip, these get errors instead, also in the table.
+    """
+    source = cache(lambda: _open_checked(config, table))
+    skip = config.bad_images == "skip"
+    found = [find_again(part, config, source, skip) for part in table.parts]
+    changes = dict.fromkeys(line for _, lines in found for line in lines)
+    fix = (
+        "a resumed run needs the same images and labels: restore them, or start a new run "
+        "(--bad_images skip replaces missing and changed files)"
+    )
+    require(not changes, "; ".join(changes), fix)
+    train, evaluation = (split for split, _ in found)
+    table = table.with_errors(train, evaluation)
+    bad = table.left_out | train.unreadable() | evaluation.unreadable()
+    return Data(train, evaluation, table.class_names, table, bad)
 
 
 def load_split(
     config: DataSettings,
     name: str | None,
     class_names: list[str] | Callable[[list[str]], list[str]],
-    samples: SampleList | None = None,
+    table: SampleTable | None = None,
     own_data: bool = False,
 ) -> tuple[Split, list[str]]:
     """One split to evaluate, with labels that are indices into `class_names`, and these names.
 
     `class_names` can also be a function that takes the data's class names and returns this list.
 
-    In the `own_data` of the run that listed the `samples`, None selects those that it evaluated on,
+    In the `own_data` of the run with this `table`, None selects the samples that it evaluated on,
     and "train" those that it trained on. In other data, None selects its evaluation split, or its
     only split. Any other name selects the split of that name. A data set that has all images of the
-    list counts as the run's own, even if it has been moved.
+    table counts as the run's own, even if it has been moved.
     """
-    by = samples and samples.choices["group_by"]
-    source = _open_checked(replace(config, group_by=by or config.group_by), samples)
-    if samples and name in (None, "train") and (own_data or _holds_all(source, samples)):
-        config = replace(config, **samples.choices)
-        split = _split_of_run(source, config, samples, name)
+    by = table and table.choices["group_by"]
+    config = replace(config, group_by=by or config.group_by)
+    source = cache(lambda: _open_checked(config, table))
+    if own_data and not table and name is None:
+        say("the checkpoint has no table of its samples: they are chosen again from --data")
+        _, (split, _) = _choose_splits(source(), config)
+        own_names = source().class_names
+        shown = split.name
+    elif table and name in (None, "train") and (own_data or _has_all(source, config, table)):
+        split = _split_of_run(source, config, table, name)
+        own_names = table.class_names
         shown = split.name
     else:
-        split, shown = _split_of_data(source, name)
-        if samples:
-            _report_trained_on(samples, split)
+        split, shown = _split_of_data(source(), name)
+        own_names = source().class_names
+        if table:
+            _report_trained_on(table, split)
     split = random_subset(_drop_unreadable(split, config), config.max_eval_samples, config.seed)
     check_kind(split, config)
     if callable(class_names):
-        class_names = class_names(source.class_names)
+        class_names = class_names(own_names)
         say(f"classes of the outputs, in order: {join_names(class_names, 6)}")
-    return replace(renumber(split, source.class_names, class_names), name=shown), class_names
+    return replace(renumber(split, own_names, class_names), name=shown), class_names
 
 
 def _split_of_run(
-    source: Source, config: DataSettings, samples: SampleList, name: str | None
+    source: Callable[[], Source], config: DataSettings, table: SampleTable, name: str | None
 ) -> Split:
     """The samples that the run evaluated on, or with "train" those that it trained on.
 
-    Lines say what has changed since. Raises UserError if a change could mix the two.
+    Prints what has changed since. Raises UserError if a change could mix the two.
     """
-    part = samples.train if name else samples.evaluation
-    (split,), changes = _find_again(source, config, samples, [part])
-    is_lost = part.names is None and samples.train.source == samples.evaluation.source
+    part = table.train if name else table.evaluation
+    split, changes = find_again(part, config, source)
+    is_lost = part.names is None and table.train.source == table.evaluation.source
     problem = f"{'; '.join(changes)}; the held-out samples cannot be found again"
     fix = f"evaluate all samples with --data {config.data} --split {part.source}"
     require(not (changes and is_lost), problem, fix)
-    for line in [*_class_changes(samples.class_names, source.class_names), *changes]:
+    for line in changes:
         say(line)
     return split
 
 
+def _has_all(source: Callable[[], Source], config: DataSettings, table: SampleTable) -> bool:
+    """Whether a data set has all samples of the table."""
+    try:
+        found = [find_again(part, config, source) for part in table.parts]
+    except ValueError:  # it lacks a split, or has other kinds of images
+        return False
+    return not any(changes or split.errors for split, changes in found)
+
+
 def _split_of_data(source: Source, name: str | None) -> tuple[Split, str]:
-    """The split of this name, or without a name the one for evaluation or the only one; and how a
-    record names it.
+    """The split `name`, or by default the evaluation split or the only one; and how a record names
+    it.
     """
     asked = name or eval_split_name(source, "", None)
     if not asked and len(source.openers) == 1:
@@ -122,10 +149,10 @@ def _split_of_data(source: Source, name: str | None) -> tuple[Split, str]:
     return split, split.name
 
 
-def _open_checked(config: DataSettings, samples: SampleList | None) -> Source:
+def _open_checked(config: DataSettings, table: SampleTable | None = None) -> Source:
     """The source that --data names. The images of a split are checked when the split is opened.
 
-    The classes are those of the samples, in their order, if they only differ in this order or in
+    The classes are those of the table, in their order, if they only differ in this order or in
     Unicode form.
     """
     source = open_source(config)
@@ -133,8 +160,8 @@ def _open_checked(config: DataSettings, samples: SampleList | None) -> Source:
     full = config.check_images == "full" or config.bad_images == "skip"
     found = source.class_names
     source.notes += left_out_notes(f"--data {config.data}", doubts(found))
-    if samples and sorted(map(nfc, found)) == sorted(map(nfc, samples.class_names)):
-        source.class_names = samples.class_names
+    if table and sorted(map(nfc, found)) == sorted(map(nfc, table.class_names)):
+        source.class_names = table.class_names
     wanted = source.class_names
     source.check = lambda split: check_images(
         replace(renumber(split, found, wanted), bits=config.image_bits), full, config.cache_dir
@@ -191,60 +218,9 @@ def _drop_unreadable(split: Split, config: DataSettings, keep_order: bool = Fals
     return split.select(np.flatnonzero(split.readable))
 
 
-def _find_again(
-    source: Source,
-    config: DataSettings,
-    samples: SampleList,
-    parts: Collection[ListedSplit],
-    skip_changed: bool = False,
-) -> tuple[list[Split], list[str]]:
-    """These parts of a run's samples, and lines about what has changed since it listed them."""
-    flag = "the run used split"
-    pairs = [(part, source.split(known_split(source, part.source, flag))) for part in parts]
-    changes: list[str] = []
-    if samples.train.names is None:
-        train, evaluation = (part.source for part in samples.parts)
-        # not another split that has appeared since
-        if train != evaluation or config.eval_split:
-            config = replace(config, eval_split=evaluation, eval_fraction=None)
-        elif not config.fold:
-            config = replace(config, eval_fraction=config.eval_fraction or 0.1)
-        splits_now = _choose_splits(source, replace(config, train_split=train))
-        chosen = zip(samples.parts, splits_now, strict=True)
-        for part, whole in pairs:
-            changes += table_changes(part, whole)
-        return [split for own, (split, _) in chosen if any(own is p for p in parts)], changes
-    splits = []
-    for part, whole in pairs:
-        split, lines, new = match_files(samples, part, whole, source.class_names, skip_changed)
-        splits.append(split)
-        changes += lines
-        if new:
-            problem = f"split {whole.name!r} has new files since training, which are left out"
-            say(f"{problem}: {join_names(new, 3)}")
-    return splits, changes
-
-
-def _class_changes(before: list[str], now: list[str]) -> list[str]:
-    old, new = {*map(nfc, before)}, {*map(nfc, now)}
-    if old == new:
-        return []
-    added = join_names(sorted(new - old), 3) or "none"
-    removed = join_names(sorted(old - new), 3) or "none"
-    return [f"the classes changed since training (new: {added}, removed: {removed})"]
-
-
-def _holds_all(source: Source, samples: SampleList) -> bool:
-    """Whether a data set has all samples of the list."""
-    return all(
-        part.source in source.openers and is_same(part, source.split(part.source))
-        for part in samples.parts
-    )
-
-
-def _report_trained_on(samples: SampleList, split: Split) -> None:
+def _report_trained_on(table: SampleTable, split: Split) -> None:
     """Report how many of the images to evaluate on are training images of the run."""
-    if samples.train.ends is None or split.checksums is None:
+    if table.train.checksums is None or split.checksums is None:
         return
-    if known := np.isin(split.checksums[split.image_index], samples.train.ends).sum():
+    if known := np.isin(split.checksums[split.image_index], table.train.checksums).sum():
         say(f"the run trained on {known} of the {len(split)} images of split {split.name!r}")

@@ -73,7 +73,7 @@ def suggest_shrink(split: Split, images: int) -> list[str]:
     if split.checksums is None:
         return []
     sizes = split.checksums[split.image_index] >> 32
-    # Seconds of a core for each byte, less some, so that it is not suggested below a megabyte.
+    # Seconds of a core per byte, minus a constant: it is not suggested below a megabyte.
     seconds = (images - len(split)) * (sizes.mean() * 2.5e-8 - 0.025) / usable_cores()
     if seconds <= 60:
         return []

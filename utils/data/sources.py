@@ -149,8 +149,15 @@ def has_columns(data: str) -> bool:
     return not path.is_dir() or has_tables(path)
 
 
+def is_image_folder(data: str) -> bool:
+    """Whether --data names a folder of image files."""
+    path = expand(data)
+    is_folder = not _find(data)[0] and path.is_dir() and not has_tables(path)
+    return is_folder and not holds_archives(path)
+
+
 def check_source(config: DataSettings) -> None:
-    """Raise ValueError if what --data names does not exist, or has no --data_dir.
+    """Raise ValueError if what --data names does not exist, or does not use a given --data_dir.
 
     It is not opened.
     """
@@ -184,9 +191,10 @@ def open_source(config: DataSettings) -> Source:
             line = f"--data {config.data} is a bundled data set; for the folder of this name, use"
             source.notes = (f"{line} --data ./{config.data}",)
         return source
+    if is_image_folder(config.data):
+        return image_folder(path, config)
     if path.is_dir() and not has_tables(path):
-        is_of_archives = holds_archives(path)
-        return SOURCES[".tar"](str(path), config) if is_of_archives else image_folder(path, config)
+        return SOURCES[".tar"](str(path), config)
     from utils.data.hf_datasets import load_hub, table_source
 
     return table_source(read_table_files(path), config) if path.exists() else load_hub(config)

@@ -39,8 +39,9 @@ class Split:
     `labels` and `image_index` are int64 [N]; several samples may share an image. If samples may
     have several classes or none, `labels` is multi-hot, uint8 [N, classes]. `fingerprint` changes
     if an image may have changed; image files have a stamp each instead. A check of the images adds
-    three fields: `checksums`, one of each image, int64 [len(images)]; `errors`, those of unreadable
-    images by their index in `images`; and `looks`, a row of Looks (utils/data/decode.py) for each.
+    four fields: `checksums`, one of each image, int64 [len(images)]; `stamps`, those of files,
+    int64 [len(images), 3]; `errors`, those of unreadable images by their index in `images`; and
+    `looks`, a row of Looks (utils/data/decode.py) for each.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Split:
     image_index: np.ndarray
     fingerprint: str
     checksums: Any = None
+    stamps: Any = None
     looks: Any = None
     errors: Mapping[int, str] = field(default_factory=dict)
     groups: Any = None  # the values of the column --group_by, one of each image
@@ -96,12 +98,13 @@ class Split:
     @property
     def cache_key(self) -> str:
         """Identifies the images and their order; part of the name of the file that caches them."""
-        stamps = []
-        if isinstance(self.images, Files):
-            rows = self.image_index[self.readable].tolist()
-            stamps = [(self.images.path(row), *self.images.stamp(row)) for row in rows]
-        parts = self.fingerprint, self.bits, self.image_index
-        return fingerprint_of(*parts, *sorted(self.errors), *stamps)
+        if not isinstance(self.images, Files):
+            errors = sorted(self.errors)
+            return fingerprint_of(self.fingerprint, self.bits, self.image_index, *errors)
+        paths = map(self.images.path, self.image_index.tolist())
+        rows = self.image_index[self.readable]
+        stamps = self.stamps[rows] if self.stamps is not None else [*map(self.images.stamp, rows)]
+        return fingerprint_of(self.bits, self.readable, np.asarray(stamps), *paths)
 
     @cached_property
     def label_fingerprint(self) -> str:
@@ -138,14 +141,14 @@ class Split:
 class Data:
     """A data set to train on: two splits and the names of their classes, by label.
 
-    `samples` lists them for checkpoints: a SampleList of utils/data/samples.py. `bad_images`
-    lists the images that cannot be read, {path or index: reason}.
+    `table` has the samples of the run: a SampleTable of utils/data/table.py. `bad_images` lists the
+    images that cannot be read, {path or index: reason}.
     """
 
     train: Split
     evaluation: Split
     class_names: list[str]
-    samples: Any = None
+    table: Any = None
     bad_images: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -39,7 +39,7 @@ class ColorTransform(Transform):
 class ColorJitter(ColorTransform):
     """Multiply brightness, contrast and saturation by factors in [1 - X, 1 + X].
 
-    Their order is random.
+    The order of the three is random.
     """
 
     streams = ("jitter_order", "jitter_brightness", "jitter_contrast", "jitter_saturation")

@@ -86,7 +86,7 @@ _START_METHOD = "fork" if sys.platform == "linux" else None
 
 def worker_processes(count: int, ahead: int = 2) -> dict:
     """The keyword arguments of a DataLoader with `count` workers that each prepare `ahead` batches
-    in advance. PyTorch is set up for such workers.
+    in advance. Also sets up PyTorch for such workers.
     """
     prepare_pytorch_for_workers()
     return {

@@ -6,7 +6,7 @@ from os import environ
 
 from utils.errors import UserError
 
-# the same only within one job of Open MPI
+# each job of Open MPI has its own values
 _JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 _EXPORT = {
     "Open MPI": "export it with mpirun -x MASTER_ADDR=HOST",

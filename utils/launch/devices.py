@@ -111,7 +111,7 @@ def check_shared_gpus(gpus: Sequence[tuple[str, str]], backend: str) -> None:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """The version of the NCCL library that runs: one may be preloaded, and PyTorch's is a
+    """The version of the NCCL library in use, which may be a preloaded one; PyTorch's number is a
     constant.
     """
     code = ctypes.c_int()

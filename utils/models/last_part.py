@@ -48,8 +48,8 @@ def find_last_part(model: nn.Module, spec: InputSpec) -> tuple[nn.Module | None,
 
 
 def _outermost_sequential(model: nn.Module, name: str) -> str:
-    """The name of the outermost nn.Sequential of those that this module is in, one in another; the
-    name itself if its parent is none.
+    """Go up from this module as long as its parent is an nn.Sequential; returns the name that is
+    reached.
     """
     parent = name.rpartition(".")[0]
     if parent and isinstance(model.get_submodule(parent), nn.Sequential):

@@ -16,8 +16,7 @@ from utils.console import join_names, nfc
 from utils.models.layers import find_heads, head_prefixes, shape_of
 
 _WRAPPERS = ("module.", "_orig_mod.", "backbone.", "encoder.")
-"""What DDP, torch.compile and other trainers put before the names of a model, also several of
-them."""
+"""The prefixes that DDP, torch.compile and other trainers add to names, one or several."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Run a new model once: does it take the images and return what a run expects?"""
+"""Run a new model once, to check that it takes the images and returns what a run expects."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,8 +19,8 @@ MINIMUM_SIZE = {"mnist_cnn": 28, "mlp": 1, "fastnet": 28, "inception_v3": 299}
 
 
 def check_output(model: nn.Module, config: ModelSettings, spec: InputSpec, classes: int) -> None:
-    """Run the model on images of training and of evaluation, and let it accept an empty batch,
-    which a rank without samples computes. In evaluation mode, it then returns logits alone.
+    """Run the model on images of training and of evaluation, then let it accept an empty batch,
+    which a rank without samples computes, and return only logits in evaluation mode.
 
     Raises UserError for a model that does not take these images or has other outputs.
     """
@@ -30,7 +30,7 @@ def check_output(model: nn.Module, config: ModelSettings, spec: InputSpec, class
     other = spec.for_evaluation()
     if other.size != spec.size:
         tries.append((other, 1, "leave out --eval_size"))
-    # ranks share batch statistics, so all of them must be in training mode
+    # a rank that shares batch statistics computes the empty batch itself, see `_forward`
     if config.sync_batchnorm:
         tries.append((spec, 0, "leave out --sync_batchnorm"))
     for each, count, fix in tries:
@@ -84,9 +84,7 @@ def _forward(model: nn.Module, shares_statistics: bool, images: Tensor, *more: A
 
 
 def hook_for_size(weight_bytes: float) -> Callable[..., None]:
-    """A hook that raises UserError if the parameters that are registered take far more bytes than
-    these.
-    """
+    """A hook that raises UserError if the registered parameters far exceed `weight_bytes`."""
     left = 2 * weight_bytes + 2**26  # a head may be replaced
 
     def count(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:

@@ -19,7 +19,7 @@ def bad_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
     # with fsdp_offload_params, buffers are on another device
     device = next(iter(floats.values())).device
     good = [_is_finite(local_shard(tensor)).to(device) for tensor in floats.values()]
-    waited = torch.stack(good).tolist()  # only once
+    waited = torch.stack(good).tolist()  # for the device, only once
     return [name for name, is_good in zip(floats, waited, strict=True) if not is_good]
 
 
@@ -44,7 +44,7 @@ _COLUMNS = 4093  # a prime: rows or channels in another order change the sum
 def sum_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """A sum of the bits of each tensor, as integers weighted by their position, modulo 2**64.
 
-    Waits once.
+    Waits once for the device.
     """
     device = next(iter(tensors.values())).device  # an optimizer may count steps on the host
     sums = torch.stack([sum_words(tensor.detach()).to(device) for tensor in tensors.values()])
@@ -63,5 +63,5 @@ def sum_words(tensor: Tensor) -> Tensor:
     rest = words[end:]
     sums[: len(rest)] += rest
     sums ^= sums >> 31  # otherwise two changed signs would cancel
-    # odd: no change of one word is lost
+    # odd factors: every change of one word changes the sum
     return (sums * torch.arange(1, 2 * _COLUMNS, 2, device=sums.device)).sum()

@@ -203,7 +203,7 @@ def _create(config: ModelSettings, spec: InputSpec, classes: int, arguments: dic
         require(has_drop_path or not config.drop_path, problem, _FOR_DROP_PATH)
         return model
     if name in OF_TENSORFLOW:
-        # torchvision warns without the first; GoogLeNet's published weights have no auxiliary heads
+        # without init_weights torchvision warns; GoogLeNet's published weights lack auxiliary heads
         own = {"init_weights": True, "aux_logits": not config.pretrained or name == "inception_v3"}
         arguments = own | arguments
     model = torchvision.models.get_model(name, num_classes=classes, **arguments)

@@ -93,7 +93,7 @@ def has_native_bf16(device: torch.device) -> bool:
 
 
 def leave_run() -> None:
-    """Free the memory of a run that has ended: the next one is as in a new process."""
+    """Free the memory of a run that has ended; the next one starts as in a new process."""
     AcceleratorState._reset_state(True)  # it keeps what FSDP and the compiler have changed
     torch.compiler.reset()  # after eight models, PyTorch would stop compiling
     clear_device_cache(garbage_collection=True)

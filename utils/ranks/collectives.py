@@ -70,8 +70,8 @@ class Collectives:
     def local_main_first(self, place: str = "") -> Iterator[None]:
         """`agree`, but the first rank of each machine runs the block before the others.
 
-        So they find the files that it has downloaded or decoded. They wait for it as long as it is
-        alive.
+        They then find the files that it has downloaded or decoded. They wait for it as long as it
+        is alive.
         """
         is_first = self.topology.local_rank == 0
         self.enter(place)

@@ -45,16 +45,16 @@ class Ended:
 
 
 class Heartbeats:
-    """Writes the heartbeat of this rank to the store, and reads those of the others while this rank
-    waits for them: otherwise N ranks would each read N heartbeats from one store.
+    """Writes the heartbeat of this rank to the store, and reads those of the others only while this
+    rank waits for them. Otherwise N ranks would each read N heartbeats from one store.
 
-    Times are the seconds of `own_beat`.
+    Times are as in `own_beat`, in seconds.
     """
 
     def __init__(
         self, rank: int, store: Store, members: list["Member"], own_beat: Callable[[], Beat]
     ):
-        self.ended: Ended | None = None  # another rank
+        self.ended: Ended | None = None  # once another rank has exited
         self._rank = rank
         self._members = members
         self._own_beat = own_beat
@@ -96,7 +96,7 @@ class Heartbeats:
                     heard[rank] = Heard(beat, self._now)
 
     def listen(self, to_others: bool) -> None:
-        """Begin to read the heartbeats of the others, or stop it."""
+        """Start or stop reading the heartbeats of the others."""
         if not to_others:
             self._heard = {}
         elif not self._heard:
@@ -133,7 +133,7 @@ class Heartbeats:
         return "; ".join(parts)
 
     def longest_silence(self) -> float:
-        """The most seconds without a heartbeat of another rank."""
+        """The longest time without a heartbeat from another rank, in seconds."""
         others = [heard.since for rank, heard in self._heard.items() if rank != self._rank]
         return self._now - min(others)
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from utils.launch.rendezvous import Member
 
 _PATIENCE = timedelta(days=1)  # for slow work on one rank, such as a download
-# more for NCCL, which prints a dump and aborts: the watch reports a timeout first
+# NCCL aborts later than the timeout, with a dump, so that the watch reports the timeout first
 _NCCL_LATER = timedelta(seconds=30)
 _CONNECT = 36.0  # seconds to connect 32 ranks
 
@@ -127,8 +127,8 @@ class Ranks(Collectives):
         self.check_same(str(PLUGIN_HASHES), "another --plugin file")
 
     def _connect(self, store: dist.Store) -> None:
-        """Create the default group, and two groups of gloo for agreements: the collectives of one
-        wait for --timeout, those of the other for slow work.
+        """Create the default group, and two groups of gloo for agreements: one has the
+        timeout --timeout, the other `_PATIENCE`, for slow work.
         """
         backend = self.backend
         processes = self.topology.world_size
@@ -224,7 +224,7 @@ class Ranks(Collectives):
 
 
 def connect_timeout(backend: str, processes: int, timeout: float) -> float:
-    """The seconds that the processes, which are all running, have to connect."""
+    """The seconds that the processes have to connect; all of them are running."""
     # ProcessGroupNCCL2 starts NCCL in this time, the older class later
     if backend == "nccl" and os.environ["TORCH_DIST_USE_NCCL2"] != "0":
         return timeout

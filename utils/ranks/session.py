@@ -111,7 +111,7 @@ def _end(
         # PyTorch's handler would raise for the next dead worker
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     is_connecting = ranks is not None and ranks.expects_peers and ranks.store is None
-    retry = is_connecting or _may_succeed_later(error)  # a rank that cannot connect may have died
+    retry = is_connecting or _may_succeed_later(error)  # a missing rank may have died
     error = with_known_fix(error)
     if ranks and isinstance(error, AgreedError):
         ranks.finish()
@@ -128,7 +128,7 @@ def _may_succeed_later(error: Exception) -> bool:
     """Whether another attempt may succeed: not after a problem that the user has to fix."""
     own: BaseException | None = error
     if isinstance(error, AgreedError):
-        own = error.__cause__  # None if another rank had it, which decides
+        own = error.__cause__  # None if another rank raised it; that rank decides
     return isinstance(own, InUse) or not isinstance(own, USER_ERRORS)
 
 

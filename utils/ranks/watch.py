@@ -46,7 +46,7 @@ class Watch:
     wait:
 
     * For other ranks, in a collective (`Wait`). Late ranks have entered fewer collectives. Each
-      rank writes heartbeats with what it does to the store. One of the waiting ranks reports the
+      rank writes to the store what it is doing (heartbeats). One of the waiting ranks reports the
       late ones. If a machine loses its power, its connections stay open. So the wait also ends when
       a rank has been silent for `_LOST` seconds and the launcher can restart the run.
     * For data (`DataWait`), as from a dead disk. After a request to stop, or if the launcher has

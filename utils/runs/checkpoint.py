@@ -4,8 +4,9 @@ or does not exist.
 RUN/checkpoints/step-00001234/
     model.safetensors, optimizer.bin       by Accelerator.save_state, with fp16 also scaler.pt
     ema.safetensors                        with --ema_decay, see save_state.py
-    state.json, config.yaml, samples.json.gz    see metadata.py
+    state.json, config.yaml, samples.parquet    see metadata.py
     manifest.json                          the size and the SHA-256 of each file
+RUN/samples-SHA256.parquet                 the table of samples; those of checkpoints are hard links
 RUN/checkpoints/latest, best               one line each: the name of such a folder
 RUN/resumed_from.txt                       the checkpoint of another run that this run started from
 """
@@ -20,6 +21,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
+from utils.config import require
+from utils.data import TABLE_FILE, sha256_in
 from utils.files import holder_text, lock, write_file
 from utils.models import WeightAverage, is_sharded, tied_names
 from utils.ranks import Ranks
@@ -88,6 +91,12 @@ class CheckpointManager:
             if checkpoint is None:
                 return None
             saved = read_checkpoint(checkpoint)
+            problem = f"{checkpoint}: has no table of its samples"
+            fix = (
+                f"copy {TABLE_FILE} too; for a run of Lockstep 0.2, use that version, or start a "
+                "new run with --init_from"
+            )
+            require(saved.table_file, problem, fix)
             if saved.is_in(self.folder):
                 check_identity(saved)
             return saved
@@ -138,13 +147,15 @@ class CheckpointManager:
         return self.folder
 
     @contextmanager
-    def writing(self, state: TrainState, files: Mapping[str, bytes]) -> Iterator[Path | None]:
+    def writing(
+        self, state: TrainState, files: Mapping[str, bytes | Path]
+    ) -> Iterator[Path | None]:
         """The folder into which `Accelerator.save_state` writes a checkpoint, after the last save
         is complete.
 
         None on ranks that must not call it: with DDP only the main process does, with FSDP2 all
         ranks do. The folder is not a checkpoint yet. After the block a thread of the main process
-        adds the small `files` and completes it, see `wait`. Collective. Errors are raised on all
+        adds the other `files` and completes it, see `wait`. Collective. Errors are raised on all
         ranks, except those of the block with FSDP2; older checkpoints do not change.
         """
         assert self.folder is not None
@@ -201,7 +212,11 @@ class CheckpointManager:
         return bool(saving and saving.done() and saving.exception())
 
     def _complete(
-        self, step: int, best_step: int | None, files: Mapping[str, bytes], tied: Iterable[str]
+        self,
+        step: int,
+        best_step: int | None,
+        files: Mapping[str, bytes | Path],
+        tied: Iterable[str],
     ) -> None:
         """Called in a thread, with `self`, which holds the lock of the folder even if training has
         failed.
@@ -211,7 +226,10 @@ class CheckpointManager:
         partial = partial_of(folder, step)
         try:
             finish_partial(partial, files)
-            publish(folder, step, tied)
+            known = {
+                name: sha256_in(file) for name, file in files.items() if isinstance(file, Path)
+            }
+            publish(folder, step, known, tied)
         except Exception as error:
             raise delete_failed(partial, error) from error
         update_pointers(folder, step, best_step, self.config.keep)

@@ -1,4 +1,4 @@
-"""Weights of others: in a file, or in a repository of the Hub, with the settings of their input."""
+"""Weights in a file, or in a repository of the Hub, with the settings of their input."""
 
 import os
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ class InitialWeights:
     tensors: Mapping[str, Tensor]
     class_names: list[str]
     settings: dict
-    # settings that were not given, and the order of outputs
+    # what the run took: settings that were not given, the order of outputs
     taken: list[str] = field(default_factory=list)
     match: Match | None = None  # once the model has the weights
 
@@ -62,7 +62,7 @@ def read_foreign(flag: str, where: str, model: str | None, ranks: Ranks) -> Init
 def fill_input(config: TrainConfig, found: Mapping) -> TrainConfig:
     """The settings, with those of `found` that are not given.
 
-    Arguments and stem belong to the model that has them.
+    Arguments and stem are taken only for the same model.
     """
     names = TAKEN if config.model in (None, found.get("model")) else _OF_INPUT
     values = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from utils.config import Settings, require
 from utils.console import join_names, say
-from utils.data import InputSpec, SampleList, absolute_data, sides
+from utils.data import InputSpec, SampleTable, absolute_data, sides
 from utils.files import expand
 from utils.models import (
     TestTimeAugmentation,
@@ -57,11 +57,12 @@ class Inference:
     class_names: list[str]  # empty if the weights do not name them
     tensors: Callable[[], Mapping[str, Tensor]]
     origin: Mapping  # what a record of an evaluation says about them
-    samples: SampleList | None = None  # the samples of the run
+    table: Callable[[], SampleTable | None] = lambda: None  # of the samples of the run
     evaluation: Mapping | None = None  # of these weights, in the run
+    evaluated_on: str = ""  # the split of this evaluation
     # without class names: the classes of the outputs, given those of the data
     name_outputs: Callable[[list[str]], list[str]] = list
-    own_data: bool = True  # whether `config` has the data of the run
+    own_data: bool = False  # whether `config` has the data of the run
 
 
 def open_inference(flags: CheckpointConfig, ranks: Ranks) -> Inference:
@@ -121,8 +122,10 @@ def _read_saved(path: Path, kind: str | None) -> Inference:
         saved.class_names,
         lambda: tensors,
         origin,
-        saved.samples,
+        lambda: saved.table,
         state.evaluation if is_evaluated else None,
+        evaluated_on=saved.state_file.evaluated_on,
+        own_data=True,
     )
 
 
@@ -177,9 +180,7 @@ def _of_file(config: TrainConfig, file: str, ranks: Ranks) -> Inference:
 
 
 def _names_in_data(outputs: int, names: list[str]) -> list[str]:
-    """The classes of so many outputs: those of the data, in its order; of 1,000 outputs,
-    ImageNet's.
-    """
+    """The classes of the outputs: those of the data, in its order; of 1,000 outputs, ImageNet's."""
     if outputs == len(CLASSES):
         return names_as_in(names)
     problem = f"the weights have {outputs:,} classes, and --data has {len(names):,}"
@@ -188,20 +189,20 @@ def _names_in_data(outputs: int, names: list[str]) -> list[str]:
 
 
 def given_settings(flags: Settings) -> dict:
-    """The settings of a training run that these flags replace: those that both have, except where
-    it is launched.
+    """The settings of a training run that these flags replace: those that both have, except
+    --model, --pretrained and those of one start.
     """
     own = {setting.name for setting in fields(TrainConfig)} - {*OF_ONE_START, "model", "pretrained"}
     return {name: value for name, value in vars(flags).items() if name in own and value is not None}
 
 
 def _with_flags(found: Inference, flags: CheckpointConfig) -> Inference:
-    """The same weights with the settings that the flags give, and with the input in evaluation that
-    these ask for.
+    """The same weights with the settings that the flags give, and with the evaluation input that
+    follows from them.
     """
     given = given_settings(flags)
     is_other = "data" in given and absolute_data(given["data"]) != found.config.data
-    own_data = found.samples is not None and not is_other
+    own_data = found.own_data and not is_other
     if isinstance(flags, EvalConfig):
         given |= {"metrics": True, "max_eval_samples": flags.max_eval_samples}
         if not own_data:  # other data has other splits

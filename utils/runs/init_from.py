@@ -1,4 +1,4 @@
-"""--init_from: the weights that a new run starts from, of a run, a file or the Hub."""
+"""--init_from: the weights of a run, a file or the Hub that a new run starts from."""
 
 import os
 from dataclasses import replace
@@ -23,7 +23,7 @@ from utils.settings.train import TrainConfig
 def load_initial_weights(
     config: TrainConfig, saved: Checkpoint | None, ranks: Ranks
 ) -> tuple[TrainConfig, InitialWeights | None]:
-    """What --init_from names, and the settings with those that follow from it; collective.
+    """The settings with those that follow from --init_from, and its weights; collective.
 
     A run that resumes from the checkpoint `saved` needs no source. It keeps these settings as they
     were.

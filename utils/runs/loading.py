@@ -1,4 +1,4 @@
-"""Read the tensors of a checkpoint, and load them into the model, the optimizer and the rest."""
+"""Load the tensors of a checkpoint into the model, the optimizer, the average and the scaler."""
 
 import math
 from collections.abc import Mapping
@@ -133,8 +133,8 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
 def _copy_state(
     names: list[str], states: dict[str, dict], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Copy the saved `states` of these parameters. A step with zero gradients creates their
-    places.
+    """Copy the saved `states` of these parameters. A step with zero gradients first creates the
+    tensors for them.
     """
     here = _by_name(optimizer.param_groups)
     early = {*optimizer.state}

@@ -1,25 +1,26 @@
 """Find checkpoints, write their manifests and verify them."""
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from utils.config import require
-from utils.data import SAMPLES_FILE as SAMPLES
+from utils.data import TABLE_FILE, name_of_table
 from utils.errors import UserError, split_error
-from utils.files import read_json, read_text, write_file
+from utils.files import read_json, read_text, sha256_of, write_file
 
 MANIFEST_FILE = "manifest.json"
+_OPTIONAL = {"optional": True}  # in the entry of a file that may be absent: the table of samples
 # as Accelerate's `save_state` names them
 WEIGHTS_FILE = "model.safetensors"
 OPTIMIZER = "optimizer.bin"
 SCALER = "scaler.pt"
 EMA_FILE = "ema.safetensors"  # of the weights, with --ema_decay
 ORIGIN = "resumed_from.txt"  # in the run folder
-# a resume also needs OPTIMIZER
-NEEDED = (WEIGHTS_FILE, "state.json", "config.yaml", SAMPLES)
+# a resume also needs OPTIMIZER and the table of samples
+NEEDED = (WEIGHTS_FILE, "state.json", "config.yaml")
 
 
 def checkpoint_of(folder: Path, step: int | None) -> Path:
@@ -68,8 +69,8 @@ def newest_good(run: Path) -> Path | None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint at `path`, or in the run folder, or that of its checkpoints: the best one,
-    else the newest.
+    """The checkpoint at `path`; in a run folder or its folder of checkpoints, the best one, else
+    the newest.
 
     Raises ValueError if there is none.
     """
@@ -121,6 +122,8 @@ def damage_of(checkpoint: Path) -> str | None:
             return f"{path}: does not name {', '.join(left_out)}"
         for name, entry in files.items():
             path = checkpoint / name
+            if name == TABLE_FILE and not path.exists():
+                continue
             if not path.is_file():
                 return f"{path}: missing"
             if entry_of(path) != entry:
@@ -132,10 +135,25 @@ def damage_of(checkpoint: Path) -> str | None:
     return None
 
 
-def write_manifest(folder: Path) -> None:
-    """Write the manifest of all files in `folder`."""
-    entries = {path.name: entry_of(path) for path in sorted(folder.iterdir())}
+def write_manifest(folder: Path, known: Mapping[str, str] | None = None) -> None:
+    """Write the manifest of all files in `folder`; `known` has the SHA-256 of some."""
+    known = known or {}
+    entries = {path.name: entry_of(path, known.get(path.name)) for path in sorted(folder.iterdir())}
     write_file(folder / MANIFEST_FILE, manifest_text(entries))
+
+
+def table_of(checkpoint: Path) -> Path | None:
+    """The table of samples of a verified checkpoint, beside its weights or in the run folder; None
+    if there is none.
+    """
+    entry = files_of(checkpoint).get(TABLE_FILE)
+    if entry is None:
+        return None
+    beside = checkpoint / TABLE_FILE
+    if beside.exists():
+        return beside
+    kept = checkpoint.absolute().parent.parent / name_of_table(str(entry.get("sha256")))
+    return kept if kept.is_file() and entry_of(kept) | _OPTIONAL == entry else None
 
 
 def manifest_text(files: dict) -> str:
@@ -146,14 +164,10 @@ def manifest_text(files: dict) -> str:
     return json.dumps({"files": files}, indent=1) + "\n"
 
 
-def entry_of(path: Path) -> dict[str, int | str]:
-    """What a manifest says about a file."""
-    return {"size": path.stat().st_size, "sha256": sha256_of(path)}
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def entry_of(path: Path, sha256: str | None = None) -> dict[str, Any]:
+    """What a manifest says about a file, whose SHA-256 may be known."""
+    entry = {"size": path.stat().st_size, "sha256": sha256 or sha256_of(path)}
+    return entry | _OPTIONAL if path.name == TABLE_FILE else entry
 
 
 def read_pointer(folder: Path, name: str) -> Path | None:

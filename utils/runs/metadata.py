@@ -6,6 +6,7 @@ import json
 import platform
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,12 +16,18 @@ import torch
 import torchvision
 
 from utils.config import FORMAT_FIX, PLUGIN_HASHES, Bound, check_plugin, read_fields, require
-from utils.data import DECODERS, SAMPLES_FILE, Data, InputSpec, Plan, SampleList, read_samples
+from utils.data import DECODERS, TABLE_FILE, Data, InputSpec, Plan, SampleTable, read_table
 from utils.errors import UserError
 from utils.files import read_json
 from utils.launch import compile_backend
 from utils.ranks import Ranks
-from utils.runs.manifest import WEIGHTS_FILE, checkpoint_of, checkpoints_of, damage_of
+from utils.runs.manifest import (
+    WEIGHTS_FILE,
+    checkpoint_of,
+    checkpoints_of,
+    damage_of,
+    table_of,
+)
 from utils.runs.state import TrainState
 from utils.settings.train import (
     FORMAT,
@@ -46,6 +53,7 @@ class StateFile:
     class_names: Annotated[list[str], Bound("class names", bool)]
     samples: int = 0
     labels: str = ""  # fingerprint
+    evaluated_on: str = ""  # the split
     processes: int = 1
     threads: int = 1
     device: str = ""
@@ -75,7 +83,12 @@ class Checkpoint:
     path: Path
     config: TrainConfig
     state_file: StateFile
-    samples: SampleList
+    table_file: Path | None  # of the samples; missing in older checkpoints and in some copies
+
+    @cached_property
+    def table(self) -> SampleTable | None:
+        """The table of the run's samples. Raises UserError if it is malformed."""
+        return read_table(self.table_file) if self.table_file else None
 
     @property
     def state(self) -> TrainState:
@@ -106,7 +119,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     state_file = StateFile.read(path / "state.json")
     check_plugin(path, state_file.versions)
-    return Checkpoint(path, read_settings(path), state_file, read_samples(path / SAMPLES_FILE))
+    return Checkpoint(path, read_settings(path), state_file, table_of(path))
 
 
 def check_identity(saved: Checkpoint) -> None:
@@ -127,12 +140,15 @@ def check_identity(saved: Checkpoint) -> None:
 
 def make_files(
     config: TrainConfig, state: TrainState, plan: Plan, data: Data, spec: InputSpec, ranks: Ranks
-) -> dict[str, bytes]:
-    """The small files of a checkpoint, which `read_checkpoint` reads, as {file name: contents}."""
+) -> dict[str, bytes | Path]:
+    """The files of a checkpoint besides its tensors, which `read_checkpoint` reads, as {file name:
+    contents, or the file to link}.
+    """
     state_file = StateFile(
         state=state,
         samples=plan.samples,
         labels=data.train.label_fingerprint,
+        evaluated_on=data.evaluation.name,
         processes=ranks.topology.world_size,
         threads=ranks.threads,
         device=ranks.device.type,
@@ -143,7 +159,7 @@ def make_files(
     return {
         "state.json": json.dumps(asdict(state_file), indent=1, allow_nan=False).encode(),
         "config.yaml": config_to_save(config).encode(),
-        SAMPLES_FILE: data.samples.data,
+        TABLE_FILE: data.table.file,
     }
 
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from utils.errors import UserError, is_lost_rank, one_line
-from utils.files import naming_file, put_in_place, write_file
+from utils.files import link_or_copy, naming_file, put_in_place, write_file
 from utils.launch import is_out_of_memory
 from utils.models import load_pickled
 from utils.runs.manifest import (
@@ -57,8 +57,9 @@ def delete_failed(partial: Path, error: Exception) -> Exception:
     return UserError(problem, "check the disk, and how much of it is free")
 
 
-def finish_partial(partial: Path, files: Mapping[str, bytes]) -> None:
-    """Delete the files of `save_state` that a checkpoint does not need, then write its small files.
+def finish_partial(partial: Path, files: Mapping[str, bytes | Path]) -> None:
+    """Delete the files of `save_state` that a checkpoint does not need, then write or link its
+    other files.
 
     Random states are not needed: the random numbers of a run follow from its seed.
     """
@@ -67,13 +68,19 @@ def finish_partial(partial: Path, files: Mapping[str, bytes]) -> None:
             path.unlink(missing_ok=True)
     for name, contents in files.items():
         with naming_file(partial / name):
-            (partial / name).write_bytes(contents)
+            if isinstance(contents, Path):
+                link_or_copy(contents, partial / name)
+            else:
+                (partial / name).write_bytes(contents)
 
 
-def publish(folder: Path, step: int, tied: Iterable[str] = ()) -> None:
+def publish(
+    folder: Path, step: int, known: Mapping[str, str] | None = None, tied: Iterable[str] = ()
+) -> None:
     """Complete the checkpoint of `step`: write its manifest, flush it to the disk, rename it.
 
-    With FSDP2, the weights become a safetensors file first, without the `tied` names.
+    `known` has the SHA-256 of some files. With FSDP2, the weights become a safetensors file first,
+    without the `tied` names.
     """
     partial = partial_of(folder, step)
     if (partial / _OF_FSDP).exists():
@@ -81,7 +88,7 @@ def publish(folder: Path, step: int, tied: Iterable[str] = ()) -> None:
         weights = {name: tensor for name, tensor in tensors.items() if name not in tied}
         save_file(weights, partial / WEIGHTS_FILE, {"format": "pt"})
         (partial / _OF_FSDP).unlink()
-    write_manifest(partial)
+    write_manifest(partial, known)
     put_in_place(partial, checkpoint_of(folder, step))
 
 

@@ -11,7 +11,7 @@ from utils.training.rates import RATES
 _SMALLEST_BATCH = 8  # smaller ones give poor batch statistics
 _UPDATES_PER_EPOCH = 8
 _RECORDS = 4  # train records of a short run
-# of augmentation, without --flip
+# settings of random augmentation, except --flip
 _RANDOM = ("crop_padding", "min_scale", "auto_augment", "color_jitter", "random_erasing", "cutout")
 
 

@@ -165,7 +165,7 @@ class Evaluator:
         return {} if stopped else columns
 
     def _finish_blocks(self, missing: int) -> None:
-        """Run a sharded model on as many empty blocks as other ranks have more; collective."""
+        """Run a sharded model on empty blocks while other ranks have more blocks; collective."""
         for _ in range(missing):
             self.model(self.batches.no_images)
         reshard(self.model)
@@ -216,7 +216,7 @@ def fill_up(found: Sequence[Columns], most: int) -> Columns:
     for name in found[0]:
         column = torch.cat([part[name] for part in found])
         if column.shape[1:].numel():
-            before = (0, 0) * (column.ndim - 1)  # no padding but of rows
+            before = (0, 0) * (column.ndim - 1)  # pads only rows
             filled[name] = F.pad(column, (*before, 0, most - len(column)))
     own = sum(len(part["indices"]) for part in found)
     # Too many rows are an error: all get -1, so that `in_order` reports it.

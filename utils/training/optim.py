@@ -177,7 +177,7 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
 
     In other models, each block (`find_blocks`) and each module outside of them is a layer, in the
     order in which the model creates them. One that has only vectors, such as a normalisation, has
-    the number of the layer before it, and so have parameters outside of all, such as class tokens.
+    the number of the layer before it. So do parameters outside all layers, such as class tokens.
     """
     if matcher := getattr(model, "group_matcher", None):
         from timm.models import group_parameters

@@ -67,7 +67,7 @@ def total_updates(config: TrainingSettings, plan: Plan) -> int:
 def not_reached(config: TrainingSettings, updates: int) -> list[str]:
     """A line for each setting whose number of updates is too large for the run.
 
-    A fraction never is.
+    A fraction is never too large.
     """
     end = updates + 1 - max(1, count_updates(config.cooldown_steps, updates))
     given = {"warmup_steps": config.warmup_steps, **config.lr_schedule_args}

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from utils.runs.init_from import InitialWeights
 
 REGISTRIES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULES, TRACKERS
-"""The names that settings can have. --help lists them."""
+"""The registries of names that are values of settings. --help lists the names."""
 
 
 def check_settings(config: TrainConfig, ranks: Ranks) -> None:
@@ -101,7 +101,7 @@ def fill_settings(
 def load_splits(config: TrainConfig, saved: Checkpoint | None, ranks: Ranks) -> Data:
     """Load and check the data; collective. A resumed run keeps its original samples."""
     with ranks.local_main_first("loading the data"):
-        data = load_data(config, saved.samples if saved else None)
+        data = load_data(config, saved.table if saved else None)
     ranks.check_same(data.fingerprint, f"different images in --data {config.data}")
     return data
 

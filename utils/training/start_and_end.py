@@ -70,6 +70,7 @@ def log_start(run: Run, continuing: str, copies: Sequence, about_copies: Sequenc
     with ranks.agree():
         if ranks.is_main:
             write_file(run.folder / "config.yaml", config_to_save(config))
+            data.table.keep_in(run.folder)
             if data.bad_images:
                 write_file(run.folder / BAD_IMAGES, json.dumps(data.bad_images, indent=1) + "\n")
             if source and source.match:
@@ -98,7 +99,7 @@ def advice_lines(run: Run) -> list[str]:
     return lines + not_reached(config, run.updates)
 
 
-SHOWN = "optimizer", "lr_schedule"  # at the beginning of their row
+SHOWN = "optimizer", "lr_schedule"  # always shown in their row
 
 
 def start_rows(run: Run) -> list[tuple[str, str]]:
@@ -134,6 +135,7 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
         ("kernels", search if ranks.device.type == "cuda" else ""),
         ("data", f"{config.data}: {plan.samples} training, {evaluated}"),
         ("archives", getattr(data.train.images, "form", "")),
+        ("samples", f"{data.table.count:,}, listed on {data.table.listed}"),
         ("classes", classes_row(data)),
         ("images", describe_place([run.train_batches.dataset, run.evaluator.batches.dataset])),
         ("shrink", str(config.shrink or "")),

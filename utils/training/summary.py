@@ -99,7 +99,7 @@ def always_answering(data: Data) -> tuple[str, float] | None:
 
 
 def _range(split: Split, names: list[str]) -> str:
-    """For example `12 (class cat) to 40 (class dog)`, or `12` if all classes have as many."""
+    """For example `12 (class cat) to 40 (class dog)`, or `12` if all have the same number."""
     counts = count_classes(split.labels, len(names))
     least = int(counts.argmin())
     most = int(counts.argmax())

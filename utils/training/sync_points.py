@@ -4,6 +4,7 @@ the log, and check the weights before a save.
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -90,9 +91,9 @@ def evaluation_record(run: Run, result: Mapping) -> dict:
     return {"step": state.step, "epoch": state.epochs_begun, "split": split.name, **result}
 
 
-def prepare_save(run: Run) -> dict[str, bytes]:
-    """Check and compare the weights; returns the small files of a checkpoint on the main process;
-    collective.
+def prepare_save(run: Run) -> dict[str, bytes | Path]:
+    """Check and compare the weights; returns the files of a checkpoint besides its tensors on the
+    main process; collective.
     """
     files = {}
     ranks = run.ranks
