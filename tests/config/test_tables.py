@@ -76,6 +76,18 @@ def test_an_argument_that_does_not_exist_is_refused_with_its_flag(flags, argumen
 
 
 @pytest.mark.parametrize(
+    ("name", "argument", "value"),
+    [("sgd", "nesterov", "no"), ("sgd", "nesterov", "0"), ("adam", "amsgrad", "off")],
+)
+def test_an_argument_that_is_true_or_false_takes_no_other_value(name, argument, value, capsys):
+    flags = "--optimizer", name, "--optimizer_args"
+    line = refusal(capsys, *flags, f"{{{argument}: {value}}}")
+    assert line == f"--optimizer_args for {name}: {argument} must be true or false, got {value}"
+    config = parse_args(TrainConfig, "train.py", [*flags, f"{{{argument}: false}}"], [OPTIMIZERS])
+    assert config.optimizer_args == {argument: False}
+
+
+@pytest.mark.parametrize(
     ("flags", "arguments", "error"),
     [
         ("--optimizer adamw", "{betas: 0.9}", "has no len()"),
