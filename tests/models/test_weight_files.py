@@ -138,6 +138,15 @@ def test_a_prefix_that_the_model_has_itself_stays():
         assert list(found) == list(own) and not left_out
 
 
+def test_a_prefix_that_fits_less_than_half_of_the_names_stays():
+    own = model_of().state_dict()
+    first, *others = own
+    tensors = {f"module.{first}": own[first], **prefixed("module.other.", own)}
+    assert len(others) > 2
+    found, left_out = fit_names(tensors, model_of(), "W.pth", MODEL)
+    assert found.keys() == tensors.keys() and not left_out
+
+
 def test_other_prefixes_are_named_in_the_error():
     torch.save(prefixed("model.", model_of().state_dict()), "W.pth")
     image_folder("data/val", dict.fromkeys(NAMES, 1), size=(160, 160))
