@@ -96,6 +96,11 @@ def test_an_argument_that_is_true_or_false_takes_no_other_value(name, argument, 
         ("--lr_schedule cosine", "{end: -1}", "the learning rate would be -"),
         ("--lr_schedule multistep", "{milestones: [a]}", "change or remove these arguments"),
         ("--lr_schedule onecycle", "{div_factor: 0}", "division by zero"),
+        ("--loss focal", "{gamma: .nan}", "gamma must be at least 0 and finite, got nan"),
+        ("--loss focal", "{gamma: .inf}", "gamma must be at least 0 and finite, got inf"),
+        ("--auto_augment randaugment", "{magnitude: 9.5}", "both integers, got 9.5 and 2"),
+        ("--auto_augment randaugment", "{num_ops: 2.0}", "both integers, got 9 and 2.0"),
+        ("--auto_augment randaugment", "{magnitude: 31}", "must be between 0 and 30"),
     ],
 )
 def test_a_wrong_value_of_an_argument_ends_the_run_before_its_first_update(flags, arguments, error):
