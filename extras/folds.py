@@ -20,11 +20,14 @@ from utils.output import guard_output
 from utils.replacing import HTML, TABLE, check_output
 from utils.runs import read_log
 
+_ABOUT = "Join the predictions of the runs of all folds of a split."
+_OUT = "table to write, such as folds.csv; required"
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the predictions of these runs, and print where they are."""
     guard_output()
-    with parse_runs("folds", argv) as flags:
+    with parse_runs("folds", argv, _ABOUT, _OUT) as flags:
         require(flags.out, "--out is missing", "name the CSV file, such as folds.csv")
         out = expand(flags.out)
         check_output(flags, "out", TABLE)

@@ -1,8 +1,11 @@
-"""utils/output.py: output that nobody reads any more neither ends a run nor loses results."""
+"""utils/output.py: output that nobody reads, or that cannot be written, neither ends a run nor
+loses results or the exit code.
+"""
 
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,18 +13,22 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from helpers.make_data import image_folder
 from helpers.ranks import run_ranks
 from helpers.training_runs import ROOT, refused, rewrite_manifest, train_run, words, working_in
 
 import eval
+from utils.console import say
 from utils.output import guard_output
 from utils.runs.manifest import find_checkpoint
+from utils.runs.metadata import read_checkpoint
 
 FLAGS = [
     *words("--model mlp --max_steps 3 --threads 1 --log_every 1"),
     "--model_args",
     "{hidden: 4}",
 ]
+CLASSES = ["café", "кот", "犬"]
 
 
 def shell(command: str) -> subprocess.CompletedProcess:
@@ -47,6 +54,32 @@ def test_text_that_nobody_reads_any_more_is_dropped():
     reader = "| head -c 1 >/dev/null"
     done = shell(f'PYTHONPATH="$root" "$python" -c "{printing}; open(\'end\', \'w\')" {reader}')
     assert (done.returncode, done.stderr) == (0, b"") and Path("end").exists()
+
+
+@pytest.mark.parametrize("redirection", [">/dev/full", "2>/dev/full", ">&-", "2>&-"])
+def test_the_exit_code_is_kept_if_the_output_cannot_be_written(redirection):
+    ending = "import sys; from utils import output; output.guard_output(); output.hard_exit(75)"
+    for stream in ("stdout", "stderr"):
+        ending += f"; sys.{stream} and sys.{stream}.write('x')"
+    done = shell(f'PYTHONPATH="$root" "$python" -c "{ending}" {redirection}')
+    assert done.returncode == 75 and b"x" in (done.stdout, done.stderr)
+
+
+def test_a_line_without_an_output_is_dropped(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    say("a line")
+
+
+@pytest.mark.full
+def test_characters_that_the_output_lacks_are_printed_as_escapes():
+    image_folder("photos", dict.fromkeys(CLASSES, 12))
+    flags = shlex.join(["--data", "photos", "--run_name", "rün 1", *FLAGS])
+    done = shell(f'PYTHONIOENCODING=ascii "$python" "$root/train.py" {flags}')
+    assert done.returncode == 0, done.stderr
+    out = done.stdout.decode("ascii")
+    assert "Lockstep  runs/r\\xfcn 1\n" in out and "\nDone\n" in out
+    assert shlex.split(out.splitlines()[-1])[-2:] == ["--ckpt", "runs/r\\xfcn 1"]
+    assert read_checkpoint(find_checkpoint(Path("runs/rün 1"))).class_names == CLASSES
 
 
 @pytest.mark.full

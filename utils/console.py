@@ -27,8 +27,10 @@ def say(text: str, on_each_machine: bool = False) -> None:
         if not on_each_machine or os.environ["LOCAL_RANK"] != "0":
             return
         text = f"{socket.gethostname()}: {text}"
+    if sys.stdout is None:  # closed
+        return
     text = _CONTROLS.sub("?", text)  # text of an untrusted file may have some
-    with suppress(OSError, ValueError):  # a full disk, a character that the encoding lacks
+    with suppress(OSError, ValueError):  # a full disk, a notebook's stream
         tqdm.write(text)
         sys.stdout.flush()
 

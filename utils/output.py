@@ -4,6 +4,7 @@ import atexit
 import io
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,13 +24,14 @@ class _Pipe(io.FileIO):
 def guard_output() -> None:
     """Let a run continue if the program that reads its output exits, as in `train.py | head`.
 
-    The streams of tests and notebooks are not replaced.
+    A character that the encoding lacks is printed as an escape. The streams of tests and notebooks
+    are not replaced.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and stream is getattr(sys, f"__{name}__"):
             pipe = io.BufferedWriter(_Pipe(stream.fileno(), "w", closefd=False))
-            options = stream.encoding, stream.errors
+            options = stream.encoding, "backslashreplace"
             setattr(sys, name, io.TextIOWrapper(pipe, *options, line_buffering=True))
 
 
@@ -50,8 +52,9 @@ def hard_exit(code: int) -> None:
 def end_quickly() -> None:
     """If the exit code is known, end without Python's clean-up, which takes about a second."""
     if _ended_with is not None:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            with suppress(OSError, ValueError):  # a full disk must not change the exit code
+                stream.flush()
         os._exit(_ended_with)
 
 

@@ -12,11 +12,14 @@ from utils.files import expand
 from utils.output import guard_output
 from utils.replacing import HTML, check_output
 
+_ABOUT = "Write the page of a run, or compare several runs on one page."
+_OUT = f"page to write (default: {PAGE} in the run folder; needed for several runs)"
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the page, and print where it is."""
     guard_output()
-    with parse_runs("compare", argv) as flags:
+    with parse_runs("compare", argv, _ABOUT, _OUT) as flags:
         if flags.out is None:
             require(len(flags.folders) == 1, "--out is missing", "name the file of the page")
         else:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from extras.page.page import PAGE
 from utils.config import load_plugin
 from utils.errors import USER_ERRORS, UserError
 from utils.files import expand
@@ -15,23 +14,22 @@ from utils.runs import check_log
 
 
 @contextmanager
-def parse_runs(name: str, argv: Sequence[str] | None) -> Iterator[argparse.Namespace]:
+def parse_runs(
+    name: str, argv: Sequence[str] | None, description: str, out: str
+) -> Iterator[argparse.Namespace]:
     """The flags of `python -m extras.NAME`; `groups` has the folders of each RUN, `folders` all.
 
-    An error in this context is reported on one line.
+    `description` and `out` are the help of the command and of --out. An error in this context is
+    reported on one line.
     """
-    parser = argparse.ArgumentParser(
-        f"python -m extras.{name}", description="Write a file about one or several runs."
-    )
+    parser = argparse.ArgumentParser(f"python -m extras.{name}", description=description)
     parser.add_argument(
         "runs",
         nargs="+",
         metavar="RUN",
-        help="run folder, or NAME of NAME-seed0, NAME-seed1, ...; several are compared on one page",
+        help="run folder, or NAME of NAME-seed0, NAME-seed1, ...",
     )
-    parser.add_argument(
-        "--out", help=f"file to write (default: {PAGE} in the run folder; needed for several runs)"
-    )
+    parser.add_argument("--out", help=out)
     parser.add_argument(
         "--overwrite",
         action="store_true",

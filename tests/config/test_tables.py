@@ -76,6 +76,18 @@ def test_an_argument_that_does_not_exist_is_refused_with_its_flag(flags, argumen
 
 
 @pytest.mark.parametrize(
+    ("name", "argument", "value"),
+    [("sgd", "nesterov", "no"), ("sgd", "nesterov", "0"), ("adam", "amsgrad", "off")],
+)
+def test_an_argument_that_is_true_or_false_takes_no_other_value(name, argument, value, capsys):
+    flags = "--optimizer", name, "--optimizer_args"
+    line = refusal(capsys, *flags, f"{{{argument}: {value}}}")
+    assert line == f"--optimizer_args for {name}: {argument} must be true or false, got {value}"
+    config = parse_args(TrainConfig, "train.py", [*flags, f"{{{argument}: false}}"], [OPTIMIZERS])
+    assert config.optimizer_args == {argument: False}
+
+
+@pytest.mark.parametrize(
     ("flags", "arguments", "error"),
     [
         ("--optimizer adamw", "{betas: 0.9}", "has no len()"),
@@ -84,6 +96,11 @@ def test_an_argument_that_does_not_exist_is_refused_with_its_flag(flags, argumen
         ("--lr_schedule cosine", "{end: -1}", "the learning rate would be -"),
         ("--lr_schedule multistep", "{milestones: [a]}", "change or remove these arguments"),
         ("--lr_schedule onecycle", "{div_factor: 0}", "division by zero"),
+        ("--loss focal", "{gamma: .nan}", "gamma must be at least 0 and finite, got nan"),
+        ("--loss focal", "{gamma: .inf}", "gamma must be at least 0 and finite, got inf"),
+        ("--auto_augment randaugment", "{magnitude: 9.5}", "both integers, got 9.5 and 2"),
+        ("--auto_augment randaugment", "{num_ops: 2.0}", "both integers, got 9 and 2.0"),
+        ("--auto_augment randaugment", "{magnitude: 31}", "must be between 0 and 30"),
     ],
 )
 def test_a_wrong_value_of_an_argument_ends_the_run_before_its_first_update(flags, arguments, error):

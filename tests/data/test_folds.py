@@ -170,6 +170,14 @@ def test_the_folds_together_predict_each_photograph_once_with_the_last_weights(r
     assert len([*Path("home/.cache/lockstep/features").glob("*")]) == 3
 
 
+def test_the_help_says_that_the_table_has_no_default(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Join the predictions of the runs of all folds" in text
+    assert "such as folds.csv; required" in text and "report.html" not in text
+
+
 def refused_join(*flags: str) -> str:
     return refused(main, *flags)
 

@@ -4,15 +4,18 @@ import io
 import warnings
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from helpers.make_data import image_folder
 from helpers.ranks import run_ranks
 from helpers.training_runs import train_run, words
 from PIL import Image
 
 import train
+from extras import first_batch
 from extras.first_batch import draw, label_lines
 
 FLAGS = words(
@@ -46,6 +49,18 @@ def test_a_picture_that_cannot_be_written_is_one_line_and_the_run_continues():
     lines = [line for line in outcome.out.splitlines() if "first_batch" in line]
     assert len(lines) == 1 and "not a regular file" in lines[0]
     assert not list(Path("runs/run").glob("*.partial"))
+
+
+def test_the_picture_has_at_most_64_images(monkeypatch):
+    monkeypatch.setattr(first_batch, "draw", lambda pixels, labels, names: pixels[:, 0, 0, 0])
+    run = SimpleNamespace(
+        train_batches=SimpleNamespace(dataset=SimpleNamespace(source=None)),
+        spec=SimpleNamespace(mean=[0.0], std=[1.0]),
+        data=SimpleNamespace(class_names=["cat", "dog"]),
+    )
+    images = torch.arange(70).view(70, 1, 1, 1) / 255
+    batch = SimpleNamespace(images=images, labels=torch.zeros(70))
+    assert first_batch.picture(run, batch).tolist() == [*range(64)]
 
 
 def read(file) -> np.ndarray:

@@ -208,14 +208,18 @@ def test_a_run_does_not_inherit_the_kernels_of_an_earlier_run_in_its_process():
         assert returned(1, kernels_after, before, last) == returned(1, kernels_after, last)
 
 
-# The launcher's command, what it exports, its config file, and whether someone has chosen.
+# The command up to the script, what the launcher exports, its config file, and whether someone has
+# chosen.
 LAUNCHES = [
-    ("", None, None, False),  # plain Python or torchrun
-    ("", "no", None, True),  # by hand
-    ("accelerate launch", "no", None, False),
-    ("accelerate-launch --mixed-precision=no", "no", None, True),
-    ("accelerate launch --config_file own.yaml", "no", "num_processes: 1\n", False),
-    ("accelerate launch --config_file=own.yaml", "no", "mixed_precision: 'no'\n", True),
+    ("train.py", None, None, False),  # plain Python or torchrun
+    ("train.py", "no", None, True),  # by hand
+    ("accelerate launch train.py", "no", None, False),
+    ("accelerate-launch --mixed-precision=no train.py", "no", None, True),
+    ("accelerate launch --config_file own.yaml train.py", "no", "num_processes: 1\n", False),
+    ("accelerate launch --config_file=own.yaml train.py", "no", "mixed_precision: 'no'\n", True),
+    ("accelerate launch -m train", "no", None, False),
+    ("accelerate launch -m lab.train", "no", None, False),
+    ("accelerate launch -m --mixed_precision no train", "no", None, True),
 ]
 
 
@@ -223,21 +227,21 @@ LAUNCHES = [
 def test_a_precision_is_chosen_by_a_flag_or_a_file_not_by_an_export(
     words, exported, file, expected, monkeypatch
 ):
-    typed = ["python", *words.split(), "train.py", "--mixed_precision", "ours"]
+    typed = ["python", *words.split(), "--mixed_precision", "ours"]
     launcher = SimpleNamespace(cmdline=lambda: typed)
     monkeypatch.setattr(psutil, "Process", lambda number: launcher)
-    monkeypatch.setattr(sys, "argv", typed[-3:])
+    monkeypatch.setattr(sys, "argv", ["lab/train.py", *typed[-2:]])
     monkeypatch.setattr(
         "accelerate.commands.config.config_args.default_config_file", "default.yaml"
     )
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     if exported:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", exported)
-    if words:  # as the launcher exports it
+    if words != "train.py":  # as the launcher exports it
         monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
     Path("own.yaml").write_text(file or "")
     assert precision_is_chosen() == expected
-    if words == "accelerate launch":
+    if words == "accelerate launch train.py":
         # as `accelerate config` writes it
         Path("default.yaml").write_text("mixed_precision: 'no'\n")
         assert precision_is_chosen()
@@ -251,10 +255,11 @@ print("chosen:", os.environ["ACCELERATE_MIXED_PRECISION"], precision_is_chosen()
 
 
 @pytest.mark.full
-def test_accelerates_launcher_is_recognised():
+@pytest.mark.parametrize("script", ["says.py", "-m says"])
+def test_accelerates_launcher_is_recognised(script):
     Path("says.py").write_text(SAYS)
     config = f"{ROOT}/accelerate_configs/2cpu.yaml"
-    command = f"accelerate launch --config_file {config} says.py"
+    command = f"accelerate launch --config_file {config} {script}"
     _, out, err = start(*command.split(), PYTHONPATH=str(ROOT))
     assert "chosen: no False" in out, err
 

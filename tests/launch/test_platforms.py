@@ -63,6 +63,23 @@ def test_a_printed_command_names_programs_that_the_shell_finds(tmp_path, monkeyp
             assert command.typed_command() == [launcher, "scripts/train.py", "--lr", "1"]
 
 
+@pytest.mark.parametrize(
+    ("words", "printed"),
+    [
+        ("/bin/python3 /home/me/bin/accelerate launch --cpu", "/home/me/bin/accelerate launch"),
+        ("/home/me/bin/accelerate-launch --cpu", "/home/me/bin/accelerate-launch"),
+        ("/opt/python -m accelerate.commands.launch", "/opt/python -m accelerate.commands.launch"),
+        ("/opt/python -m torch.distributed.run --nnodes 2", "/opt/python -m torch.distributed.run"),
+        ("/bin/mpirun -n 2 /bin/python3", sys.executable),
+    ],
+)
+def test_a_printed_command_has_the_launcher_that_was_used(words, printed, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(command, "launcher_words", words.split)
+    assert command.typed_command() == [*printed.split(), "train.py"]
+
+
 WINDOWS = "import sys; sys.modules['fcntl'] = None"
 MACOS = "import os, signal; del os.sched_getaffinity, signal.sigwaitinfo"
 

@@ -131,6 +131,13 @@ def test_other_classes_are_refused():
             names_as_in(names)
 
 
+def test_published_weights_with_other_classes_are_refused_even_if_the_data_has_as_many():
+    image_folder("data/val", {f"class {number}": 1 for number in range(384)}, size=(8, 8))
+    flags = "--model timm/vitamin_small_224.datacomp1b_clip --pretrained --data data"
+    line = refused(eval.main, *words(flags))
+    assert line.startswith("eval.py: error: the weights have 384 classes, not the 1,000 of")
+
+
 def test_what_cannot_be_evaluated_is_refused_in_one_line():
     pictures_of(["cat", "dog", "emu"], size=(120, 120))
     for flags, text in (
@@ -144,7 +151,7 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line():
         ),
         (
             "--model timm/vit_base_patch16_224.augreg_in21k --pretrained --data data",
-            "the weights have 21,843 classes, and --data has 3",
+            "the weights have 21,843 classes, not the 1,000 of ImageNet",
         ),
     ):
         assert refused(eval.main, *words(flags)).startswith(f"eval.py: error: {text}")

@@ -25,11 +25,16 @@ import train
 from utils.config.yaml_text import read_yaml
 from utils.errors import UserError
 from utils.models.matching import fit_names
+from utils.models.published import CLASSES
 from utils.models.weight_files import read_any
+from utils.runs.foreign import InitialWeights, classes_of_outputs
+from utils.runs.init_from import copy_source
+from utils.settings.train import TrainConfig
 
 # its published weights are for 160x160 pixels, bilinear, mean and std 0.5
 MODEL = "timm/test_resnet"
 NAMES = ["cat", "dog", "emu"]
+OWN = [f"class {number}" for number in range(1000)]
 
 
 def model_of(outputs: int = 3) -> nn.Module:
@@ -136,6 +141,15 @@ def test_a_prefix_that_the_model_has_itself_stays():
     for prefix in ("", "module.", "encoder."):
         found, left_out = fit_names(prefixed(prefix, own), model, "W.pth", "vit_b_32")
         assert list(found) == list(own) and not left_out
+
+
+def test_a_prefix_that_fits_less_than_half_of_the_names_stays():
+    own = model_of().state_dict()
+    first, *others = own
+    tensors = {f"module.{first}": own[first], **prefixed("module.other.", own)}
+    assert len(others) > 2
+    found, left_out = fit_names(tensors, model_of(), "W.pth", MODEL)
+    assert found.keys() == tensors.keys() and not left_out
 
 
 def test_other_prefixes_are_named_in_the_error():
@@ -268,6 +282,34 @@ def test_a_file_with_a_thousand_outputs_has_the_classes_of_imagenet():
     image_folder("other/val", {"cat": 1, "dog": 1}, size=(160, 160))
     problem = "the class 'cat' of --data is not a class of ImageNet"
     assert problem in refused(eval.main, *FILE[:-1], "other")
+    image_folder("own/val", {f"{number:03}": 1 for number in range(1000)}, size=(8, 8))
+    (outcome,) = run_ranks(1, eval.main, [*FILE[:-1], "own"])
+    assert outcome.code == 0, outcome.err
+    assert "classes of the outputs, in order: 000, 001, 002" in outcome.out
+
+
+def test_the_classes_of_a_file_follow_from_its_outputs_and_the_names_of_the_data():
+    assert classes_of_outputs(1000, ["tench", "tabby"]) == CLASSES
+    assert classes_of_outputs(1000, sorted(CLASSES)) == CLASSES
+    assert classes_of_outputs(1000, OWN) == OWN and classes_of_outputs(3, NAMES) == NAMES
+    with pytest.raises(UserError, match="the class 'cat' of --data is not a class of ImageNet"):
+        classes_of_outputs(1000, NAMES)
+    with pytest.raises(UserError, match="the weights have 21,841 classes, and --data has 3"):
+        classes_of_outputs(21841, NAMES)
+
+
+@pytest.mark.parametrize(
+    ("names", "outputs"), [(sorted(CLASSES), CLASSES), (OWN, OWN)], ids=["imagenet", "own"]
+)
+def test_a_head_with_a_thousand_rows_goes_to_the_classes_of_imagenet_by_their_names(names, outputs):
+    tensors = model_of(1000).state_dict()
+    source = InitialWeights("W.pth", tensors, [], {})
+    model = model_of(1000)
+    copy_source(model, source, names, TrainConfig(model=MODEL))
+    rows = [outputs.index(name) for name in names]
+    for name in ("fc.weight", "fc.bias"):
+        assert torch.equal(model.state_dict()[name], tensors[name][rows])
+    assert f"outputs for classes, in order: {', '.join(outputs[:6])}" in source.describe()
 
 
 @pytest.mark.full

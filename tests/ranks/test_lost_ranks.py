@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.environments import variables_of
-from helpers.ranks import run_ranks, start_ranks
+from helpers.ranks import returned, run_ranks, start_ranks
 from helpers.training_runs import MLP as FLAGS
 from helpers.training_runs import (
     codes,
@@ -22,10 +23,13 @@ from helpers.training_runs import (
     words,
 )
 from helpers.waiting import SOON, has_ended, has_logged, until
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
 import train
-from utils.errors import is_lost_rank
+from utils.errors import UserError, is_lost_rank
+from utils.ranks import ranks as ranks_module
+from utils.ranks.session import distributed_session
+from utils.settings.train import TrainConfig
 from utils.training import setup
 
 ENDLESS = [*FLAGS, "--max_steps", "1000000"]
@@ -112,6 +116,25 @@ def test_a_rank_that_dies_while_it_connects_ends_the_others_long_before_the_time
     os.kill(launch.pids[2], signal.SIGKILL)
     Path("go").touch()
     assert codes(launch.finish_soon())[:2] == [2, 2]
+
+
+def _connect_after_the_time():
+    go = threading.Event()
+    torch.distributed.new_group = lambda **_: go.wait() and "a group"
+    ranks_module.connect_timeout = lambda *_: 0.1
+    with distributed_session("train.py", TrainConfig()) as ranks:
+        threads = threading.active_count()
+        ranks.backend, ranks.interface = "gloo", "lo"
+        with pytest.raises(UserError, match="could not connect"):
+            ranks._connect(HashStore())
+        assert threading.active_count() > threads
+        go.set()
+        until(lambda: threading.active_count() == threads)
+        return ranks.gather("mine")  # without a group, as a single process
+
+
+def test_ranks_that_connect_after_the_error_was_reported_do_not_use_the_connection():
+    assert returned(1, _connect_after_the_time) == [["mine"]]
 
 
 def _load_slowly():

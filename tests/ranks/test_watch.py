@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from helpers.waiting import SOON, has_ended, has_logged, until
 
 import train
 from utils.ranks.heartbeats import Heartbeats
+from utils.ranks.watch import Watch
 from utils.training import setup
+from utils.waiting import DataWait
 
 TIMEOUT = 8
 ENDLESS = [*FLAGS, "--max_steps", "1000000", "--timeout"]
@@ -116,6 +119,21 @@ def test_ranks_that_wait_for_a_slow_download_say_so_and_go_on_waiting():
     assert not any(has_ended(pid) for pid in launch.pids)
     launch.kill()
     launch.finish()
+
+
+def _wait_for_data_with_output(stream):
+    sys.stdout = sys.stderr = stream
+    print("a line that cannot be written")
+    DataWait.current = DataWait("a batch")
+    Watch(0, 1.0, "train.py", lambda: False).start()
+    threading.Event().wait(SOON)
+
+
+def test_a_rank_that_hangs_ends_although_its_output_cannot_be_written():
+    with open("/dev/full", "w") as full:
+        for stream in (full, None):
+            (outcome,) = run_ranks(1, _wait_for_data_with_output, stream)
+            assert outcome.code == 2
 
 
 def held(flags):

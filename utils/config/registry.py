@@ -56,7 +56,8 @@ class Registry(dict):
         return self._attempt(config, lambda: function(*given, **arguments))
 
     def check(self, config: Any) -> None:
-        """Raise UserError for an unknown name or an unknown argument.
+        """Raise UserError for an unknown name, an unknown argument, or a value that is not true or
+        false where the default is.
 
         Does nothing for a registry with `others`.
         """
@@ -70,6 +71,12 @@ class Registry(dict):
             return
         signature = inspect.signature(self.choose(name))
         self._attempt(config, lambda: signature.bind_partial(**arguments))
+        for argument, value in arguments.items():
+            parameter = signature.parameters.get(argument)
+            if parameter and isinstance(parameter.default, bool):
+                problem = f"{argument} must be true or false, got {value}"
+                is_bool = isinstance(value, bool)  # no and off are texts, which count as true
+                require(is_bool, f"--{self.what}_args for {name}: {problem}")
 
     def helps(self) -> dict[str, str]:
         """What --help adds to the texts of the setting and of its arguments, by the names of the

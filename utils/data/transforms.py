@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from utils.config import Registry, require
+from utils.config import Registry
 from utils.data.draws import Transform
 from utils.data.spec import InputSpec
 
@@ -120,8 +120,11 @@ class RandAugment(Policy):
     def __init__(
         self, spec: InputSpec, num_ops: int = 2, magnitude: int = 9, interpolation: str = "nearest"
     ):
-        problem = f"magnitude must be between 0 and {_MAGNITUDES - 1}, and num_ops between 1 and 16"
-        require(0 <= magnitude < _MAGNITUDES and 1 <= num_ops <= 16, problem)
+        most = _MAGNITUDES - 1
+        are_integers = isinstance(magnitude, int) and isinstance(num_ops, int)
+        if not are_integers or not 0 <= magnitude <= most or not 1 <= num_ops <= 16:
+            limits = f"magnitude must be between 0 and {most}, and num_ops between 1 and 16"
+            raise ValueError(f"{limits}, both integers, got {magnitude} and {num_ops}")
         super().__init__(spec, v2.RandAugment, interpolation)
         self.magnitude = magnitude
         self.streams = tuple(

@@ -15,20 +15,31 @@ import yaml
 
 from utils.launch.environment import can_be_restarted, is_launched
 
+_LAUNCHERS = ("accelerate", "torchrun", "torch.distributed.run")  # also accelerate-launch
+
 
 def typed_command(arguments: Sequence[str] | None = None) -> list[str]:
     """The command that starts this script, without the launcher's own options.
 
     `arguments` are those of the script.
     """
-    python = Path(sys.executable)
-    if _by_accelerate():
-        program = [_shell_name(python.with_name("accelerate")), "launch"]
-    elif launcher_words():
-        program = [_shell_name(python.with_name("torchrun"))]
-    else:
-        program = [_shell_name(python)]
+    program = _launcher_program() or [_shell_name(Path(sys.executable))]
     return [*program, sys.argv[0], *(sys.argv[1:] if arguments is None else arguments)]
+
+
+def _launcher_program() -> list[str]:
+    """The words that call torchrun or Accelerate's launcher, if it started this script: the
+    program, or Python with -m and a module, and `launch`.
+    """
+    words = launcher_words()
+    for place, word in enumerate(words[:3]):
+        if Path(word).name.startswith(_LAUNCHERS):
+            first = 0 if "-m" in words[:place] else place
+            end = place + 1
+            if words[end : end + 1] == ["launch"]:
+                end += 1
+            return [_shell_name(Path(words[first])), *words[first + 1 : end]]
+    return []
 
 
 def resume_command(command: Sequence[str], output_dir: str, run_name: str) -> str:
@@ -64,19 +75,26 @@ def launcher_words() -> list[str]:
     """The command of the launcher that started this script, up to the script; empty if there is no
     launcher or it has exited.
     """
+    words = _parent_words()
+    names = [Path(word).name for word in words]
+    script = Path(sys.argv[0])
+    for name in (script.name, script.stem):  # the launcher's -m has the module
+        if name in names:
+            return words[: names.index(name)]
+    return []
+
+
+def _parent_words() -> list[str]:
+    """The command of the process that started this one; empty if there is no launcher."""
     if is_launched():
         with suppress(psutil.Error):
-            words = psutil.Process(os.getppid()).cmdline()
-            names = [Path(word).name for word in words]
-            script = Path(sys.argv[0]).name
-            if script in names:
-                return words[: names.index(script)]
+            return psutil.Process(os.getppid()).cmdline()
     return []
 
 
 def _by_accelerate() -> bool:
     """Whether the launcher is `accelerate launch` or accelerate-launch."""
-    return any(Path(word).name.startswith("accelerate") for word in launcher_words()[:3])
+    return any(Path(word).name.startswith("accelerate") for word in _parent_words()[:3])
 
 
 def _launcher_option(name: str) -> str:

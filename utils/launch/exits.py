@@ -53,14 +53,17 @@ _KNOWN = {
 
 
 def print_line(prog: str, text: str) -> None:
-    """Print a line to stderr. It replaces a progress bar.
+    """Print a line to stderr, unless it is closed or on a full disk. It replaces a progress bar.
 
     One write, so that the lines of several processes do not mix. `tqdm.write` would wait for a
     lock, which another thread, or after a fork another rank, may never release.
     """
-    start = _CLEAR_LINE if sys.stderr.isatty() else ""
-    sys.stderr.write(f"{start}{prog}: {text}\n")
-    sys.stderr.flush()
+    if sys.stderr is None:
+        return
+    with suppress(OSError, ValueError):
+        start = _CLEAR_LINE if sys.stderr.isatty() else ""
+        sys.stderr.write(f"{start}{prog}: {text}\n")
+        sys.stderr.flush()
 
 
 def print_last_line(prog: str, text: str) -> None:
@@ -110,8 +113,10 @@ def exit_now(code: int, text: str) -> NoReturn:
     Loader processes are killed, because they may be blocked as well.
     """
     end_status(code, text)
-    with suppress(RuntimeError):  # the program that reads the output may be suspended
-        call_with_timeout(sys.stdout.flush, 1.0)
+    # the program that reads the output may be suspended, or the disk with the output full
+    with suppress(RuntimeError, OSError, ValueError):
+        if sys.stdout is not None:
+            call_with_timeout(sys.stdout.flush, 1.0)
     for worker in multiprocessing.active_children():
         worker.kill()
     os._exit(code)

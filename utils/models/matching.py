@@ -80,6 +80,8 @@ def fit_names(
 def _prefix_of(tensors: Collection[str], own: Collection[str]) -> str:
     """The prefix, such as `module._orig_mod.`, with which the tensors have the most of the model's
     `own` names.
+
+    Empty if these are less than half of them: the tensors may be those of other code.
     """
     prefixes = [""]
     for name in tensors:
@@ -89,7 +91,9 @@ def _prefix_of(tensors: Collection[str], own: Collection[str]) -> str:
             prefix += f"{wrapper}."
             if prefix not in prefixes:
                 prefixes.append(prefix)
-    return max(prefixes, key=lambda prefix: sum(prefix + name in tensors for name in own))
+    fitting = {prefix: sum(prefix + name in tensors for name in own) for prefix in prefixes}
+    best = max(prefixes, key=fitting.__getitem__)
+    return best if 2 * fitting[best] >= min(len(own), len(tensors)) else ""
 
 
 def _with_timm(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ import socket
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -136,7 +136,7 @@ class Ranks(Collectives):
         # FSDP with offload keeps its shards on the host, where only gloo can exchange them.
         offloads = backend == "nccl" and shards_model() and is_set("FSDP_OFFLOAD_PARAMS")
 
-        def create() -> None:
+        def create() -> tuple[Any, Any]:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # also in this thread
             dist.init_process_group(
@@ -147,11 +147,12 @@ class Ranks(Collectives):
                 timeout=limit + _NCCL_LATER if backend == "nccl" else limit,
             )
             fast = dist.new_group(backend="gloo", timeout=limit)
-            self._slow = dist.new_group(backend="gloo", timeout=_PATIENCE)
-            self._fast = fast  # from now on, ranks can agree
+            return fast, dist.new_group(backend="gloo", timeout=_PATIENCE)
 
+        limit_to_connect = connect_timeout(backend, processes, self.launch.timeout)
         try:
-            call_with_timeout(create, connect_timeout(backend, processes, self.launch.timeout))
+            # Not in the thread, which continues after its time: with groups, ranks can agree.
+            self._fast, self._slow = call_with_timeout(create, limit_to_connect)
         except (RuntimeError, ValueError) as error:
             reason = re.sub(r"\[/\S+\] ", "", one_line(error))  # gloo names its source files
             place = f"{address_of(self.interface)} on interface {self.interface}"

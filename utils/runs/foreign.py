@@ -15,7 +15,7 @@ from utils.files import expand, read_json
 from utils.hub import use_hub
 from utils.models import hash_tensors, read_any
 from utils.models.matching import Match
-from utils.models.published import input_of, published_input
+from utils.models.published import CLASSES, input_of, names_as_in, published_input
 from utils.ranks import Ranks
 from utils.runs.manifest import WEIGHTS_FILE
 from utils.settings.train import TrainConfig
@@ -57,6 +57,23 @@ def read_foreign(flag: str, where: str, model: str | None, ranks: Ranks) -> Init
     found = ranks.from_main(partial(_locate, flag, where), no_timeout=True)
     with ranks.local_main_first(f"reading the weights of {flag}"):
         return _read_located(flag, found, model)
+
+
+def classes_of_outputs(outputs: int, names: list[str]) -> list[str]:
+    """The classes of the outputs of a file that does not name them, with `names` from the data.
+
+    They are the classes of the data, in its order. Of 1,000 outputs, they are ImageNet's, unless
+    the data has 1,000 other classes. Raises UserError if neither fits.
+    """
+    if outputs == len(CLASSES):
+        try:
+            return names_as_in(names)
+        except UserError:
+            if len(names) != outputs:
+                raise
+    problem = f"the weights have {outputs:,} classes, and --data has {len(names):,}"
+    require(outputs == len(names), problem, "use data with the classes of these weights")
+    return names
 
 
 def fill_input(config: TrainConfig, found: Mapping) -> TrainConfig:

@@ -32,7 +32,7 @@ from utils.models.published import (
     version_of,
 )
 from utils.ranks import Ranks, check_precision, compile_model
-from utils.runs.foreign import fill_input, read_foreign
+from utils.runs.foreign import classes_of_outputs, fill_input, read_foreign
 from utils.runs.loading import load_weights
 from utils.runs.manifest import EMA_FILE, WEIGHTS_FILE, files_of, find_checkpoint, verify
 from utils.runs.metadata import read_checkpoint
@@ -138,6 +138,11 @@ def _of_model(model: str, flags: EvalConfig, ranks: Ranks) -> Inference:
     with ranks.agree():
         check_model(config)
         if flags.pretrained:
+            outputs = published_outputs(model)
+            problem = f"the weights have {outputs:,} classes, not the 1,000 of ImageNet"
+            fix = "use --weights with their model.safetensors"
+            fix = f"{fix}, and list the classes in a config.json beside it"
+            require(outputs == len(CLASSES), problem, fix)
             return Inference(
                 Path(model),
                 config,
@@ -145,7 +150,7 @@ def _of_model(model: str, flags: EvalConfig, ranks: Ranks) -> Inference:
                 [],
                 lambda: published_model(config).state_dict(),
                 {"model": model, "pretrained": version_of(config)},
-                name_outputs=partial(_names_in_data, published_outputs(model)),
+                name_outputs=names_as_in,
             )
     return _of_file(config, f"{flags.weights}", ranks)
 
@@ -175,17 +180,8 @@ def _of_file(config: TrainConfig, file: str, ranks: Ranks) -> Inference:
         source.class_names,
         lambda: tensors,
         {"model": config.model, "weights": file},
-        name_outputs=partial(_names_in_data, outputs),
+        name_outputs=partial(classes_of_outputs, outputs),
     )
-
-
-def _names_in_data(outputs: int, names: list[str]) -> list[str]:
-    """The classes of the outputs: those of the data, in its order; of 1,000 outputs, ImageNet's."""
-    if outputs == len(CLASSES):
-        return names_as_in(names)
-    problem = f"the weights have {outputs:,} classes, and --data has {len(names):,}"
-    require(outputs == len(names), problem, "use data with the classes of these weights")
-    return names
 
 
 def given_settings(flags: Settings) -> dict:

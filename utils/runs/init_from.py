@@ -13,7 +13,15 @@ from utils.models import bad_tensors
 from utils.models.matching import Match, copy_matching, count_outputs, fit_names, zero_heads
 from utils.models.published import published_input
 from utils.ranks import Ranks
-from utils.runs.foreign import HUB, OF_MODEL, TAKEN, InitialWeights, fill_input, read_foreign
+from utils.runs.foreign import (
+    HUB,
+    OF_MODEL,
+    TAKEN,
+    InitialWeights,
+    classes_of_outputs,
+    fill_input,
+    read_foreign,
+)
 from utils.runs.inference import Inference, find_saved
 from utils.runs.manifest import MANIFEST_FILE, WEIGHTS_FILE, is_checkpoint_name
 from utils.runs.metadata import Checkpoint
@@ -84,7 +92,9 @@ def copy_source(
     tensors, left_out = fit_names(tensors, module, where, config.model, by_order)
     zero_heads(module)
     if not source.class_names and count_outputs(tensors, module) == len(class_names):
-        source.taken.append(f"outputs for classes, in order: {join_names(class_names, 6)}")
+        source.class_names = classes_of_outputs(len(class_names), class_names)
+        names = join_names(source.class_names, 6)
+        source.taken.append(f"outputs for classes, in order: {names}")
     match = copy_matching(module, tensors, source.class_names, class_names)
     match.unused += left_out
     source.match = match

@@ -14,6 +14,7 @@ are what --loss_args may set. It returns the loss of each sample, [n].
 Losses are linear in the targets: the loss of mixed targets is the mixture of the losses.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -71,9 +72,12 @@ def _soft(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
 
 
 def check_gamma(gamma: float) -> None:
-    """Raise ValueError for a focal loss that would weigh easy samples more."""
-    if gamma < 0:
-        raise ValueError(f"gamma must be at least 0, got {gamma}")
+    """Raise ValueError unless gamma is finite and at least 0.
+
+    A negative one would weigh easy samples more.
+    """
+    if not 0 <= gamma < math.inf:
+        raise ValueError(f"gamma must be at least 0 and finite, got {gamma}")
 
 
 LOSSES = Registry(

@@ -32,7 +32,8 @@ class Task:
     """The loss, the numbers to log, what evaluation gathers, and the metric of the best checkpoint.
 
     `classification.py` is the example. A task keeps no state. Its numbers are added exactly over
-    microbatches, ranks and resumes. Batches may be empty.
+    microbatches, ranks and resumes. Batches may be empty. Tensors that it needs, such as weights of
+    classes, must be attributes of its own, not in a list or dictionary: `to` moves these only.
     """
 
     class_names: list[str]
