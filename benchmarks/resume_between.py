@@ -22,7 +22,6 @@ Bits are only comparable on one machine with the same libraries. Exits with code
 """
 
 import argparse
-import gzip
 import hashlib
 import json
 import shlex
@@ -33,6 +32,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import torch
 from common import (
     ROOT,
@@ -157,9 +157,9 @@ def samples(run_folder: Path) -> dict:
     """What the last checkpoint says of the data: the samples of each split, and the position."""
     checkpoint = latest_checkpoint(run_folder)
     state = json.loads((checkpoint / "state.json").read_text())
-    listed = json.loads(gzip.decompress((checkpoint / "samples.json.gz").read_bytes()))
+    rows = pyarrow.parquet.read_table(checkpoint / "samples.parquet").to_pylist()
     place = [state["state"][name] for name in ("step", "epoch", "position")]
-    return listed | {"count": state["samples"], "labels": state["labels"], "place": place}
+    return {"rows": rows, "count": state["samples"], "labels": state["labels"], "place": place}
 
 
 def compare(whole: Path, resumed: Path, promised: str) -> str:

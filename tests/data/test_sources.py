@@ -461,7 +461,7 @@ def test_eval_gets_the_split_that_was_evaluated_or_trained_on_or_any_other():
 
     def splits_of(names, **settings):
         data, config = load("tables", **settings), TrainConfig(data="tables", **settings)
-        return data, [load_split(config, name, ANIMALS, data.samples, True)[0] for name in names]
+        return data, [load_split(config, name, ANIMALS, data.table, True)[0] for name in names]
 
     _, found = splits_of((None, "train", "test"), max_train_samples=5)
     assert {split.name: len(split) for split in found} == {"validation": 6, "train": 30, "test": 9}

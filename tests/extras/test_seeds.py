@@ -31,8 +31,8 @@ from utils.runs.manifest import sha256_of
 from utils.training.run import Run
 
 TIMES = {"seconds", "images_per_second", "data_wait", "computing", "waiting"}
-# with times, and in a resumed run in another order
-OTHERS = "state.json", "manifest.json", "samples.json.gz"
+# with times, or with the day
+OTHERS = "state.json", "manifest.json", "samples.parquet"
 PHOTOS = words("--data photos --model timm/test_resnet --image_size 104 --num_workers 1 --flip")
 PHOTOS += words("--threads 1 --report false --global_batch_size 16 --max_steps 5 --lr 0.05")
 PHOTOS += words("--eval_fraction 0.2 --ema_decay 0.5 --log_every 1 --eval_every 3 --save_every 3")

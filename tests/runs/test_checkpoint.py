@@ -65,7 +65,7 @@ def test_a_checkpoint_holds_all_that_evaluation_on_another_machine_needs(tmp_pat
     checkpoint = find_checkpoint(Path("runs/run"))
     assert {path.name for path in checkpoint.iterdir()} == {
         "model.safetensors", "optimizer.bin",
-        "state.json", "config.yaml", "samples.json.gz", "manifest.json",
+        "state.json", "config.yaml", "samples.parquet", "manifest.json",
     }  # fmt: skip
     # as the umask says
     assert {stat.S_IMODE(path.stat().st_mode) for path in checkpoint.iterdir()} == {0o640}

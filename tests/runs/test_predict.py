@@ -106,8 +106,7 @@ def test_predictions_of_a_split_are_those_of_plain_pytorch_in_its_order():
     record = evaluated(2, "small", "--predictions", "found.csv")
     rows, paths = read_csv("found.csv"), sorted(Path("small/val").rglob("*.png"))
     # A spreadsheet would run what begins with an equals sign.
-    names = [str(path.relative_to("small/val")) for path in paths]
-    assert [row["path"].lstrip("'") for row in rows] == names
+    assert [row["path"] for row in rows] == [str(path.relative_to("small")) for path in paths]
     logits = logits_of("small", np.stack([np.asarray(Image.open(path)) for path in paths]))
     probabilities, order = logits.double().softmax(1).sort(descending=True)
     labels = torch.tensor([CLASSES.index(path.parent.name) for path in paths])
@@ -185,7 +184,7 @@ def test_predict_py_has_the_numbers_of_eval_py_for_the_same_images(run):
     rows, expected = read_csv("predicted.csv"), read_csv("evaluated.csv")
     assert len(rows) == record["count"] and not any(row.pop("error") for row in rows)
     for row, own in zip(rows, expected, strict=True):
-        assert row.pop("path") == f"{run}/val/" + own.pop("path").lstrip("'")
+        assert row.pop("path") == f"{run}/{own.pop('path')}"
         assert row == {name: value for name, value in own.items() if name not in ("label", "loss")}
 
 

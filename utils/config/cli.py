@@ -128,9 +128,9 @@ def _join(value: Any) -> Any:
     return items[0] if len(items) == 1 else items
 
 
-def read_file(path: Path, cls: type[Settings]) -> dict:
-    """The settings in a --config file. Raises UserError if it is malformed, or has settings that
-    `cls` lacks.
+def read_file(path: Path, cls: type[Settings], older: Sequence[int] = ()) -> dict:
+    """The settings in a --config file, of the format of `cls` or of `older` ones. Raises UserError
+    if it is malformed, or has settings that `cls` lacks.
     """
     values = read_yaml(path)
     fix = "write one 'name: value' on each line"
@@ -140,7 +140,8 @@ def read_file(path: Path, cls: type[Settings]) -> dict:
     require("distributed_type" not in values, problem, fix)
     found = values.pop("format", cls.file_format)
     problem = f"{path}: has format {str(found)[:40]}, but this version reads"
-    require(found == cls.file_format, f"{problem} format {cls.file_format}", FORMAT_FIX)
+    is_known = found in (cls.file_format, *older)
+    require(is_known, f"{problem} format {cls.file_format}", FORMAT_FIX)
     names = _names(cls)
     for name in values:
         if name not in names:

@@ -33,6 +33,7 @@ from utils.settings.train import (
     FORMAT,
     OF_ONE_START,
     OF_THIS_MACHINE,
+    OLDER_FORMAT,
     TrainConfig,
     read_config,
     to_yaml,
@@ -53,7 +54,8 @@ class StateFile:
     class_names: Annotated[list[str], Bound("class names", bool)]
     samples: int = 0
     labels: str = ""  # fingerprint
-    evaluated_on: str = ""  # the split
+    # the split; unreleased versions did not write it
+    evaluated_on: str = field(default="", metadata={"optional": True})
     processes: int = 1
     threads: int = 1
     device: str = ""
@@ -69,11 +71,20 @@ class StateFile:
         values = read_json(path)
         found = values.get("format") if isinstance(values, dict) else None
         problem = f"{path}: has format {found}, but this version reads format {FORMAT}"
-        require(found == FORMAT, problem, FORMAT_FIX)
+        require(found in (FORMAT, OLDER_FORMAT), problem, FORMAT_FIX)
         try:
+            if found == OLDER_FORMAT:
+                values |= _new_fields(path, values)
             return read_fields(cls, values)
-        except ValueError as error:
+        except (ValueError, TypeError, LookupError) as error:
             raise UserError(f"{path}: {error}", _OTHER) from None
+
+
+def _new_fields(path: Path, values: dict) -> dict:
+    """The fields of state.json that OLDER_FORMAT kept elsewhere."""
+    state = values["state"]
+    state |= {"evaluation": [{}, *state["evaluations"]][-1], "rounding_said": False}
+    return {"state": state, "class_names": read_json(path.with_name("labels.json"))}
 
 
 @dataclass(frozen=True)
@@ -167,7 +178,8 @@ def read_settings(checkpoint: Path) -> TrainConfig:
     """The settings of the run that wrote a checkpoint; settings that affect this machine have their
     defaults.
     """
-    return replace(read_config(checkpoint / "config.yaml"), **_defaults(OF_THIS_MACHINE))
+    saved = read_config(checkpoint / "config.yaml", older=[OLDER_FORMAT])
+    return replace(saved, **_defaults(OF_THIS_MACHINE))
 
 
 def _defaults(names: Iterable[str]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ type says what values it takes and, if it is special, how it is saved and resume
 which shows the first group last.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated
@@ -90,6 +91,9 @@ NAMES = [name for names in GROUPS.values() for name in names]
 
 FORMAT = 5
 """The format of config.yaml and state.json. A new field that files may lack does not change it."""
+
+OLDER_FORMAT = 4
+"""That of Lockstep 0.2, whose weights, classes and input are read."""
 
 _SEVERAL = Bound("several seeds, each once", lambda seeds: 1 < len(seeds) == len(set(seeds)))
 # more were probably meant for --seed
@@ -197,9 +201,11 @@ def to_yaml(config: TrainConfig) -> str:
     return dump_yaml({"format": FORMAT} | {name: values[name] for name in NAMES})
 
 
-def read_config(path: Path) -> TrainConfig:
-    """The settings in a --config file. Raises UserError if it is not valid."""
-    values = read_file(path, TrainConfig)
+def read_config(path: Path, older: Sequence[int] = ()) -> TrainConfig:
+    """The settings in a --config file, also of `older` formats. Raises UserError if it is not
+    valid.
+    """
+    values = read_file(path, TrainConfig, older)
     try:
         return TrainConfig(**values)
     except UserError as error:

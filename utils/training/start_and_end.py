@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from utils.console import printable, say, table
-from utils.data import describe_place, has_columns, suggest_shrink
+from utils.data import Plan, describe_place, has_columns, suggest_shrink
 from utils.files import size_of, write_file
 from utils.launch import (
     begin_status,
@@ -122,11 +122,6 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
     search = "cuDNN searches for the fastest" if run.gradients.searches else "cuDNN does not search"
     recipe = list_changes(config, "augmentation of training images")
     recipe += list_changes(config, "samples, targets and loss")
-    batch = "{batch_size} x {processes} processes x {grad_accum} accumulation = {global_batch_size}"
-    if config.microbatches:
-        batch = (
-            f"{{global_batch_size}} in {most} microbatches; the same bits on 1 to {most} processes"
-        )
     evaluated = f"{len(data.evaluation)} {data.evaluation.name}"
     all_updates = f"{run.updates} in all, from {run.state.step}"
     rows = [
@@ -143,7 +138,7 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
         ("input", run.spec.describe_pixels()),
         ("init_from", run.source.describe() if run.source else ""),
         ("sharding", _describe_shards(run)),
-        ("batch", batch.format(**plan.sizes(len(places)))),
+        ("batch", _describe_batch(plan, config.microbatches, len(places))),
         ("optimizer", ", ".join(optimizer)),
         ("updates", f"{plan.updates_per_epoch} per epoch, {all_updates}"),
         ("task", run.task.describe()),
@@ -153,6 +148,15 @@ def start_rows(run: Run) -> list[tuple[str, str]]:
         ("depends on topology", differences(config, run.module, per_rank, most)),
     ]  # fmt: skip
     return [(name, text) for name, text in rows if text]
+
+
+def _describe_batch(plan: Plan, microbatches: int | None, processes: int) -> str:
+    """The global batch as a product, or with --microbatches as a sum of microbatches."""
+    if microbatches:
+        bits = f"the same bits on 1 to {microbatches} processes"
+        return f"{plan.global_batch_size} in {microbatches} microbatches; {bits}"
+    text = "{batch_size} x {processes} processes x {grad_accum} accumulation = {global_batch_size}"
+    return text.format(**plan.sizes(processes))
 
 
 def _describe_shards(run: Run) -> str:
