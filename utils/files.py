@@ -163,9 +163,9 @@ def put_in_place(partial: Path, final: Path) -> None:
 
 
 def in_form_of_files(path: str) -> str:
-    """An absolute path in the Unicode forms, NFC or NFD, of the folders and files that exist."""
+    """The absolute path in the Unicode forms, NFC or NFD, of the folders and files that exist."""
     found = "/"
-    for part in os.path.normpath(path).split("/"):
+    for part in os.path.abspath(path).split("/"):
         # each part, because the folders and the file may have come from different systems
         forms = [os.path.join(found, unicodedata.normalize(form, part)) for form in ("NFC", "NFD")]
         found = next(filter(os.path.exists, forms), forms[0])

@@ -71,7 +71,7 @@ def _write_fold(run: Run, found: Predictions) -> None:
     split = run.data.evaluation
     table = run.data.table
     origin = [table.class_names, config.seed, config.group_by, *sorted(run.data.bad_images)]
-    if table.train.names is None:  # of the whole split
+    if not table.train.has_files:  # of the whole split
         origin += [table.train.labels, table.train.content]
     else:
         for part in table.parts:

@@ -161,7 +161,7 @@ def test_the_folds_together_predict_each_photograph_once_with_the_last_weights(r
         flags = ["--ckpt", str(last), *words("--predictions one.csv --report false")]
         returned(1, evaluation.main, flags)
         expected = pandas.read_csv("one.csv")
-        expected["path"] = f"{root}/" + expected["path"]
+        expected["path"] = f"{root.parent}/" + expected["path"]
         own = table[table["fold"] == number].drop(columns="fold").reset_index(drop=True)
         pandas.testing.assert_frame_equal(own, expected, rtol=1e-4)
     series = table["path"].str.extract("(s..)-")[0]

@@ -1,10 +1,10 @@
 """Find the samples of a run again, by its table."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from itertools import compress
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -20,37 +20,75 @@ from utils.files import expand, in_form_of_files
 from utils.settings.data import DataSettings
 
 
+@dataclass(frozen=True)
+class Found:
+    """The image files of a table now: their stamps, errors, and the rows of those that are missing
+    and that have changed.
+    """
+
+    images: Files
+    stamps: np.ndarray
+    errors: dict[int, str]
+    missing: set[int]
+    changed: set[int]
+
+
 def find_again(
-    part: Part, config: DataSettings, source: Callable[[], Source], skip: bool = False
-) -> tuple[Split, list[str]]:
-    """The samples of a part in --data now, and lines about missing and changed ones.
+    parts: Sequence[Part], config: DataSettings, source: Callable[[], Source], skip: bool = False
+) -> tuple[list[Split], list[str]]:
+    """The samples of parts of a table in --data now, and lines about missing and changed ones.
 
     Image files are found by name, without a search for others, and only those whose size or a time
     has changed are read. The images of a table or an array are compared as a whole. Missing images
     get errors. With `skip`, changed images do too, and there are no lines about either.
     """
-    if part.names is None:
-        whole = source().split(known_split(source(), part.source, "the run used split"))
-        lines = _changes(part, whole)
-        split = replace(whole, name=part.split.name)
-        if not lines:
-            index = part.split.image_index
-            split = replace(split, labels=part.split.labels, image_index=index)
-        return split, lines
-    split, is_gone, is_changed = _compare(part, *_files_now(part, config.data, source))
-    errors = dict(split.errors)
-    errors |= dict.fromkeys(np.flatnonzero(is_gone).tolist(), "no longer in the data set")
+    splits = []
+    lines: list[str] = []
+    found: dict[int, Found] = {}  # by the images, which two parts may share
+    for part in parts:
+        images = part.split.images
+        if not part.has_files:
+            split, own = _of_table(part, source())
+        else:
+            if id(images) not in found:
+                index = [each.split.image_index for each in parts if each.split.images is images]
+                rows = np.unique(np.concatenate(index))
+                found[id(images)] = _compare(part, rows, *_files_now(part, config.data, source))
+            split, own = _of_files(part.split, found[id(images)], skip)
+            split = replace(split, bits=config.image_bits)
+        splits.append(split)
+        lines += own
+    return splits, lines
+
+
+def _of_files(listed: Split, found: Found, skip: bool) -> tuple[Split, list[str]]:
+    """The samples of a part of files, with the images that were found, and lines."""
     lines = []
-    if skip:
-        changed = np.flatnonzero(is_changed).tolist()
-        errors |= dict.fromkeys(changed, "changed since the run started")
-    else:
-        for what, chosen in (("are missing", is_gone), ("changed", is_changed)):
-            if chosen.any():
-                names = [*compress(part.names, chosen)]
-                count = f"{len(names):,} of {len(split):,} images of {split.name!r} {what}"
-                lines.append(f"{count}: {join_names(names, 5)}")
-    return replace(split, errors=errors, bits=config.image_bits), lines
+    names = found.images.names
+    errors = dict(found.errors)
+    kinds = (
+        ("are missing", found.missing, "no longer in the data set"),
+        ("changed", found.changed, "changed since the run started"),
+    )
+    for what, rows, reason in kinds:
+        chosen = [row for row in listed.image_index.tolist() if row in rows]
+        if chosen and not skip:
+            count = f"{len(chosen):,} of {len(listed):,} images of {listed.name!r} {what}"
+            lines.append(f"{count}: {join_names([names[row] for row in chosen], 5)}")
+        if skip or rows is found.missing:
+            errors |= dict.fromkeys(rows, reason)
+    return replace(listed, images=found.images, stamps=found.stamps, errors=errors), lines
+
+
+def _of_table(part: Part, source: Source) -> tuple[Split, list[str]]:
+    """The samples of a part of a table or an array, and lines about what changed."""
+    whole = source.split(known_split(source, part.source, "the run used split"))
+    lines = _changes(part, whole)
+    split = replace(whole, name=part.split.name)
+    if not lines:
+        index = part.split.image_index
+        split = replace(split, labels=part.split.labels, image_index=index)
+    return split, lines
 
 
 def _changes(part: Part, whole: Split) -> list[str]:
@@ -78,10 +116,11 @@ def _files_now(part: Part, data: str, source: Callable[[], Source]) -> tuple[Fil
 
     Names that leave the folder, as a stranger's table may have, are not.
     """
-    names = part.names or []
+    images: Any = part.split.images
+    names = images.names
     if is_image_folder(data):
         safe = [not os.path.isabs(name) and ".." not in name.split("/") for name in names]
-        return _in_folder(os.path.abspath(expand(data)), names), np.asarray(safe)
+        return Files([*names], _base(str(expand(data)), names)), np.asarray(safe)
     opened = source()
     name = known_split(opened, part.source, "the run used split")
     files = opened.openers[name]().images
@@ -94,46 +133,48 @@ def _files_now(part: Part, data: str, source: Callable[[], Source]) -> tuple[Fil
     return found, rows >= 0
 
 
-def _in_folder(root: str, names: list[str]) -> Files:
-    """Files below a folder, or below the only folder in it, perhaps in another Unicode form."""
+def _base(root: str, names: list[str]) -> str:
+    """The folder that these names begin in: `root`, or below it the only folder in a folder."""
     base = root
-    while not os.path.exists(in_form_of_files(os.path.join(base, names[0]))):
+    tops = {name.split("/")[0] for name in names}
+    while not any(os.path.exists(in_form_of_files(os.path.join(base, top))) for top in tops):
         inner = folders_in(base)
         if len(inner) != 1:
-            return Files(names, root)
+            return root
         base = inner[0].path
-    found = []
-    for name in names:
-        path = os.path.join(base, name)
-        if not os.path.exists(path):
-            path = in_form_of_files(path)
-        found.append(path.removeprefix(f"{base}/"))
-    return Files(found, base)
+    return base
 
 
-def _compare(
-    part: Part, files: Files, may_exist: np.ndarray
-) -> tuple[Split, np.ndarray, np.ndarray]:
-    """The samples of a part, whose files are these now, and the positions of missing files and of
-    changed ones.
+def _compare(part: Part, rows: np.ndarray, files: Files, may_exist: np.ndarray) -> Found:
+    """Compare these rows of the images of a part, whose files are these now, with the table.
 
-    Only files whose size or a time differs from the table are read, at both ends.
+    Only files whose size or a time differs are read, at both ends.
     """
     listed = part.split
     stamps = np.full((len(files), 3), -1)
-    for row in np.flatnonzero(may_exist).tolist():
-        with suppress(OSError):
-            stamps[row] = files.stamp(row)
     errors = dict(listed.errors)
-    split = replace(listed, images=files, stamps=stamps, errors=errors)
-    is_gone = listed.readable & (stamps[:, 0] < 0)
-    is_other = listed.readable & ~is_gone & (stamps != listed.stamps).any(1)
-    is_changed = np.zeros(len(listed), bool)
-    to_read = np.flatnonzero(is_other)
-    checksums = np.asarray(part.checksums)
-    for row, (looks, reason) in zip(to_read.tolist(), check_rows(split, to_read), strict=True):
+    rows = rows[~np.isin(rows, list(errors))]
+    for row in rows[may_exist[rows]].tolist():
+        with suppress(OSError):
+            stamps[row] = _stamp(files, row)
+    is_missing = stamps[rows, 0] < 0
+    is_other = (stamps[rows] != listed.stamps[rows]).any(1)
+    to_read = rows[is_other & ~is_missing]
+    checks = check_rows(replace(listed, images=files, stamps=stamps), to_read)
+    changed = set()
+    for row, (looks, reason) in zip(to_read.tolist(), checks, strict=True):
         if reason:
             errors[row] = reason
-        else:
-            is_changed[row] = looks[-1] != checksums[row]
-    return split, is_gone, is_changed
+        elif looks[-1] != listed.checksums[row]:
+            changed.add(row)
+    return Found(files, stamps, errors, {*rows[is_missing].tolist()}, changed)
+
+
+def _stamp(files: Files, row: int) -> tuple[int, int, int]:
+    """The stamp of a file, whose name may now be in another Unicode form."""
+    try:
+        return files.stamp(row)
+    except OSError:
+        path = in_form_of_files(files.path(row))
+        files.names[row] = os.path.relpath(path, files.root)
+        return files.stamp(row)

@@ -57,14 +57,13 @@ def _kept(config: DataSettings, table: SampleTable) -> Data:
     """
     source = cache(lambda: _open_checked(config, table))
     skip = config.bad_images == "skip"
-    found = [find_again(part, config, source, skip) for part in table.parts]
-    changes = dict.fromkeys(line for _, lines in found for line in lines)
+    (train, evaluation), lines = find_again(table.parts, config, source, skip)
+    changes = dict.fromkeys(lines)
     fix = (
         "a resumed run needs the same images and labels: restore them, or start a new run "
         "(--bad_images skip replaces missing and changed files)"
     )
     require(not changes, "; ".join(changes), fix)
-    train, evaluation = (split for split, _ in found)
     table = table.with_errors(train, evaluation)
     bad = table.left_out | train.unreadable() | evaluation.unreadable()
     return Data(train, evaluation, table.class_names, table, bad)
@@ -119,8 +118,8 @@ def _split_of_run(
     Prints what has changed since. Raises UserError if a change could mix the two.
     """
     part = table.train if name else table.evaluation
-    split, changes = find_again(part, config, source)
-    is_lost = part.names is None and table.train.source == table.evaluation.source
+    (split,), changes = find_again([part], config, source)
+    is_lost = not part.has_files and table.train.source == table.evaluation.source
     problem = f"{'; '.join(changes)}; the held-out samples cannot be found again"
     fix = f"evaluate all samples with --data {config.data} --split {part.source}"
     require(not (changes and is_lost), problem, fix)
@@ -132,10 +131,10 @@ def _split_of_run(
 def _has_all(source: Callable[[], Source], config: DataSettings, table: SampleTable) -> bool:
     """Whether a data set has all samples of the table."""
     try:
-        found = [find_again(part, config, source) for part in table.parts]
+        splits, changes = find_again(table.parts, config, source)
     except ValueError:  # it lacks a split, or has other kinds of images
         return False
-    return not any(changes or split.errors for split, changes in found)
+    return not (changes or any(split.errors for split in splits))
 
 
 def _split_of_data(source: Source, name: str | None) -> tuple[Split, str]:

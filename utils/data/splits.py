@@ -101,10 +101,11 @@ class Split:
         if not isinstance(self.images, Files):
             errors = sorted(self.errors)
             return fingerprint_of(self.fingerprint, self.bits, self.image_index, *errors)
-        paths = map(self.images.path, self.image_index.tolist())
+        root = os.path.abspath(self.images.root)
+        names = (self.images.names[row] for row in self.image_index.tolist())
         rows = self.image_index[self.readable]
         stamps = self.stamps[rows] if self.stamps is not None else [*map(self.images.stamp, rows)]
-        return fingerprint_of(self.bits, self.readable, np.asarray(stamps), *paths)
+        return fingerprint_of(self.bits, self.readable, np.asarray(stamps), root, *names)
 
     @cached_property
     def label_fingerprint(self) -> str:

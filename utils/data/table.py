@@ -1,8 +1,9 @@
 """The table of a run's samples: a parquet file that a run writes once, that its checkpoints hold,
 and from which a resumed run takes its samples.
 
-A row is a sample of training, then of evaluation, in their order: the name of its image, or the
-image's row in a split, its label, its group, and what shows whether the image has changed.
+A row is a sample of training, then of evaluation, in their order: the row of its image in the split
+of the data set, the name of its file, its label, its group, and what shows whether the image has
+changed.
 """
 
 import hashlib
@@ -11,7 +12,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import date
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,8 @@ class Part:
     that they were taken from.
 
     `count`, `labels` and `content` describe that whole split. In a table that was read, the images
-    of `split` are names without a root, or None.
+    of `split` are the files of its rows, by names without a root, or None. Two parts of one split
+    share them.
     """
 
     split: Split
@@ -64,12 +65,15 @@ class Part:
         labels = whole.label_fingerprint
         return cls(split, whole.name, len(whole), labels, whole.content, checksums)
 
-    @cached_property
-    def names(self) -> list[str] | None:
-        """The names of the samples' files; None if the images are those of a table or an array."""
-        images = self.split.images
-        if not isinstance(images, Files):
-            return None
+    @property
+    def has_files(self) -> bool:
+        """Whether the images are files, not those of a table or an array."""
+        return isinstance(self.split.images, Files)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the samples' files."""
+        images: Any = self.split.images
         return [images.names[row] for row in self.split.image_index.tolist()]
 
 
@@ -101,7 +105,7 @@ class SampleTable:
         """The table with the errors of its samples as they were found again."""
         parts = []
         for part, found in zip(self.parts, splits, strict=True):
-            is_new = part.names is not None and found.errors != part.split.errors
+            is_new = part.has_files and found.errors != part.split.errors
             split = replace(part.split, errors=found.errors) if is_new else part.split
             parts.append(replace(part, split=split))
         if all(part.split is old.split for part, old in zip(parts, self.parts, strict=True)):
@@ -178,16 +182,9 @@ def read_table(path: Path) -> SampleTable:
         table = parquet.read_table(path)
         described = json.loads(table.schema.metadata[b"lockstep"])
         class_names = described["classes"]
-        parts: list[Any] = []
-        start = 0
-        for name in _PARTS:
-            own = described[name]
-            samples = own.pop("samples")
-            rows = table.slice(start, samples)
-            start += samples
-            parts.append(_part(rows, own, len(class_names)))
-        is_whole = start == len(table) and all(type(name) is str for name in class_names)
-        require(is_whole and sorted(described["choices"]) == sorted(_CHOICES), "malformed")
+        parts = _read_parts(table, [described[name] for name in _PARTS], len(class_names))
+        are_names = all(type(name) is str for name in class_names)
+        require(are_names and sorted(described["choices"]) == sorted(_CHOICES), "malformed")
         left_out = {str(name): str(reason) for name, reason in described["left_out"].items()}
         listed = date.fromisoformat(described["listed"]).isoformat()
         train, evaluation = parts
@@ -202,13 +199,11 @@ def _columns(split: Split, encode: Callable[[str], str | bytes]) -> dict[str, An
     """The columns of the samples of a split, with encoded names."""
     index = split.image_index
     rows = index.tolist()
-    columns: dict[str, Any] = {"label": split.labels}
+    columns: dict[str, Any] = {"row": index, "label": split.labels}
     if split.labels.ndim == 2:
         columns["label"] = [np.flatnonzero(row) for row in split.labels]
     if isinstance(split.images, Files):
         columns["name"] = [encode(split.images.names[row]) for row in rows]
-    else:
-        columns["row"] = index
     for name, written in _NUMBERS.items():
         values = getattr(split, name)
         if values is not None:
@@ -221,38 +216,62 @@ def _columns(split: Split, encode: Callable[[str], str | bytes]) -> dict[str, An
     return columns
 
 
-def _part(rows: "pyarrow.Table", described: dict, classes: int) -> Part:
-    """A part of a table, from its rows and from what the file says about it.
+def _read_parts(table: "pyarrow.Table", described: list[dict], classes: int) -> list[Part]:
+    """The parts of a table that was read, and that its file describes so.
 
     Raises errors of any class for malformed values.
     """
-    # A column that is all null is one of the other part.
-    columns = {name: rows[name] for name in rows.column_names if rows[name].null_count < len(rows)}
-    numbers = {
-        name: np.stack([columns[each].to_numpy() for each in written], 1)
-        for name, written in _NUMBERS.items()
-        if written[0] in columns
+    train, evaluation = (own["samples"] for own in described)
+    require(min(train, evaluation) >= 0 and train + evaluation == len(table), "malformed")
+    tables = [table.slice(0, train), table.slice(train)]
+    images = [*map(_read_images, tables)]
+    if described[0]["source"] == described[1]["source"]:
+        images = [_read_images(table)] * 2
+    parts = []
+    for rows, own, (numbers, of_images) in zip(tables, described, images, strict=True):
+        index = _integers(rows["row"])
+        if "images" in of_images:
+            index = np.searchsorted(numbers, index)
+        checksums = _integers(rows["checksum"]) if _has(rows, "checksum") else None
+        labels = _read_labels(rows["label"].combine_chunks(), classes)
+        fields = {"images": None, **of_images, "labels": labels, "image_index": index}
+        split = Split(name=str(own["name"]), fingerprint="", **fields)
+        of_source: dict[str, Any] = {name: kind(own[name]) for name, kind in _OF_SOURCE.items()}
+        parts.append(Part(split, **of_source, checksums=checksums))
+    return parts
+
+
+def _has(rows: "pyarrow.Table", name: str) -> bool:
+    """Whether rows have this column: one of the other part has only null values here."""
+    return name in rows.column_names and rows[name].null_count < len(rows)
+
+
+def _integers(column: Any) -> np.ndarray:
+    return column.to_numpy().astype(np.int64, casting="safe")
+
+
+def _read_images(rows: "pyarrow.Table") -> tuple[np.ndarray, dict[str, Any]]:
+    """The images of these rows, each once, in the order of the split: their rows in it, and the
+    fields of a Split for those in files.
+    """
+    numbers, first = np.unique(_integers(rows["row"]), return_index=True)
+    if not _has(rows, "name"):
+        return numbers, {}
+    rows = rows.take(first)
+    fields: dict[str, Any] = {
+        name: np.stack([_integers(rows[each]) for each in columns], 1)
+        for name, columns in _NUMBERS.items()
     }
-    checksums = numbers["checksums"][:, 0] if "checksums" in numbers else None
-    images: Any = None
-    index = np.arange(len(rows))
-    own: dict[str, Any] = {}
-    if "name" in columns:
-        images = Files([*map(os.fsdecode, columns["name"].to_pylist())])
-        errors = columns["error"].to_pylist() if "error" in columns else []
-        own = {"errors": {row: str(text) for row, text in enumerate(errors) if text}}
-        own |= numbers | {"checksums": checksums}
-        if "group" in columns:
-            own["groups"] = columns["group"].to_pylist()
-    else:
-        index = columns["row"].to_numpy().astype(np.int64, casting="safe")
-    labels = _labels(columns["label"].combine_chunks(), classes)
-    split = Split(str(described["name"]), images, labels, index, "", **own)
-    of_source: dict[str, Any] = {name: kind(described[name]) for name, kind in _OF_SOURCE.items()}
-    return Part(split, **of_source, checksums=checksums)
+    fields["checksums"] = fields["checksums"][:, 0]
+    fields["images"] = Files([*map(os.fsdecode, rows["name"].to_pylist())])
+    errors = enumerate(rows["error"].to_pylist())
+    fields["errors"] = {row: str(text) for row, text in errors if text}
+    if _has(rows, "group"):
+        fields["groups"] = rows["group"].to_pylist()
+    return numbers, fields
 
 
-def _labels(column: Any, classes: int) -> np.ndarray:
+def _read_labels(column: Any, classes: int) -> np.ndarray:
     """The labels of a column: a class, or a list of classes, for each sample."""
     is_list = hasattr(column, "value_lengths")
     flat = (column.flatten() if is_list else column).to_numpy(zero_copy_only=False)

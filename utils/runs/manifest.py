@@ -1,6 +1,7 @@
 """Find checkpoints, write their manifests and verify them."""
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -122,7 +123,7 @@ def damage_of(checkpoint: Path) -> str | None:
             return f"{path}: does not name {', '.join(left_out)}"
         for name, entry in files.items():
             path = checkpoint / name
-            if name == TABLE_FILE and not path.exists():
+            if name == TABLE_FILE and not os.path.lexists(path):
                 continue
             if not path.is_file():
                 return f"{path}: missing"
