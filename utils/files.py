@@ -167,15 +167,16 @@ def in_form_of_files(path: str) -> str:
     found = "/"
     for part in os.path.abspath(path).split("/"):
         # each part, because the folders and the file may have come from different systems
-        forms = [os.path.join(found, unicodedata.normalize(form, part)) for form in ("NFC", "NFD")]
-        found = next(filter(os.path.exists, forms), forms[0])
+        forms = [part, *(unicodedata.normalize(form, part) for form in ("NFC", "NFD"))]
+        paths = [os.path.join(found, form) for form in forms]
+        found = next(filter(os.path.exists, paths), paths[0])
     return found
 
 
 def link_or_copy(path: Path, target: Path) -> None:
     """Give a file that is never changed another name, or copy it where there are no hard links."""
     try:
-        os.link(path, target)
+        os.link(path.resolve(), target)  # not a link of the Hub's cache
     except OSError:
         with path.open("rb") as source, whole_file(target) as file:
             shutil.copyfileobj(source, file)

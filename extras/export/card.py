@@ -223,8 +223,10 @@ def _measured(loaded: Loaded) -> str:
     if not saved.evaluation:
         return "The checkpoint has no evaluation of these weights."
     found = saved.evaluation
-    split = printable(saved.evaluated_on) or "of evaluation"
-    where = f"`{data_name(loaded)}`, split `{split}`, {found['count']} images, each counted once"
+    where = f"`{data_name(loaded)}`, "
+    if split := printable(saved.evaluated_on):
+        where += f"split `{split}`, "
+    where += f"{found['count']} images, each counted once"
     if precision in ("bf16", "fp16"):
         where += f", in {precision}"
     return f"On {where}:\n\n| | |\n| --- | --- |\n{_rows(score_rows(found))}"

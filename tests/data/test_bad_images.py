@@ -229,7 +229,7 @@ def test_in_a_resumed_run_another_image_of_its_class_replaces_a_deleted_one(skip
     for name in (gone, data.evaluation.describe(1)):
         Path(name).unlink()
     line = refused(train.main, *FLAGS, *RESUME, "--bad_images", "error")
-    assert "1 of 49 images of 'train' are missing: " in line and "--bad_images skip" in line
+    assert "2 of 55 images are missing: " in line and "--bad_images skip" in line
     shutil.copytree("runs/run", "runs/two")
     for processes, name in ((1, "run"), (2, "two")):
         outcome, *_ = run_ranks(processes, train.main, [*SKIP, *RESUME, "--run_name", name])

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from utils.config import require
 from utils.console import join_names
-from utils.data.check import check_rows
+from utils.data.check import check_images, check_rows
 from utils.data.folders import folders_in
 from utils.data.labels import indices_in
 from utils.data.sources import is_image_folder, known_split
@@ -44,40 +45,38 @@ def find_again(
     """
     splits = []
     lines: list[str] = []
+    gone: list[str] = []
+    other: list[str] = []
     found: dict[int, Found] = {}  # by the images, which two parts may share
     for part in parts:
         images = part.split.images
         if not part.has_files:
             split, own = _of_table(part, source())
+            lines += own
         else:
             if id(images) not in found:
                 index = [each.split.image_index for each in parts if each.split.images is images]
                 rows = np.unique(np.concatenate(index))
                 found[id(images)] = _compare(part, rows, *_files_now(part, config.data, source))
-            split, own = _of_files(part.split, found[id(images)], skip)
+            now = found[id(images)]
+            index = part.split.image_index.tolist()
+            gone += [now.images.names[row] for row in index if row in now.missing]
+            other += [now.images.names[row] for row in index if row in now.changed]
+            errors = now.errors | dict.fromkeys(now.missing, "no longer in the data set")
+            if skip:
+                errors |= dict.fromkeys(now.changed, "changed since the run started")
+            split = replace(part.split, images=now.images, stamps=now.stamps, errors=errors)
             split = replace(split, bits=config.image_bits)
+            if skip:  # as in a new run, all are decoded, and the result is cached
+                there = split.select(np.flatnonzero(split.readable))
+                decoded = check_images(there, True, config.cache_dir)
+                split = replace(split, errors={**decoded.errors, **errors})
         splits.append(split)
-        lines += own
+    if not skip:
+        total = f"{sum(map(len, splits)):,} images"
+        kinds = ("are missing", gone), ("changed", other)
+        lines += [f"{len(n):,} of {total} {what}: {join_names(n, 5)}" for what, n in kinds if n]
     return splits, lines
-
-
-def _of_files(listed: Split, found: Found, skip: bool) -> tuple[Split, list[str]]:
-    """The samples of a part of files, with the images that were found, and lines."""
-    lines = []
-    names = found.images.names
-    errors = dict(found.errors)
-    kinds = (
-        ("are missing", found.missing, "no longer in the data set"),
-        ("changed", found.changed, "changed since the run started"),
-    )
-    for what, rows, reason in kinds:
-        chosen = [row for row in listed.image_index.tolist() if row in rows]
-        if chosen and not skip:
-            count = f"{len(chosen):,} of {len(listed):,} images of {listed.name!r} {what}"
-            lines.append(f"{count}: {join_names([names[row] for row in chosen], 5)}")
-        if skip or rows is found.missing:
-            errors |= dict.fromkeys(rows, reason)
-    return replace(listed, images=found.images, stamps=found.stamps, errors=errors), lines
 
 
 def _of_table(part: Part, source: Source) -> tuple[Split, list[str]]:
@@ -87,6 +86,8 @@ def _of_table(part: Part, source: Source) -> tuple[Split, list[str]]:
     split = replace(whole, name=part.split.name)
     if not lines:
         index = part.split.image_index
+        is_there = index.min() >= 0 and index.max() < len(whole.images)
+        require(is_there, "the table of samples has rows outside the split", "use another one")
         split = replace(split, labels=part.split.labels, image_index=index)
     return split, lines
 
@@ -136,8 +137,8 @@ def _files_now(part: Part, data: str, source: Callable[[], Source]) -> tuple[Fil
 def _base(root: str, names: list[str]) -> str:
     """The folder that these names begin in: `root`, or below it the only folder in a folder."""
     base = root
-    tops = {name.split("/")[0] for name in names}
-    while not any(os.path.exists(in_form_of_files(os.path.join(base, top))) for top in tops):
+    some = {os.path.dirname(name): name for name in names}.values()  # one of each folder
+    while not any(os.path.exists(in_form_of_files(os.path.join(base, name))) for name in some):
         inner = folders_in(base)
         if len(inner) != 1:
             return root
@@ -155,7 +156,7 @@ def _compare(part: Part, rows: np.ndarray, files: Files, may_exist: np.ndarray) 
     errors = dict(listed.errors)
     rows = rows[~np.isin(rows, list(errors))]
     for row in rows[may_exist[rows]].tolist():
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # of a name with a null character
             stamps[row] = _stamp(files, row)
     is_missing = stamps[rows, 0] < 0
     is_other = (stamps[rows] != listed.stamps[rows]).any(1)

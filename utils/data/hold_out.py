@@ -95,11 +95,16 @@ def group_keys(split: Split, by: str, class_names: Sequence[str]) -> list[str]:
             raise UserError(f"--group_by {by}: {error}", "give a regular expression") from None
         matches = [pattern.search(Path(name).name) for name in names]
         found = [match and match[min(1, pattern.groups)] for match in matches]
-    keys = ["" if key is None or key != key else str(key) for key in found]
+    keys = [*map(group_text, found)]
     if same := alike(keys):
         pairs = join_names(map(" and ".join, same.items()))
         say(f"--group_by {by}: groups that may be the same are joined: {pairs}")
     return [same.get(key, key) or name for key, name in zip(keys, names, strict=True)]
+
+
+def group_text(value: object) -> str:
+    """The name of the group that a column gives; empty for None and NaN."""
+    return "" if value is None or value != value else str(value)
 
 
 def random_subset(split: Split, count: int | None, seed: int) -> Split:

@@ -7,16 +7,16 @@ from functools import cache
 import numpy as np
 
 from utils.config import require
-from utils.console import join_names, nfc, say
+from utils.console import join_names, say
 from utils.data.check import check_images
 from utils.data.finding import find_again
 from utils.data.folders import left_out_notes
 from utils.data.hold_out import group_keys, hold_out, random_subset
-from utils.data.labels import check_kind, renumber
+from utils.data.labels import check_kind, distinct, renumber
 from utils.data.sources import eval_split_name, known_split, open_source, train_split_name
 from utils.data.spelling import doubts
 from utils.data.splits import Data, Source, Split
-from utils.data.table import SampleTable, make_table
+from utils.data.table import Part, SampleTable
 from utils.settings.data import DataSettings
 
 
@@ -45,9 +45,9 @@ def _new(config: DataSettings) -> Data:
     pairs = _choose_splits(source, config)
     checked = source.opened.values()
     bad = {name: reason for split in checked for name, reason in split.unreadable().items()}
-    table = make_table(config, source.class_names, pairs, bad)
-    (train, _), (evaluation, _) = pairs
-    return Data(train, evaluation, source.class_names, table, bad)
+    train, evaluation = (Part.of(*pair) for pair in pairs)
+    table = SampleTable(train, evaluation, source.class_names, bad)
+    return Data(train.split, evaluation.split, source.class_names, table, bad)
 
 
 def _kept(config: DataSettings, table: SampleTable) -> Data:
@@ -64,7 +64,7 @@ def _kept(config: DataSettings, table: SampleTable) -> Data:
         "(--bad_images skip replaces missing and changed files)"
     )
     require(not changes, "; ".join(changes), fix)
-    table = table.with_errors(train, evaluation)
+    table = table.renewed(train, evaluation)
     bad = table.left_out | train.unreadable() | evaluation.unreadable()
     return Data(train, evaluation, table.class_names, table, bad)
 
@@ -85,17 +85,16 @@ def load_split(
     only split. Any other name selects the split of that name. A data set that has all images of the
     table counts as the run's own, even if it has been moved.
     """
-    by = table and table.choices["group_by"]
-    config = replace(config, group_by=by or config.group_by)
     source = cache(lambda: _open_checked(config, table))
-    if own_data and not table and name is None:
+    if own_data and not table and name in (None, "train"):
         say("the checkpoint has no table of its samples: they are chosen again from --data")
-        _, (split, _) = _choose_splits(source(), config)
+        (train, _), (evaluation, _) = _choose_splits(source(), config)
+        split = train if name else evaluation
         own_names = source().class_names
         shown = split.name
     elif table and name in (None, "train") and (own_data or _has_all(source, config, table)):
         split = _split_of_run(source, config, table, name)
-        own_names = table.class_names
+        own_names = table.class_names if table.train.has_files else source().class_names
         shown = split.name
     else:
         split, shown = _split_of_data(source(), name)
@@ -151,16 +150,15 @@ def _split_of_data(source: Source, name: str | None) -> tuple[Split, str]:
 def _open_checked(config: DataSettings, table: SampleTable | None = None) -> Source:
     """The source that --data names. The images of a split are checked when the split is opened.
 
-    The classes are those of the table, in their order, if they only differ in this order or in
-    Unicode form.
+    The classes of the table, if any, come first and in its order.
     """
     source = open_source(config)
     # all must be known before samples are counted
     full = config.check_images == "full" or config.bad_images == "skip"
     found = source.class_names
     source.notes += left_out_notes(f"--data {config.data}", doubts(found))
-    if table and sorted(map(nfc, found)) == sorted(map(nfc, table.class_names)):
-        source.class_names = table.class_names
+    if table:
+        source.class_names = distinct([*table.class_names, *found])
     wanted = source.class_names
     source.check = lambda split: check_images(
         replace(renumber(split, found, wanted), bits=config.image_bits), full, config.cache_dir

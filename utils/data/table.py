@@ -18,19 +18,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from utils.config import require
+from utils.data.hold_out import group_text
 from utils.data.labels import multi_hot
 from utils.data.splits import Files, Split
 from utils.errors import UserError, one_line
 from utils.files import link_or_copy, sha256_of, write_file
-from utils.settings.data import DataSettings
 
 if TYPE_CHECKING:
     import pyarrow
 
 _PARTS = ("train", "evaluation")
 TABLE_FILE = "samples.parquet"  # in a checkpoint
-# The settings that decide which samples are in a split.
-_CHOICES = ("train_split", "eval_split", "eval_fraction", "fold", "group_by", "seed")
 # the columns of the numbers that a split has for each image, by its field
 _NUMBERS = {
     "checksums": ("checksum",),
@@ -81,14 +79,12 @@ class Part:
 class SampleTable:
     """The samples of a run, before --max_train_samples and --max_eval_samples reduce them.
 
-    `choices` are the settings that they follow from. `left_out` has the images that could not be
-    read on the day `listed`, {path or index: reason}.
+    `left_out` has the images that could not be read on the day `listed`, {path or index: reason}.
     """
 
     train: Part
     evaluation: Part
     class_names: list[str]
-    choices: dict
     left_out: dict[str, str] = field(default_factory=dict)
     listed: str = field(default_factory=lambda: date.today().isoformat())
     file: Path | None = None  # that holds it, if one does
@@ -101,67 +97,59 @@ class SampleTable:
     def count(self) -> int:
         return len(self.train.split) + len(self.evaluation.split)
 
-    def with_errors(self, *splits: Split) -> "SampleTable":
-        """The table with the errors of its samples as they were found again."""
-        parts = []
-        for part, found in zip(self.parts, splits, strict=True):
-            is_new = part.has_files and found.errors != part.split.errors
-            split = replace(part.split, errors=found.errors) if is_new else part.split
-            parts.append(replace(part, split=split))
-        if all(part.split is old.split for part, old in zip(parts, self.parts, strict=True)):
+    def renewed(self, *found: Split) -> "SampleTable":
+        """The table with the errors and the stamps of its files as they were `found` again."""
+
+        def is_new(part: Part, split: Split) -> bool:
+            old = part.split
+            return part.has_files and (
+                old.errors != split.errors or not np.array_equal(old.stamps, split.stamps)
+            )
+
+        pairs = [*zip(self.parts, found, strict=True)]
+        if not any(is_new(*pair) for pair in pairs):
             return self
-        train, evaluation = parts
+        train, evaluation = (replace(part, split=new) for part, new in pairs)
         return replace(self, train=train, evaluation=evaluation, file=None)
 
-    def keep_in(self, folder: Path) -> Path:
-        """The file of the table in a run folder, samples-SHA256.parquet, written or linked if it is
-        not there.
-        """
+    def keep_in(self, folder: Path) -> None:
+        """Write it to a run folder as samples-SHA256.parquet, or link the file that holds it."""
         if self.file is None:
-            self.file = self._write(folder)
-        path = folder / name_of_table(sha256_of(self.file))
-        if not path.exists():
-            link_or_copy(self.file, path)
+            contents = self._contents()
+            path = folder / name_of_table(hashlib.sha256(contents).hexdigest())
+            write_file(path, contents)
+        else:
+            path = folder / name_of_table(sha256_of(self.file))
+            if not (path.exists() and path.samefile(self.file)):  # replaces a damaged one
+                link_or_copy(self.file, path)
         self.file = path
-        return path
 
-    def _write(self, folder: Path) -> Path:
+    def _contents(self) -> Any:
         import pyarrow
         from pyarrow import parquet
 
         described: dict[str, Any] = {
             "classes": self.class_names,
-            "choices": self.choices,
             "left_out": self.left_out,
             "listed": self.listed,
         }
         for name, part in zip(_PARTS, self.parts, strict=True):
-            described[name] = {"name": part.split.name, "samples": len(part.split)}
+            described[name] = {"name": part.split.name}
             described[name] |= {key: getattr(part, key) for key in _OF_SOURCE}
+
+        def columns_of(encode: Callable[[str], str | bytes]) -> list[pyarrow.Table]:
+            pairs = zip(_PARTS, self.parts, strict=True)
+            return [pyarrow.table(_columns(name, part.split, encode)) for name, part in pairs]
+
         try:
-            tables = [pyarrow.table(_columns(part.split, str)) for part in self.parts]
+            tables = columns_of(str)
         except UnicodeEncodeError:  # a name is not UTF-8
-            tables = [pyarrow.table(_columns(part.split, os.fsencode)) for part in self.parts]
+            tables = columns_of(os.fsencode)
         table = pyarrow.concat_tables(tables, promote_options="default")
         table = table.replace_schema_metadata({"lockstep": json.dumps(described)})
         sink = pyarrow.BufferOutputStream()
         parquet.write_table(table, sink, compression="zstd")
-        contents = sink.getvalue()
-        path = folder / name_of_table(hashlib.sha256(contents).hexdigest())
-        write_file(path, contents)
-        return path
-
-
-def make_table(
-    config: DataSettings,
-    class_names: list[str],
-    pairs: tuple[tuple[Split, Split], ...],
-    left_out: dict[str, str],
-) -> SampleTable:
-    """The table of both splits, each passed with the whole split that it was taken from."""
-    train, evaluation = (Part.of(*pair) for pair in pairs)
-    choices = {name: getattr(config, name) for name in _CHOICES}
-    return SampleTable(train, evaluation, class_names, choices, left_out)
+        return sink.getvalue()
 
 
 def name_of_table(sha256: str) -> str:
@@ -184,22 +172,21 @@ def read_table(path: Path) -> SampleTable:
         class_names = described["classes"]
         parts = _read_parts(table, [described[name] for name in _PARTS], len(class_names))
         are_names = all(type(name) is str for name in class_names)
-        require(are_names and sorted(described["choices"]) == sorted(_CHOICES), "malformed")
+        require(are_names, "malformed")
         left_out = {str(name): str(reason) for name, reason in described["left_out"].items()}
         listed = date.fromisoformat(described["listed"]).isoformat()
         train, evaluation = parts
-        choices = described["choices"]
-        return SampleTable(train, evaluation, class_names, choices, left_out, listed, path)
+        return SampleTable(train, evaluation, class_names, left_out, listed, path)
     except Exception as error:  # the library raises errors of any class for damaged files
         problem = f"{path}: damaged ({one_line(error)[:80]})"
         raise UserError(problem, "use another checkpoint") from None
 
 
-def _columns(split: Split, encode: Callable[[str], str | bytes]) -> dict[str, Any]:
-    """The columns of the samples of a split, with encoded names."""
+def _columns(part: str, split: Split, encode: Callable[[str], str | bytes]) -> dict[str, Any]:
+    """The columns of the samples of a part, with encoded names."""
     index = split.image_index
     rows = index.tolist()
-    columns: dict[str, Any] = {"row": index, "label": split.labels}
+    columns: dict[str, Any] = {"split": [part] * len(rows), "row": index, "label": split.labels}
     if split.labels.ndim == 2:
         columns["label"] = [np.flatnonzero(row) for row in split.labels]
     if isinstance(split.images, Files):
@@ -211,8 +198,8 @@ def _columns(split: Split, encode: Callable[[str], str | bytes]) -> dict[str, An
             columns |= dict(zip(written, of_samples, strict=False))
     if split.groups is not None:
         groups = [*split.groups]
-        columns["group"] = [_group(groups[row]) for row in rows]
-    columns["error"] = [split.errors.get(row) for row in rows]
+        columns["group"] = [group_text(groups[row]) for row in rows]
+    columns["error"] = [encode(split.errors.get(row, "")) for row in rows]
     return columns
 
 
@@ -221,8 +208,9 @@ def _read_parts(table: "pyarrow.Table", described: list[dict], classes: int) -> 
 
     Raises errors of any class for malformed values.
     """
-    train, evaluation = (own["samples"] for own in described)
-    require(min(train, evaluation) >= 0 and train + evaluation == len(table), "malformed")
+    split = table["split"].to_pylist()
+    train, evaluation = map(split.count, _PARTS)
+    require(min(train, evaluation) > 0 and train + evaluation == len(table), "malformed")
     tables = [table.slice(0, train), table.slice(train)]
     images = [*map(_read_images, tables)]
     if described[0]["source"] == described[1]["source"]:
@@ -235,9 +223,9 @@ def _read_parts(table: "pyarrow.Table", described: list[dict], classes: int) -> 
         checksums = _integers(rows["checksum"]) if _has(rows, "checksum") else None
         labels = _read_labels(rows["label"].combine_chunks(), classes)
         fields = {"images": None, **of_images, "labels": labels, "image_index": index}
-        split = Split(name=str(own["name"]), fingerprint="", **fields)
         of_source: dict[str, Any] = {name: kind(own[name]) for name, kind in _OF_SOURCE.items()}
-        parts.append(Part(split, **of_source, checksums=checksums))
+        own_split = Split(name=str(own["name"]), fingerprint="", **fields)
+        parts.append(Part(own_split, **of_source, checksums=checksums))
     return parts
 
 
@@ -264,8 +252,8 @@ def _read_images(rows: "pyarrow.Table") -> tuple[np.ndarray, dict[str, Any]]:
     }
     fields["checksums"] = fields["checksums"][:, 0]
     fields["images"] = Files([*map(os.fsdecode, rows["name"].to_pylist())])
-    errors = enumerate(rows["error"].to_pylist())
-    fields["errors"] = {row: str(text) for row, text in errors if text}
+    errors = enumerate(map(os.fsdecode, rows["error"].to_pylist()))
+    fields["errors"] = {row: text for row, text in errors if text}
     if _has(rows, "group"):
         fields["groups"] = rows["group"].to_pylist()
     return numbers, fields
@@ -278,8 +266,3 @@ def _read_labels(column: Any, classes: int) -> np.ndarray:
     require(not len(flat) or (flat.min() >= 0 and flat.max() < classes), "wrong labels")
     flat = flat.astype(np.int64, casting="safe")
     return multi_hot(column.value_lengths().to_numpy(), flat, classes) if is_list else flat
-
-
-def _group(value: Any) -> str | None:
-    """The group that a column names; None and NaN name none."""
-    return None if value is None or value != value else str(value)

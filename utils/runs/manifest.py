@@ -144,17 +144,18 @@ def write_manifest(folder: Path, known: Mapping[str, str] | None = None) -> None
 
 
 def table_of(checkpoint: Path) -> Path | None:
-    """The table of samples of a verified checkpoint, beside its weights or in the run folder; None
+    """The table of samples of a verified checkpoint, in the run folder or beside its weights; None
     if there is none.
     """
     entry = files_of(checkpoint).get(TABLE_FILE)
-    if entry is None:
+    if not isinstance(entry, dict):
         return None
-    beside = checkpoint / TABLE_FILE
-    if beside.exists():
-        return beside
-    kept = checkpoint.absolute().parent.parent / name_of_table(str(entry.get("sha256")))
-    return kept if kept.is_file() and entry_of(kept) | _OPTIONAL == entry else None
+    # a training run may delete the checkpoint, but not the table in its folder
+    kept = checkpoint.absolute().parent.parent / name_of_table(f"{entry.get('sha256')}")
+    for path in (kept, checkpoint / TABLE_FILE):
+        if path.is_file() and entry_of(path) | _OPTIONAL == entry:
+            return path
+    return None
 
 
 def manifest_text(files: dict) -> str:
