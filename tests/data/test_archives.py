@@ -10,7 +10,6 @@ import stat
 import subprocess
 import tarfile
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,8 @@ from helpers.ranks import returned
 
 from extras.images import find_images
 from utils.config import parse_args
-from utils.data.archives import list_members, open_archives
+from utils.data.archive_index import read_index
+from utils.data.archives import open_archives
 from utils.data.check import check_images
 from utils.data.members import Members, _opened
 from utils.data.sources import SOURCES, absolute_data, check_source, has_columns, open_source
@@ -107,10 +107,10 @@ def test_a_single_archive_of_a_split_is_its_root():
 def test_only_members_next_to_an_image_of_the_same_key_make_a_web_dataset():
     files = {f"{name}/{n}.png": png(n) for name in ("cat", "dog") for n in range(10)}
     tar("a.tar", files | {"labels.json": b"{}", "cat/notes.cls": b"1"})
-    members, form = list_members("a.tar", "cache")
-    assert form == "folders in an archive" and members.names == [*files]
+    split = opened("a.tar").split("train")
+    assert split.images.form == "folders in an archive" and names_of(split) == [*files]
     tar("b.tar", files | {"cat/3.cls": b"1"})
-    assert list_members("b.tar", "cache")[1] == "WebDataset"
+    assert opened("b.tar").split("train").images.form == "WebDataset"
 
 
 # -- independent listings of random sets
@@ -412,7 +412,7 @@ def header_bytes(data: bytes, kind: str) -> list[int]:
 
 def test_an_archive_that_changes_after_it_was_listed_is_named_when_it_is_read():
     files = {f"{name}/{n}.png": png(n) for name in ("cat", "dog") for n in range(4)}
-    for change in ("replaced", "shorter", "gone"):
+    for change in ("replaced", "shorter", "gone", "overwritten"):
         tar("x.tar", files)
         split = opened("x.tar").split("train")
         _opened.cache_clear()
@@ -421,8 +421,11 @@ def test_an_archive_that_changes_after_it_was_listed_is_named_when_it_is_read():
         elif change == "shorter":
             bytes_of(split)  # it stays open
             os.truncate("x.tar", 1024)
-        else:
+        elif change == "gone":
             os.remove("x.tar")
+        else:
+            bytes_of(split)
+            tar("x.tar", files)
         with pytest.raises(OSError, match=r"x.tar"):
             bytes_of(split)
 
@@ -430,15 +433,13 @@ def test_an_archive_that_changes_after_it_was_listed_is_named_when_it_is_read():
 def test_a_member_that_cannot_be_inflated_to_its_size_is_an_unreadable_image():
     files = {f"{name}/{n}.png": bytes(4000) for name in ("cat", "dog") for n in range(2)}
     zipped("x.zip", files)
-    members, _ = list_members("x.zip", "cache")
+    members, _, _ = read_index([os.path.abspath("x.zip")], "cache")
     assert members[1] == bytes(4000)
-    for change in (
-        {"size": members.size - 1},
-        {"size": members.size + 1},
-        {"stored": members.stored - 1},
-    ):
+    for column, change in ((3, -1), (3, 1), (2, -1)):
+        members.places[1, column] += change
         with pytest.raises(ValueError, match="its compressed data are damaged"):
-            replace(members, **change)[1]
+            members[1]
+        members.places[1, column] -= change
     line = error_of("x.zip")  # they are no images either
     assert line.startswith("4 of 4 images of split 'train' cannot be read: x.zip/cat/0.png (")
 
@@ -477,18 +478,18 @@ def read_with_few_descriptors(names: list[str]) -> None:
 def test_the_index_is_kept_until_an_archive_changes_and_made_again_if_it_is_damaged():
     files = {f"{name}/{n}.png": png(n) for name in ("cat", "dog") for n in range(4)}
     tar("x.tar", files)
-    names = list_members("x.tar", "cache")[0].names
+    names = read_index(["x.tar"], "cache")[0].names
     (index,) = Path("cache/indexed").iterdir()
     stamp = index.stat().st_mtime_ns
-    assert list_members("x.tar", "cache")[0].names == names
+    assert read_index(["x.tar"], "cache")[0].names == names
     assert index.stat().st_mtime_ns == stamp
     data = index.read_bytes()
     for damaged in (data[:-100], flip(data, data.index(b"cat/1"), 1), b"", b"\x80\4."):
         index.write_bytes(damaged)
-        assert list_members("x.tar", "cache")[0].names == names
+        assert read_index(["x.tar"], "cache")[0].names == names
         assert index.read_bytes() == data
     tar("x.tar", files | {"dog/9.png": png(9)})
-    assert len(list_members("x.tar", "cache")[0]) == 9
+    assert len(read_index(["x.tar"], "cache")[0]) == 9
     assert len([*Path("cache/indexed").iterdir()]) == 2
 
 
@@ -496,13 +497,15 @@ def test_predictions_are_for_the_images_of_archives_in_order_by_name():
     tar("x.tar", {f"{name}.png": png(n) for n, name in enumerate(("c", "a", ".h", "b"))})
     Path("d.png").write_bytes(png(9))
     zipped("y.zip", {"e/1.png": png(7)})
-    images = find_images(["y.zip", "d.png", "x.tar", "x.tar/a.png"]).images
-    assert images.paths == ["y.zip/e/1.png", "d.png", "x.tar/a.png", "x.tar/b.png", "x.tar/c.png"]
-    assert [images[row] for row in range(5)] == [png(7), png(9), png(1), png(3), png(0)]
-    assert images.stamp(0)[0] == len(png(7)) and images.stamp(1)[0] == len(png(9))
+    images = find_images(["y.zip", "*.tar", "x.tar", "x.tar/a.png"]).images
+    assert images.paths == ["y.zip/e/1.png", "x.tar/a.png", "x.tar/b.png", "x.tar/c.png"]
+    assert [images[row] for row in range(4)] == [png(7), png(1), png(3), png(0)]
+    assert images.stamp(0)[0] == len(png(7))
     assert find_images(["x.tar/b.png"]).images.paths == ["x.tar/b.png"]
-    with pytest.raises(UserError, match="no images"):
-        find_images(["x.tar/gone.png"])
+    with pytest.raises(UserError, match=r"x.tar/gone.png: no such image in x.tar"):
+        find_images(["x.tar/a.png", "x.tar/gone.png"])
+    with pytest.raises(UserError, match=r"x.tar: archives and other images cannot be predicted"):
+        find_images(["x.tar", "d.png"])
 
 
 # -- --data

@@ -38,7 +38,7 @@ from utils.data.folders import left_out_notes
 from utils.data.hold_out import group_keys
 
 # what is in folders
-from utils.data.listing import Scan, archives_at, files_below
+from utils.data.listing import Scan, archives_at, files_below, is_archive
 
 # which samples form which update
 from utils.data.order import Microbatch, Plan, fold_in, make_plan

@@ -15,7 +15,8 @@ the order of the shards and of their members.
 
 import os
 import re
-from functools import partial
+from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from utils.config import require
 from utils.data.archive_index import read_index
 from utils.data.folders import image_folder, left_out_notes, name_splits, split_word
 from utils.data.labels import distinct, indices_in, lacks_class, split_that_defines_classes
-from utils.data.listing import Entry, Scan, files_below, is_archive, is_image, is_visible
+from utils.data.listing import Entry, Scan, archives_at, files_below, is_archive, is_image
 from utils.data.members import Members
 from utils.data.splits import Files, Source, Split, fingerprint_of, whole_split
 from utils.errors import UserError
@@ -35,10 +36,34 @@ _NUMBER = re.compile(r"[-_. ]*\d+(-of-\d+)?$")  # of an archive of several
 _WEB = "WebDataset"
 
 
-def list_members(path: str, cache_dir: str) -> tuple[Members, str]:
-    """The images in an archive, or in the archives of a folder, and the form of these archives."""
-    members, rows, _, _ = _named(path, cache_dir)
-    return members.select(rows), members.form
+def find_members(paths: Sequence[str], cache_dir: str) -> Members:
+    """The images at these paths, each of which is an archive or leads into one, each image once;
+    those of an archive by name.
+
+    Raises UserError if there is no such image.
+    """
+
+    @cache
+    def listed(archives: str) -> tuple[Members, dict[str, int]]:
+        members, rows, _, _ = _named(archives, cache_dir)
+        ordered = sorted(rows.tolist(), key=lambda row: members.names[row].split("/"))
+        return members, {members.path(row): row for row in ordered}
+
+    found: dict[str, list[int]] = {}
+    archives: list[str] = []
+    stamps: list = []
+    for path in paths:
+        place = archives_at(path)
+        members, rows = listed(place)
+        chosen = [*rows] if place == path else [path]
+        for name in chosen:
+            require(name in rows, f"{name}: no such image in {place}", "correct the path")
+            number, *rest = members.places[rows[name]].tolist()
+            found.setdefault(name, [len(archives) + number, *rest])
+        archives += members.archives
+        stamps += members.listed
+    places = np.asarray([*found.values()], np.int64).reshape(-1, 5)
+    return Members(names=[*found], archives=archives, listed=stamps, places=places)
 
 
 def open_archives(path: str, config: DataSettings) -> Source:
@@ -48,7 +73,7 @@ def open_archives(path: str, config: DataSettings) -> Source:
     for row in rows.tolist():
         name = members.names[row]
         if (first := row_of.setdefault(name, row)) != row:
-            one, two = (members.archives[members.archive[each]] for each in (first, row))
+            one, two = (members.archives[members.places[each, 0]] for each in (first, row))
             raise UserError(f"{name} is in {one} and again in {two}", "remove one of the two")
     if members.form == _WEB:
         source = _web_dataset(path, members, rows, labels, config)
@@ -60,7 +85,7 @@ def open_archives(path: str, config: DataSettings) -> Source:
             own.names, own.root = names, base
             return own
 
-        source = image_folder(_tree(members), config, files)
+        source = image_folder(Entry("", members.root, members.names), config, files)
     line = "links, special and encrypted members, and names outside the archive, are left out"
     source.notes += left_out_notes(path, {line: left_out})
     return source
@@ -76,8 +101,8 @@ def _named(path: str, cache_dir: str) -> tuple[Members, np.ndarray, list[str], i
         found = [file.path for file in files_below(path) if is_archive(file.name)]
     members, labels, left_out = read_index([*map(os.path.abspath, found)], cache_dir)
     names = members.names
-    rows = [row for row, name in enumerate(names) if is_image(name) and is_visible(name)]
-    owners = members.archive.tolist()
+    rows = [row for row, name in enumerate(names) if is_image(name)]
+    owners = members.places[:, 0].tolist()
     folder = path if is_folder else os.path.dirname(path)
     places = [os.path.relpath(each, folder or ".") for each in found]
     stems = [os.path.splitext(place)[0] for place in places]
@@ -91,7 +116,8 @@ def _named(path: str, cache_dir: str) -> tuple[Members, np.ndarray, list[str], i
     elif any(map(split_word, words)):
         members.form = "archives of splits"
         # an archive of the folder train has it in its names
-        bare = {n for row in rows if not names[row].startswith(f"{words[n := owners[row]]}/")}
+        own = [(owners[row], names[row]) for row in rows]
+        bare = {number for number, name in own if not name.startswith(f"{words[number]}/")}
         prefixes = [os.path.dirname(stem) for stem in stems]
         for number in bare:
             named = words[number] if split_word(words[number]) else os.path.basename(stems[number])
@@ -114,19 +140,6 @@ def _split_names(stems: list[str]) -> list[str]:
     return ends if all(map(split_word, ends)) else bases
 
 
-def _tree(members: Members) -> Entry:
-    """The folder that the names form."""
-    top: dict = {}
-    for name in members.names:
-        *parents, last = name.split("/")
-        place = top
-        for parent in parents:
-            place = place.setdefault(f"{parent}/", {})
-        if last:
-            place[last] = None
-    return Entry(os.path.basename(members.root), members.root, top)
-
-
 def _web_dataset(
     path: str, members: Members, images: np.ndarray, labels: list[str], config: DataSettings
 ) -> Source:
@@ -134,12 +147,14 @@ def _web_dataset(
     stems = [os.path.splitext(archive)[0] for archive in members.archives]
     words = _split_names(stems)
     if len({*words}) == 1 and not split_word(words[0]):
-        words = ["train"] * len(words)
+        folders = [os.path.basename(os.path.dirname(archive)) for archive in members.archives]
+        is_split = len({*map(split_word, folders)}) > 1  # such as train/0000.tar and val/0000.tar
+        words = folders if is_split else ["train"] * len(words)
     aliases = name_splits(path, dict.fromkeys(words))
     rows: dict[str, list[int]] = {}
     for row in images.tolist():
         if labels[row]:
-            rows.setdefault(aliases[words[members.archive[row]]], []).append(row)
+            rows.setdefault(aliases[words[members.places[row, 0]]], []).append(row)
     fix = "write the class of KEY.jpg to KEY.cls, or as `label` to KEY.json"
     require(rows, f"{path}: no image has a label", fix)
     given = _given_classes(Path(members.root))
@@ -161,8 +176,8 @@ def _web_dataset(
         return whole_split(name, chosen, numbers, fingerprint_of(os.path.realpath(path), name))
 
     scan = Scan()
-    others = (name for name in members.names if not name.endswith((".cls", ".json", "/")))
-    scan.images(Entry(os.path.basename(name), name) for name in others if is_visible(name))
+    others = (name for name in members.names if not name.lower().endswith((".cls", ".json", "/")))
+    scan.images(Entry(os.path.basename(name), name) for name in others)
     left_out = {
         "files of unsupported types are left out": scan.kinds(),
         "images without a label are left out": len(images) - sum(map(len, rows.values())),
@@ -172,17 +187,20 @@ def _web_dataset(
 
 
 def _class_of(label: str, given: list[str]) -> str:
-    """The class of a label, which may be its index in the `given` classes."""
-    if label not in given and label.isdecimal() and int(label) < len(given):
+    """The class of a label; a number is its index in the `given` classes."""
+    if label.isdecimal() and int(label) < len(given):
         return given[int(label)]
     return label
 
 
 def _given_classes(folder: Path) -> list[str]:
     """The names of the classes in a file beside the shards; empty if there is none."""
-    names, info = folder / "classnames.txt", folder / "_info.json"
-    if names.exists():
-        lines = map(str.strip, read_text(names, 2**23).splitlines())
-        return [line for line in lines if line]
-    found = read_json(info) if info.exists() else {}
-    return [*map(str, found.get("class_names") or [])] if isinstance(found, dict) else []
+    file, info = folder / "classnames.txt", folder / "_info.json"
+    names: list[str] = []
+    if file.exists():
+        names = [*filter(None, map(str.strip, read_text(file, 2**23).splitlines()))]
+    elif info.exists() and isinstance(found := read_json(info), dict):
+        names = [*map(str, found.get("class_names") or [])]
+    fix = "give each class a name of its own"
+    require(len(distinct(names)) == len(names), f"{folder}: two classes have the same name", fix)
+    return names

@@ -26,19 +26,19 @@ _HIDDEN = re.compile(
 _ARCHIVE = re.compile(r".\.(zip|tgz|tbz2?|txz|tar(\.(gz|bz2|xz|zst))?)$", re.I)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Entry:
     """A file or folder of an archive, with the part of `os.DirEntry` that is used here.
 
-    `below` has what a folder holds, by name; the names of folders end in a slash.
+    `names` has the files and folders in and below a folder; those of folders end in a slash.
     """
 
     name: str
     path: str
-    below: dict | None = None
+    names: list[str] | None = None
 
     def is_dir(self) -> bool:
-        return self.below is not None
+        return self.names is not None
 
     def is_symlink(self) -> bool:
         return False
@@ -48,8 +48,15 @@ class Entry:
 
     def scan(self) -> "list[Entry]":
         """What the folder holds, as `os.scandir` gives it."""
-        names = [(key.rstrip("/"), own) for key, own in (self.below or {}).items()]
-        return [Entry(name, f"{self.path}/{name}", own) for name, own in names]
+        files: list[Entry] = []
+        folders: dict[str, list[str]] = {}
+        for name in self.names or ():
+            first, is_below, rest = name.partition("/")
+            if is_below:
+                folders.setdefault(first, []).append(rest)
+            elif first:
+                files.append(Entry(first, f"{self.path}/{first}"))
+        return files + [Entry(name, f"{self.path}/{name}", own) for name, own in folders.items()]
 
 
 Folder = str | os.PathLike[str]

@@ -15,8 +15,8 @@ import torchvision
 
 from utils.config import Registry, require, suggestion
 from utils.console import join_names
-from utils.data.folders import image_folder
-from utils.data.listing import holds_archives, is_archive
+from utils.data.folders import image_folder, left_out_notes
+from utils.data.listing import holds_archives, is_archive, visible_in
 from utils.data.order import fold_in
 from utils.data.parquet_files import has_tables, read_table_files
 from utils.data.splits import EVAL_NAMES, Source, Split, fingerprint_of, whole_split
@@ -192,7 +192,11 @@ def open_source(config: DataSettings) -> Source:
             source.notes = (f"{line} --data ./{config.data}",)
         return source
     if is_image_folder(config.data):
-        return image_folder(path, config)
+        source = image_folder(path, config)
+        names = (entry.name for entry in visible_in(path))
+        line = "archives beside folders of images are not read"
+        source.notes += left_out_notes(path, {line: join_names(filter(is_archive, names))})
+        return source
     if path.is_dir() and not has_tables(path):
         return SOURCES[".tar"](str(path), config)
     from utils.data.hf_datasets import load_hub, table_source
