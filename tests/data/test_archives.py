@@ -222,6 +222,46 @@ def test_the_classes_of_a_web_dataset_have_the_names_beside_it_or_in_it():
         opened("numbers").split("val")
 
 
+def test_folders_of_shards_without_a_split_in_their_names_are_splits():
+    shards("web/train", [0, 1, 1], "shard")
+    shards("web/val", [1, 0], "shard")
+    source = opened("web")
+    assert {name: len(source.split(name)) for name in source.openers} == {"train": 3, "val": 2}
+
+
+def test_a_label_that_is_a_number_is_the_index_of_a_class_even_if_names_are_numbers():
+    shards("web", [1, 0, 2])
+    Path("web/classnames.txt").write_text("1\n10\n2\n")
+    source = opened("web")
+    labels = source.split("train").labels
+    assert [source.class_names[label] for label in labels] == ["10", "1", "2"]
+    Path("web/classnames.txt").write_text("crane\ndog\ncrane\n")
+    assert "web: two classes have the same name" in error_of("web")
+
+
+def test_labels_are_whole_texts_of_a_limited_size():
+    files = {"1.png": png(1), "1.cls": b"c\0a", "2.png": png(2), "2.cls": b"dog"}
+    tar("web/00.tar", files | {"3.PNG": png(3), "3.CLS": b"\xef\xbb\xbfdog\n"})
+    source = opened("web")
+    labels = source.split("train").labels
+    assert [source.class_names[label] for label in labels] == ["c\0a", "dog", "dog"]
+    zipped("large/00.zip", {"1.png": png(1), "1.cls": b"1" * 2**21})
+    assert "large/00.zip: 1.cls: too large for a label; " in error_of("large")
+
+
+def test_a_second_image_of_a_key_such_as_a_mask_is_no_sample():
+    tar("web/00.tar", {"1.png": png(1), "1.mask.png": png(2), "1.cls": b"0"})
+    split = opened("web").split("train")
+    assert names_of(split) == ["00.tar/1.png"]
+    assert split.notes == ("web: images without a label are left out: 1",)
+
+
+def test_archives_beside_the_folders_of_images_are_named():
+    image_folder("pets", {"train/cat": 3, "train/dog": 3})
+    tar("pets/val.tar", {"cat/1.png": png()})
+    assert "archives beside folders of images are not read: val.tar" in str(opened("pets").notes)
+
+
 def test_images_without_a_label_and_other_members_are_counted():
     files = {"1.png": png(1), "1.cls": b"0", "2.png": png(2), "2.txt": b"", "3.png": png(3)}
     tar("web/00.tar", files | {"3.json": b'{"label": "1"}', "__key__": b""})

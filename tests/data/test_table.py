@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import unicodedata
 from pathlib import Path
+from unittest.mock import Mock
 
 import pyarrow
 import pytest
@@ -12,6 +14,7 @@ from datasets import ClassLabel
 from helpers.loading import RUN, evaluated, invert
 from helpers.make_data import image_folder, pictures, table
 from helpers.make_data import parquet as write_parquet
+from helpers.ranks import run_ranks
 from helpers.training_runs import (
     kept_in,
     records,
@@ -27,8 +30,9 @@ from pyarrow import parquet
 import eval
 import train
 import utils.data.sources as sources
+from utils.data.splits import stamp_of
 from utils.data.table import TABLE_FILE, read_table
-from utils.runs.manifest import write_manifest
+from utils.runs.manifest import checkpoints_of, damage_of, sha256_of, write_manifest
 
 FLAGS = ["--data", "data", *RUN, "--max_steps"]
 MORE = [*FLAGS, *words("9 --run_name run --resume auto")]
@@ -148,6 +152,115 @@ def test_images_to_evaluate_on_that_the_run_trained_on_are_counted(trained):
     assert "the run trained on 54 of the 59 images of split 'train'" in out
 
 
+def test_a_file_that_is_gone_from_a_nested_folder_is_the_only_one_that_is_missing(own_folders):
+    image_folder("data/photos/cat", {"cat": 30, "dog": 30}, kind="bmp")
+    train_run(1, "run", *FLAGS, "6")
+    (first, *_) = read_table(checkpoint() / TABLE_FILE).train.names
+    Path("data/photos/cat", first).unlink()
+    assert f"1 of 60 images are missing: {first}; " in refused(train.main, *MORE)
+    train_run(1, "run", *MORE, "--bad_images", "skip")
+
+
+def test_a_run_has_its_table_once_and_checkpoints_have_links_to_it(trained, monkeypatch):
+    def inodes():
+        return [path.stat().st_ino for path in Path("runs/linked").rglob("samples*.parquet")]
+
+    train_run(1, "linked", *FLAGS, "6")
+    (kept,) = Path("runs/linked").glob("samples-*.parquet")
+    assert kept.name == f"samples-{sha256_of(kept)}.parquet"
+    assert len(inodes()) > 2 and len({*inodes()}) == 1
+    train_run(1, "linked", *FLAGS, "9", "--resume", "auto")
+    assert len({*inodes()}) == 1
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError))  # as on some network file systems
+    train_run(1, "copies", *FLAGS, "6")
+    (kept,) = Path("runs/copies").glob("samples-*.parquet")
+    copies = [*Path("runs/copies").rglob(TABLE_FILE)]
+    assert copies and all(path.read_bytes() == kept.read_bytes() for path in copies)
+
+
+def test_the_start_table_says_how_many_samples_there_are_and_when_they_were_listed(trained):
+    (outcome,) = run_ranks(1, train.main, MORE)
+    listed = read_table(checkpoint() / TABLE_FILE).listed
+    assert re.search(rf"^samples +60, listed on {listed}$", outcome.out, re.M)
+
+
+def test_a_copied_checkpoint_without_its_table_is_evaluated_and_not_resumed(trained):
+    own = evaluated()[0]
+    of_training = evaluated("--split", "train")[0]
+    (checkpoint() / TABLE_FILE).unlink()
+    assert numbers(evaluated()[0]) == numbers(own)  # by the table in the run folder
+    shutil.copytree(checkpoint(), "copy")
+    record, out = evaluated("--ckpt", "copy")
+    assert "they are chosen again from --data" in out and numbers(record) == numbers(own)
+    record, _ = evaluated("--ckpt", "copy", "--split", "train")
+    assert numbers(record) == numbers(of_training)
+    (checkpoint().parent / "latest").unlink()
+    for path in (*Path("runs/run").glob("samples-*"), *Path("runs/run").rglob(TABLE_FILE)):
+        path.unlink()
+    assert "has no table of its samples; copy samples.parquet too" in refused(train.main, *MORE)
+
+
+def test_links_to_the_files_of_a_checkpoint_and_a_damaged_table_of_the_run_make_good_ones(trained):
+    for folder in ("blobs", "snapshot"):  # as in the cache of the Hub
+        Path(folder).mkdir()
+    for file in checkpoint().iterdir():
+        shutil.copy(file, "blobs")
+        Path("snapshot", file.name).symlink_to(f"../blobs/{file.name}")
+    train_run(1, "other", *FLAGS, "9", "--resume", "snapshot")
+    shutil.copytree("runs/run", "runs/third")  # without hard links
+    (kept,) = Path("runs/third").glob("samples-*.parquet")
+    kept.write_bytes(kept.read_bytes()[:-100])
+    train_run(1, "third", *FLAGS, "9", "--resume", "auto")
+    for run in ("other", "third"):
+        saved = checkpoints_of(Path("runs", run, "checkpoints"))
+        assert [damage_of(path) for path in saved] == [None] * len(saved)
+        assert same_tensors(weights(run), weights("whole"))
+        assert not any(path.is_symlink() for path in Path("runs", run).rglob("*.parquet"))
+
+
+def test_images_that_are_skipped_later_are_in_a_table_of_their_own_and_older_ones_stay(trained):
+    names = read_table(checkpoint() / TABLE_FILE).train.names
+    Path("data", names[5]).unlink()
+    Path("data", names[7]).write_bytes(Path("data", names[8]).read_bytes())
+    before = (checkpoint() / TABLE_FILE).read_bytes()
+    train_run(1, "run", *MORE, "--bad_images", "skip", "--keep", "all")
+    train_run(1, "run", *MORE, "--max_steps", "12", "--bad_images", "skip", "--keep", "all")
+    assert (checkpoint() / TABLE_FILE).read_bytes() == before
+    table = read_table(checkpoint().with_name("step-00000012") / TABLE_FILE)
+    assert table.train.names == names and len([*Path("runs/run").glob("samples-*.parquet")]) == 2
+    assert {names[row]: reason for row, reason in errors_of(table.train).items()} == {
+        names[5]: "no longer in the data set",
+        names[7]: "changed since the run started",
+    }
+
+
+def errors_of(part):
+    errors = part.split.errors
+    index = part.split.image_index.tolist()
+    return {place: errors[row] for place, row in enumerate(index) if row in errors}
+
+
+def test_files_with_new_times_are_read_once_and_then_known(trained):
+    for path in trained:
+        os.utime(path)
+    train_run(1, "run", *MORE)
+    kept = read_table(checkpoint().with_name("step-00000009") / TABLE_FILE)
+    for part in kept.parts:
+        stamps = part.split.stamps[part.split.image_index]
+        assert [[*stamp_of(Path("data", name))] for name in part.names] == stamps.tolist()
+
+
+def test_an_image_that_can_only_be_found_by_decoding_is_replaced_on_request(own_folders):
+    paths = image_folder("data", {"cat": 12, "dog": 12}, (128, 128), "png")
+    data = paths[20].read_bytes()
+    middle = len(data) // 2
+    paths[20].write_bytes(data[:middle] + bytes(400) + data[middle + 400 :])
+    flags = [*FLAGS[:-1], "--num_workers", "0", "--save_every", "1", "--max_steps"]
+    line = refused(train.main, *flags, "6", "--run_name", "run")
+    assert "--bad_images skip" in line
+    train_run(1, "run", *flags, "6", "--resume", "auto", "--bad_images", "skip")
+
+
 def test_other_settings_for_the_splits_are_refused_with_the_changes(trained):
     line = refused(train.main, *MORE, "--eval_fraction", "0.5")
     assert "was trained with --eval_fraction None, not 0.5" in line
@@ -179,6 +292,26 @@ def test_a_table_that_changed_is_refused_by_resume_and_by_evaluation_of_its_hold
         assert text in refused(train.main, *MORE)
         line = refused(eval.main, "--ckpt", "runs/run")
         assert text in line and "--split train" in line
+
+
+def test_a_table_with_a_new_class_is_evaluated_by_the_names_of_its_classes():
+    write_parquet("data", train=table([0, 1] * 30, NAMED), test=table([0, 1] * 10, NAMED))
+    train_run(1, "run", *FLAGS, "6")
+    before = evaluated()[0]
+    new = ClassLabel(names=["ant", *NAMED.names])
+    write_parquet("data", train=table([1, 2] * 30, new), test=table([1, 2] * 10, new))
+    assert numbers(evaluated()[0]) == numbers(before)
+    write_parquet("data", train=table([0, 1] * 30, new), test=table([0, 1] * 10, new))
+    assert "ant" in refused(eval.main, "--ckpt", "runs/run")
+    assert "the labels of split 'train' changed" in refused(train.main, *MORE)
+
+
+def test_rows_in_a_stranger_s_table_are_in_the_split():
+    train_run(1, "run", "--data", "digits", *FLAGS[2:], "6")
+    for row in (10**9, -5):
+        change_table(lambda path, row=row: changed(path, "row", lambda rows: [*rows[:-1], row]))
+        line = refused(eval.main, "--ckpt", "runs/run")
+        assert "the table of samples has rows outside the split" in line
 
 
 def test_a_table_to_evaluate_on_that_changed_is_refused_by_a_resume():
@@ -245,11 +378,16 @@ HOSTILE = {
     "no parquet": lambda path: path.write_bytes(b"PAR1" * 99),
     "a label": lambda path: changed(path, "label", lambda labels: [9, *labels[1:]]),
     "names": lambda path: changed(path, "name", lambda names: [*range(len(names))]),
-    "too few": lambda path: parquet.write_table(parquet.read_table(path).slice(1), path),
     "classes": lambda path: described(path, lambda values: values["classes"].append(5)),
     "one part": lambda path: changed(path, "split", lambda names: ["train"] * len(names)),
     "count": lambda path: described(path, lambda values: values["train"].pop("count")),
+    "no checksums": lambda path: without(path, "checksum"),
+    "no times": lambda path: without(path, "changed"),
 }
+
+
+def without(path, name):
+    parquet.write_table(parquet.read_table(path).drop_columns([name]), path)
 
 
 def changed(path, name, change):

@@ -123,6 +123,16 @@ def test_evaluations_and_predictions_are_those_of_the_folder(trained):
     assert second[1:] == [line for line in folder if "bee.tar" in line]
 
 
+def test_a_run_on_a_web_dataset_goes_on_with_its_shards_only(trained):
+    train_run(1, "run", "--data", PLACES["WebDataset"], *FLAGS, "--max_steps", "6")
+    again = words("--run_name run --resume auto")
+    for kind in ("folder", "tar"):
+        line = refused(train.main, "--data", PLACES[kind], *FLAGS, *again)
+        assert "47 of 47 images are missing: train" in line
+    train_run(1, "run", "--data", PLACES["WebDataset"], *FLAGS, "--resume", "auto")
+    assert digest("run") == digest("folder")
+
+
 def test_a_run_on_a_damaged_archive_ends_with_one_line(trained):
     data = Path("packed/all.tar").read_bytes()
     Path("packed/all.tar").write_bytes(data[: len(data) // 2])

@@ -154,7 +154,9 @@ def _compare(part: Part, rows: np.ndarray, files: Files, may_exist: np.ndarray) 
     listed = part.split
     stamps = np.full((len(files), 3), -1)
     errors = dict(listed.errors)
-    rows = rows[~np.isin(rows, list(errors))]
+    known = np.asarray([*errors], np.int64)
+    stamps[known] = listed.stamps[known]
+    rows = np.setdiff1d(rows, known)
     for row in rows[may_exist[rows]].tolist():
         with suppress(OSError, ValueError):  # of a name with a null character
             stamps[row] = _stamp(files, row)
