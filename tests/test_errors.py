@@ -191,6 +191,7 @@ def two_runs(tmp_path_factory):
     return folder / "runs"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "flags, text",
     [

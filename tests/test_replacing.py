@@ -337,6 +337,7 @@ COMMANDS: list[tuple[Callable, list[str], str]] = [  # the last word is an outpu
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", [0, *map(full, range(1, len(COMMANDS)))])
 def test_each_command_replaces_its_own_file_and_another_only_with_overwrite(work, command):
     main, flags, name = COMMANDS[command]
@@ -352,6 +353,7 @@ def test_each_command_replaces_its_own_file_and_another_only_with_overwrite(work
     assert len(path.read_bytes()) > len(first) / 2
 
 
+@pytest.mark.full
 def test_forgotten_names_and_inputs_are_refused_before_anything_is_computed(work, trained):
     photos = sorted(map(str, Path("images/cat").glob("*")))
     of_run = ["--predictions", f"{trained}/labels.csv", "--overwrite"]
@@ -395,6 +397,7 @@ def test_a_corrected_review_is_never_replaced_and_a_new_one_has_the_next_number(
     assert "--out out/folds.html: exists, and Lockstep has not written it" in line
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("umask", "formats"), [(0o022, ["timm"]), full(0o077, ["timm"]), full(0o022, ["torch", "onnx"])]
 )

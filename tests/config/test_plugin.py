@@ -186,6 +186,7 @@ def plain_loss(run):
     return (losses + 0.5 * (1 - torch.exp(-losses))).mean().item()
 
 
+@pytest.mark.full
 def test_a_task_trains_all_outputs_and_its_logits_are_evaluated_and_exported(runs):
     flags = [*FLAGS, *shlex.split("--model two_heads --task supervised")]
     for count in (1, 2):
@@ -273,6 +274,7 @@ def test_help_and_recipes_know_the_plug_in(runs):
     assert "did you mean poly?" in refused(train.main, "--config", "recipe.yaml", "--loss", "pol")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [

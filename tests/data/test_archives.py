@@ -488,6 +488,7 @@ def test_a_member_that_cannot_be_inflated_to_its_size_is_an_unreadable_image():
 # ----------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_at_most_64_of_400_archives_are_open_with_a_low_limit_and_in_forked_readers():
     names = [f"{n:03}" for n in range(400)]
     for number, name in enumerate(names):

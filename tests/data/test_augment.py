@@ -85,6 +85,7 @@ def both_ends(augmentation, images, microbatch):
     return single, dataset.__getitems__(microbatch).images
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_a_batch_is_changed_like_its_single_images_bit_for_bit(name):
     count, pixels = 200, pictures(200, (20, 24))

@@ -139,6 +139,7 @@ def test_a_worker_does_not_print_that_its_rank_is_gone():
     assert outcome.err.strip() == "ValueError: a real error"
 
 
+@pytest.mark.full
 def test_more_workers_than_usable_cores_are_no_warning():
     code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); import torch\n"
     code += "from utils.data.workers import worker_processes\n"

@@ -162,6 +162,7 @@ def test_both_decoders_of_jpeg_give_equal_pixels_and_the_same_verdicts(monkeypat
     assert 200 < errors < 400
 
 
+@pytest.mark.full
 def test_a_run_on_files_of_phones_is_that_on_their_pixels_and_names_another_decoder(monkeypatch):
     both = (image_folder(kind, {"a": 12, "b": 12}, (24, 40), kind) for kind in ("avif", "png"))
     for path, png in zip(*both, strict=True):
@@ -347,6 +348,7 @@ def published(name):
     return spec, lambda raw: 255 * (transform(Image.open(io.BytesIO(raw))) * std + mean)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "most"),
     [

@@ -161,6 +161,7 @@ def test_links_are_followed_but_not_in_circles():
 # ----------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_start_names_classes_and_what_was_left_out_and_an_evaluation_its_data():
     image_folder("folder/train", {"ant": 12, "bee": 30, "cat": 20})
     image_folder("folder/test", {"bee": 4, "cat": 6})

@@ -199,6 +199,7 @@ def test_runs_that_are_not_all_folds_of_one_split_are_refused_by_name(runs):
     assert not Path("folds.csv").exists()
 
 
+@pytest.mark.full
 def test_folds_of_other_labels_and_images_without_a_group():
     flags = words("--model mlp --max_steps 1 --image_size 16 --data photos.csv --seed 3")
     image_folder("made", {"ant": 8, "bee": 8}, (16, 16))
@@ -233,6 +234,7 @@ def test_the_review_lists_the_least_likely_labels_first_and_goes_back_in(runs):
     assert notes == (line,)
 
 
+@pytest.mark.full
 def test_a_resumed_run_keeps_its_fold_and_refuses_another(runs):
     shutil.copy("photos/train/ant/s00-000.png", "photos/train/ant/s77-999.png")
     shutil.copytree("runs/one", "runs/again")

@@ -285,6 +285,7 @@ def random_image(draw, grey):
     return encoded(colours, "PNG" if kind == "L" else kind), colours, 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(40))
 def test_channels_and_size_of_random_mixtures_follow_from_all_images(seed):
     draw = random.Random(seed)
@@ -310,6 +311,7 @@ def test_channels_and_size_of_random_mixtures_follow_from_all_images(seed):
         assert any("set --image_bits 12" in line for line in lines)
 
 
+@pytest.mark.full
 def test_a_few_images_in_colour_or_of_another_size_decide_for_all():
     grey = pictures(3000, (10, 10), 1)
     colour = pictures(2, (10, 10))
@@ -370,6 +372,7 @@ def cut_outs(root, on_paper):
                 Image.fromarray(pixels).save(folder / f"{number}.png")
 
 
+@pytest.mark.full
 def test_every_script_and_the_card_of_an_export_see_cut_outs_on_white():
     results = []
     for name, on_paper in (("white", True), ("clear", False)):

@@ -90,6 +90,7 @@ def reduce_beforehand():
             Image.fromarray(pixels.numpy()).save(path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("processes", [2, full(1), full(3)])
 def test_a_killed_and_resumed_run_has_the_bits_of_one_on_reduced_photographs(processes):
     reduce_beforehand()
@@ -108,6 +109,7 @@ def test_a_killed_and_resumed_run_has_the_bits_of_one_on_reduced_photographs(pro
     assert one == other
 
 
+@pytest.mark.full
 def test_eval_and_predict_see_the_same_pixels():
     train_run(1, "run", *SHRINK)
     last = records("run", "eval")[-1]
@@ -127,6 +129,7 @@ def train_with_little_space(flags):
     train.main(flags)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [full(0), 1])
 def test_a_full_disk_is_one_line(workers):
     outcomes = run_ranks(2, train_with_little_space, [*SHRINK, "--num_workers", str(workers)])

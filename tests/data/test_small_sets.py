@@ -67,6 +67,7 @@ def write_set(form: str, samples: dict[str, list[tuple[int, str]]], draw: random
     return "set"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["folder", "csv", "parquet", "saved"])
 @pytest.mark.parametrize("seed", range(6))
 def test_names_decide_in_any_order_and_form_or_a_line_has_both_splits_classes(form, seed):

@@ -132,6 +132,7 @@ def test_mnist_files_are_found_in_the_data_dir_or_in_the_cache():
         assert len(data.class_names) == 10 and seen(data) == (1, (28, 28))
 
 
+@pytest.mark.full
 def test_an_evaluation_does_not_say_that_the_classes_of_a_torchvision_set_changed():
     made = [(pictures(20, (28, 28), 1, seed=seed), np.arange(20) % 10) for seed in (1, 2)]
     mnist_files("cache/torchvision", train=made[0], t10k=made[1])

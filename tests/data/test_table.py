@@ -76,6 +76,7 @@ def numbers(record):
     return {name: record[name] for name in ("accuracy", "loss", "count", "per_class_accuracy")}
 
 
+@pytest.mark.full
 def test_files_and_classes_renamed_to_another_unicode_form_are_the_same(trained):
     before, known = evaluated()[0], evaluated("--split", "train")[0]
     for path in ("data/Café", "data/Cafz/é.bmp"):
@@ -314,6 +315,7 @@ def test_rows_in_a_stranger_s_table_are_in_the_split():
         assert "the table of samples has rows outside the split" in line
 
 
+@pytest.mark.full
 def test_a_table_to_evaluate_on_that_changed_is_refused_by_a_resume():
     write_parquet("data", train=table([0, 1] * 30, NAMED), test=table([0, 1] * 10, NAMED))
     train_run(1, "run", *FLAGS, "6")
@@ -322,6 +324,7 @@ def test_a_table_to_evaluate_on_that_changed_is_refused_by_a_resume():
     assert "split 'test' had 20 samples and now has 18" in evaluated()[1]
 
 
+@pytest.mark.full
 def test_a_split_that_appears_later_does_not_change_the_samples_of_a_run():
     write_parquet("data", train=table([0, 1] * 30, NAMED))
     train_run(1, "run", *FLAGS, "6")
@@ -417,12 +420,14 @@ def change_table(change):
     write_manifest(checkpoint())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_stranger_s_table_is_refused_in_one_line(trained, name):
     change_table(HOSTILE[name])
     assert f"{TABLE_FILE}: damaged" in refused(eval.main, "--ckpt", "runs/run")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["../secret.bmp", "{}/secret.bmp"])
 def test_names_in_a_stranger_s_table_open_no_file_outside_the_data(trained, name):
     Path("secret.bmp").write_bytes(trained[0].read_bytes())

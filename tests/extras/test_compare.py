@@ -53,6 +53,7 @@ def test_in_3_to_7_percent_of_1000_pairs_without_a_difference_one_is_found(seeds
     assert 0.03 <= share <= 0.07
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("seeds", "mean", "scales"),
     [(6, 1, (1, 0.1, 1)), (2, 0.1, (0.02, 1, 0)), full(6, 0.5, (1, 1, 1)), full(6, 0.5, (1, 3, 1))],

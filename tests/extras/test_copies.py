@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 from datasets import ClassLabel
 from helpers.make_data import encoded, parquet, pictures, table
 from helpers.ranks import run_ranks
@@ -31,6 +32,7 @@ def plant(same_class, same_split, source, target, quality=0, scale=1.0) -> list:
     return [same_class, same_split, target, "~" if quality else "=", source]
 
 
+@pytest.mark.full
 def test_planted_copies_are_named_at_the_start_and_on_the_page_and_nothing_else_is():
     coarse = iter(pictures(48, (9, 12)))
     for path in [f"{s}/{c}/{n:02}.jpg" for s in ("train", "val") for c in "ab" for n in range(12)]:

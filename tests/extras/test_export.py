@@ -314,6 +314,7 @@ def test_what_cannot_be_exported_is_one_line_and_no_folder_appears(run):
     assert not Path("out").exists() and list(Path("full").iterdir()) == []
 
 
+@pytest.mark.full
 def test_an_export_that_fails_or_differs_is_refused_and_leaves_no_folder(run, monkeypatch):
     write = FORMATS["torch"]
 

@@ -444,6 +444,7 @@ def test_raw_and_averaged_weights_have_lines_of_their_own(tmp_path):
     assert "flowers" in page and "someone" not in page
 
 
+@pytest.mark.full
 def test_several_runs_are_compared_on_one_page(tmp_path, capsys):
     folders = [made_up(tmp_path / "a/run"), made_up(tmp_path / "b/run", optimizer="adamw")]
     main([*map(str, folders), "--out", "page.html", "--no_images"])
@@ -458,6 +459,7 @@ def test_several_runs_are_compared_on_one_page(tmp_path, capsys):
     assert "<img" in (folders[0] / "report.html").read_text()
 
 
+@pytest.mark.full
 def test_runs_are_sorted_by_their_best_values_and_their_inputs_compared(tmp_path):
     folders = []
     for name, accuracy in (("low", 0.6), ("high", 0.8), ("none", None)):
@@ -472,6 +474,7 @@ def test_runs_are_sorted_by_their_best_values_and_their_inputs_compared(tmp_path
     assert "<th>input</th><td>mean of high</td><td>mean of low</td><td>mean of none</td>" in page
 
 
+@pytest.mark.full
 def test_the_page_of_few_images_says_which_differences_may_be_chance(tmp_path):
     for samples in (150, 250):
         folder = made_up(tmp_path / str(samples), samples=samples)
@@ -480,6 +483,7 @@ def test_the_page_of_few_images_says_which_differences_may_be_chance(tmp_path):
         assert (text in page_of([folder])) == (samples == 150)
 
 
+@pytest.mark.full
 def test_the_commands_of_the_page_run():
     page = (ROOT / "docs/evaluating.md").read_text()
     block = re.search(r"```bash\n(python -m extras\.compare.*?)```", page, re.S)[1]

@@ -72,6 +72,7 @@ def _train_with_nothing_left(flags: list[str]) -> int:
     return counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "environment, processes", [({}, 1), full({}, 2), full(FSDP, 2), full(COMPILED, 1)]
 )
@@ -98,6 +99,7 @@ def _signal_rank_1(name: str, flags: list[str]) -> None:
     train.main(flags)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place, name", [("train_update", "run"), full("log_end", "NAME")])
 def test_a_stopped_launch_goes_on_with_the_run_that_was_cut_and_leaves_others_alone(place, name):
     flags = [*MLP, *words("--lr 1e-9 --max_steps 30 --eval_every 4 --early_stopping 1")]

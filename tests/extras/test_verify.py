@@ -153,6 +153,7 @@ def find(kind: str, seeds: range) -> list[tuple[int, str]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind,seeds", CASES)
 def test_a_changed_run_is_found_with_its_update(kind, seeds):
     (found,) = returned(1, find, kind, seeds, seconds=3000)
@@ -161,6 +162,7 @@ def test_a_changed_run_is_found_with_its_update(kind, seeds):
     assert len(found) == len(seeds)
 
 
+@pytest.mark.full
 def test_a_run_of_two_ranks_is_verified_by_one_and_by_three():
     train_run(2, "run", *FLAGS, "--ema_decay", "0.9")
     (outcome,) = run_ranks(1, replay.main, [*VERIFY, "6,10"])
@@ -190,6 +192,7 @@ def train_with_a_bit_flipped_on_rank_1() -> None:
     train_again(train, "train_update", changed)
 
 
+@pytest.mark.full
 def test_a_bit_that_flips_on_one_rank_is_found_and_parts_two_runs():
     train_run(1, "other", *FLAGS)
     returned(2, train_with_a_bit_flipped_on_rank_1)
@@ -202,6 +205,7 @@ def test_a_bit_that_flips_on_one_rank_is_found_and_parts_two_runs():
     assert f"update 7 differs (the first, from runs/other); {samples}" in line
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model,update", [("fastnet", 1), full("mlp", 2)])
 def test_a_changed_file_is_named(model, update):
     """It shows in the update that uses it, but fastnet's first layer comes from all images."""
@@ -217,6 +221,7 @@ def test_a_changed_file_is_named(model, update):
     assert f"; 1 of 32 images of 'train' changed: {name[7:]}; use the data" in line
 
 
+@pytest.mark.full
 def test_a_run_that_was_killed_and_resumed_has_the_digests_of_a_whole_one():
     """Those of the updates between the last record and the checkpoint are in the checkpoint."""
     train_run(1, "run", *FLAGS)
@@ -234,6 +239,7 @@ def test_a_run_that_was_killed_and_resumed_has_the_digests_of_a_whole_one():
     assert [*map(len, again)] == [5, 2]
 
 
+@pytest.mark.full
 def test_a_run_that_began_at_a_checkpoint_of_another_is_verified_from_there():
     train_run(1, "other", *FLAGS)
     start = ["--resume", "runs/other/checkpoints/step-00000008"]
@@ -266,6 +272,7 @@ def test_each_part_of_a_compiled_run_is_compiled(monkeypatch):
     assert returned(1, _compiled_models, [*VERIFY, "2,6,10"]) == [3]
 
 
+@pytest.mark.full
 def test_what_cannot_be_verified_is_one_line():
     train_run(1, "run", *PLAIN, "--max_steps", "2")
     assert all("digest" not in record for record in records("run"))

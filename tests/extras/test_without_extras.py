@@ -33,6 +33,7 @@ def run(script: Path, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.full
 def test_without_the_folder_a_run_has_the_same_bits_and_a_line_says_so(bare):
     for script, name in ((ROOT / "train.py", "whole"), (bare / "train.py", "bare")):
         code, said = run(script, *FLAGS, name)
@@ -45,6 +46,7 @@ def test_without_the_folder_a_run_has_the_same_bits_and_a_line_says_so(bare):
     assert code == 0 and said.count(MISSING) == 1 and Path("found.json").exists(), said
 
 
+@pytest.mark.full
 def test_what_needs_the_folder_is_refused_before_anything_is_computed(bare):
     for flags in (["--dry_run"], ["--seeds", "2"], ["--profile"]):
         code, said = run(bare / "train.py", *FLAGS, "one", *flags)
@@ -80,6 +82,7 @@ def test_the_parts_that_are_loaded_later_exist():
     assert all((ROOT / f"{name.replace('.', '/')}.py").is_file() for name in LATER)
 
 
+@pytest.mark.full
 def test_a_run_without_a_page_does_not_load_what_writes_pages():
     Path("script.py").write_text(LOADED)
     words = [*FLAGS, "plain", "--report", "false"]

@@ -352,6 +352,7 @@ with distributed_session("train.py", TrainConfig(threads=1, cpu=True)) as joinin
 """
 
 
+@pytest.mark.full
 def test_each_rank_reads_that_it_shares_its_gpu_before_rank_0_ends():
     Path("shared.py").write_text(SHARED)
     words = f"{sys.executable} -m torch.distributed.run --nproc_per_node 3 shared.py"

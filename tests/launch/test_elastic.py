@@ -127,6 +127,7 @@ def test_only_a_run_whose_number_of_machines_may_change_is_elastic(monkeypatch):
         assert is_elastic() == (flag == "--nnodes=2:5")
 
 
+@pytest.mark.full
 def test_the_only_process_of_a_launcher_ends_with_the_bits_of_plain_python():
     def launched(flags: list[str]) -> None:
         where = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1"

@@ -54,6 +54,7 @@ print(dist.Backend._plugins["NCCL"].creator_fn.__name__)
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     not (dist.is_nccl_available() and hasattr(dist.Backend, "_ensure_backend_registered")),
     reason="this build of PyTorch has no NCCL, or only one class for it",
@@ -95,6 +96,7 @@ def nvls_after(flags: list[str], environment: dict) -> tuple[str | None, list[in
 FSDP = variables_of("ACCELERATE_USE_FSDP=true FSDP_VERSION=2")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("more", "environment", "expected"),
     [
@@ -139,6 +141,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.full
 def test_a_lost_store_is_an_error_without_stack_traces_of_cpp_code():
     code, out, error = start("python", "-c", LOST, PYTHONPATH=str(ROOT))
     assert code == 0 and out == "DistNetworkError\n" and error == ""
@@ -198,6 +201,7 @@ def place(name: str, silent) -> dict[str, str]:
     return variables_of(text.replace("SILENT", str(silent.getsockname()[1])))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", PLACES)
 def test_one_process_trains_without_a_store_whatever_address_the_environment_names(name, silent):
     returned(1, alone, train.main, SHORT, place(name, silent))

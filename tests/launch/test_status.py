@@ -106,6 +106,7 @@ def stopped_by(number: int, flags: list[str]) -> None:
     train_watched(flags, before)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_stopped_run_says_so_with_the_command_that_continues_it(processes):
     assert set(codes(run_ranks(processes, stopped_by, signal.SIGUSR1, FLAGS))) == {75}
@@ -117,6 +118,7 @@ def test_a_stopped_run_says_so_with_the_command_that_continues_it(processes):
     assert (status()["state"], status()["update"]) == ("complete", 12)
 
 
+@pytest.mark.full
 def test_after_a_kill_it_still_says_running_and_the_lock_is_the_truth():
     launch = start_ranks(2, slow_train, FLAGS, 0.0, 7)
     until(Path("held-0").exists)
@@ -137,6 +139,7 @@ def failing(flags: list[str], error: BaseException, on_rank: int) -> None:
     train_watched(flags, before)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("error", "on_rank", "code", "line"),
     [
@@ -159,6 +162,7 @@ def test_an_error_on_any_rank_is_failed_with_the_line(error, on_rank, code, line
     assert found["line"].startswith(line)
 
 
+@pytest.mark.full
 def test_an_error_that_the_ranks_agree_on_names_its_rank():
     def bad_sample(flags):
         def before(run):
@@ -200,6 +204,7 @@ def with_broken_status(flags: list[str]) -> None:
     train_watched(flags, before)
 
 
+@pytest.mark.full
 def test_a_status_that_cannot_be_written_does_not_end_the_run():
     returned(1, with_broken_status, FLAGS)
     assert records("run")[-1]["step"] == 12
@@ -217,6 +222,7 @@ def with_another_run_in_its_place(flags: list[str]) -> None:
     train_watched(flags, before)
 
 
+@pytest.mark.full
 def test_the_status_of_another_run_in_the_same_place_is_left_alone():
     assert codes(run_ranks(1, with_another_run_in_its_place, FLAGS)) == [2]
     assert Path("runs/run/status.json").read_text() == "theirs"
@@ -231,6 +237,7 @@ def stopped_in_the_second(flags: list[str]) -> None:
     train_watched(flags, before)
 
 
+@pytest.mark.full
 def test_each_run_of_several_seeds_has_its_own():
     seeds = [*FLAGS, "--seeds", "0,1"]
     assert codes(run_ranks(1, stopped_in_the_second, seeds)) == [75]
@@ -241,6 +248,7 @@ def test_each_run_of_several_seeds_has_its_own():
     assert status("run-seed0") == first and status("run-seed1")["state"] == "complete"
 
 
+@pytest.mark.full
 def test_a_start_that_is_refused_leaves_the_status_of_the_run():
     train_run(1, "run", *FLAGS)
     before = Path("runs/run/status.json").read_bytes()

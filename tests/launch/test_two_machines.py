@@ -77,6 +77,7 @@ def one_machine(machines):
     return losses("one")
 
 
+@pytest.mark.full
 def test_training_on_two_machines_is_that_on_one_bit_for_bit_and_so_is_evaluation(
     machines, one_machine
 ):

@@ -86,6 +86,7 @@ def test_weights_of_timm_are_evaluated_on_folders_with_torchvisions_names():
     assert (found[0]["model"], found[0]["pretrained"]) == ("timm/resnet10t", "c3_in1k")
 
 
+@pytest.mark.full
 def test_size_and_crop_of_the_evaluation_can_be_changed():
     published = publish("resnet18")
     paths, labels = pictures_of(SYNSETS, size=(96, 128))

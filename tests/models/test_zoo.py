@@ -66,6 +66,7 @@ def test_small_images_go_through_every_family_and_so_does_an_empty_batch(name, c
 # -- stems
 
 
+@pytest.mark.full
 def test_the_stem_fits_small_images_and_the_small_one_can_be_chosen_for_larger_ones():
     model = build("resnet18", spec_of(32, 3))
     small = build("resnet18", spec_of(128, 3), stem="small")

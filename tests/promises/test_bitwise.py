@@ -207,6 +207,7 @@ def test_a_killed_run_that_moves_to_other_processes_ends_with_the_same_bits():
     assert_same_run("whole", "run")
 
 
+@pytest.mark.full
 def test_unequal_shares_give_the_same_bits():
     flags = [*SIZES, *MODELS["mnist_cnn"], "--ema_decay", "0.9"]
     train_run(1, "one", *flags)
@@ -282,6 +283,7 @@ def train_drawn_by_rank(flags: list[str], model: type = DrawnByRank) -> None:
     train.main([*flags, *words("--model drawn --max_steps 2")])
 
 
+@pytest.mark.full
 def test_ranks_that_draw_different_weights_are_refused():
     for model in (DrawnByRank, BufferByRank):
         line = refused(
@@ -296,6 +298,7 @@ def test_ranks_that_draw_different_weights_are_refused():
     assert "rank 1 has different weights at the start than rank 0" in line
 
 
+@pytest.mark.full
 def test_a_resume_keeps_the_threads_and_the_microbatches():
     flags = [*SIZES, *words("--model mlp --run_name run")]
     train_run(1, "run", *flags[:-2], "--max_steps", "3")

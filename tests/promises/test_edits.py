@@ -81,6 +81,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place, letter, code, same, resumes, note", CASES)
 def test_an_edit_does_what_the_page_says(place, letter, code, same, resumes, note):
     text = edited(place, letter, code)

@@ -154,6 +154,7 @@ def _train_and_count(flags: list[str]) -> list[tuple[int, int, int]]:
     return counts
 
 
+@pytest.mark.full
 def test_batch_norm_is_evaluated_with_the_statistics_that_are_saved():
     flags = words("--data synthetic/3x32x96 --model shufflenet_v2_x0_5 --stem standard")
     flags += words("--global_batch_size 12 --max_steps 2")
@@ -186,6 +187,7 @@ def test_the_training_log_has_macro_scores_when_asked():
     assert len(log[-1]["per_class_accuracy"]) == 10
 
 
+@pytest.mark.full
 def test_eval_takes_the_best_checkpoint_of_a_run_or_the_one_that_is_named():
     train_run(1, "run", *FLAGS, *words("--eval_every 2 --keep 9 --save_every 2"))
     evals = {record["step"]: record["accuracy"] for record in records("run", "eval")}
@@ -283,6 +285,7 @@ def _evaluate_and_meet_in_each_block(flags):
     eval.main(flags)
 
 
+@pytest.mark.full
 def test_flags_of_eval_py_without_effect_are_reported():
     train_run(1, "run", *words("--data synthetic/3x8x24 --model mlp --max_steps 1 --threads 1"))
     (outcome,) = run_ranks(1, eval.main, words("--ckpt runs/run --eval_crop 0.5 --threshold 0.9"))

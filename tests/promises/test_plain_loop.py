@@ -87,6 +87,7 @@ def test_losses_of_50_updates_equal_a_plain_loop_over_global_batches(processes, 
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "flags",
     [
@@ -106,6 +107,7 @@ def test_every_setting_of_the_step_means_what_plain_pytorch_means(flags):
         torch.testing.assert_close(tensor, model[name], rtol=1e-3, atol=5e-5)
 
 
+@pytest.mark.full
 def test_the_auxiliary_heads_of_googlenet_are_trained_as_in_a_plain_loop():
     flags = words("--model googlenet --max_train_samples 16 --global_batch_size 16 --max_steps 2")
     flags += ["--model_args", "{dropout: 0, dropout_aux: 0}", *words("--lr 0.01 --report false")]
@@ -155,6 +157,7 @@ def test_augmentation_and_dropout_do_not_depend_on_how_pieces_lie_on_ranks():
     assert two == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.full
 def test_a_bf16_run_learns():
     log = train_run(1, "run", *DIGITS, *words("--mixed_precision bf16 --epochs 4"))
     assert log[0]["precision"] == "bf16"
@@ -223,6 +226,7 @@ def test_dropout_differs_between_updates_and_between_pieces():
     assert min(shared) > 500  # of 16 x 500 units
 
 
+@pytest.mark.full
 def test_throughput_and_seconds_in_the_log_fit_the_clock():
     began = time.perf_counter()
     log = train_run(1, "run", *DIGITS, *words("--max_steps 60 --log_every 20 --save_every 7"))

@@ -101,6 +101,7 @@ def material():
 
 
 # `fused`: the images' type in PyTorch's layer, which GPUs use
+@pytest.mark.full
 @pytest.mark.parametrize("fused", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shares", [[6, 5], [10, 1], [4, 7, 0]])
 def test_synchronised_statistics_and_gradients_are_those_of_the_whole_batch(shares, fused):
@@ -264,6 +265,7 @@ def last_measured_update(flags):
     return seen[-1]["iteration"]
 
 
+@pytest.mark.full
 def test_ddp_measures_only_its_first_updates():
     flags = words("--model mlp --max_train_samples 60 --global_batch_size 2 --max_steps 110")
     measured = returned(2, last_measured_update, [*flags, *words("--threads 1 --report false")])

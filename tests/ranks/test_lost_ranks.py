@@ -164,6 +164,7 @@ def _stop_rank_1(function, flags) -> tuple[float, list]:
     return waited, launch.finish()
 
 
+@pytest.mark.full
 def test_a_rank_that_hangs_ends_the_others_within_the_timeout():
     waited, outcomes = _stop_rank_1(slow_train, [*ENDLESS, "--timeout", "10"])
     # The other may have waited for it before it was stopped, but not half of the timeout.

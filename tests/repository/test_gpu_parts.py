@@ -244,6 +244,7 @@ def test_only_packages_that_the_parts_need_are_missing(run_py, monkeypatch):
     assert all(f"\n{name}==" in pinned for name in run_py.PACKAGES)
 
 
+@pytest.mark.full
 def test_wheels_are_installed_for_one_call_and_nccl_is_unpacked(run_py, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "before")
     Path("wheels").mkdir()

@@ -47,6 +47,7 @@ def test_ranks_that_a_failed_test_left_behind_are_ended_even_if_stopped():
     end_leftovers()  # a second time there is nothing to do
 
 
+@pytest.mark.full
 def test_ranks_train_after_torch_export_in_this_process():
     """A forked child could have no backward pass if autograd started threads for the CUDA device
     pretended here.

@@ -138,6 +138,7 @@ def private_names(file: Path) -> set[str]:
     return {name for name in found if name[0] == "_" != name[1]} - OF_NAMEDTUPLE
 
 
+@pytest.mark.full
 def test_every_use_of_a_private_part_has_a_case():
     files = [*ROOT.glob("*.py"), *ROOT.glob("utils/**/*.py"), *ROOT.glob("extras/**/*.py")]
     assert set().union(*map(private_names, files)) == set(" ".join(CASES.values()).split())

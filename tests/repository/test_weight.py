@@ -34,6 +34,7 @@ def test_an_f_string_counts_as_in_python_3_12(code, expected):
         assert weight._weight_of("STRING", code) == expected
 
 
+@pytest.mark.full
 def test_the_parts_of_the_project_add_up(capsys):
     weight.main(ROOT)
     *parts, total, settings, _, _, _, _ = capsys.readouterr().out.splitlines()

@@ -115,6 +115,7 @@ def test_only_the_newest_checkpoints_and_the_best_are_kept():
     assert Path("runs/run/checkpoints/latest").read_text() == "step-00000012\n"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("processes", [2, full(3)])
 def test_a_run_that_stops_in_the_middle_of_an_epoch_and_resumes_ends_bit_identical(processes):
     flags = (*FLAGS, "--lr_schedule", "constant")  # the others end at --max_steps
@@ -165,6 +166,7 @@ def test_after_a_resume_the_optimizer_has_the_settings_of_the_flags():
     assert "processes was 1 in the checkpoint, now 2" in first.out and "lr was" not in first.out
 
 
+@pytest.mark.full
 def test_a_resume_with_another_optimizer_model_or_data_is_refused_by_name():
     train_run(1, "run", *FLAGS, "--max_steps", "2")
     for flags, text in (
@@ -191,6 +193,7 @@ def test_a_checkpoint_of_another_run_starts_a_run_of_its_own():
     assert len(ids["old"]) == len(ids["new"]) == 1 and ids["old"] != ids["new"]
 
 
+@pytest.mark.full
 def test_precision_from_the_environment_is_kept_for_evaluation(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     log = train_run(1, "run", *FLAGS, "--max_steps", "4")
@@ -286,6 +289,7 @@ def test_an_average_that_does_not_fit_or_has_a_nan_is_one_line_and_changes_nothi
         assert log.read_bytes() == logged and CHECKPOINT.is_dir()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "optimizer, key, text",
     [

@@ -130,6 +130,7 @@ def check_done(whole, processes=1) -> None:
 # A full disk, which a limit on the size of files stands for
 
 
+@pytest.mark.full
 def test_a_checkpoint_that_cannot_be_written_ends_all_ranks_and_leaves_the_older_one(whole, capfd):
     outcomes = run_ranks(2, train_with, {4: limit_files}, FLAGS)
     check_failed(
@@ -246,6 +247,7 @@ def leave_pages(pages):
     assert os.statvfs("runs").f_bavail == pages
 
 
+@pytest.mark.full
 def test_a_full_disk_ends_a_run_with_one_line_and_is_said_at_the_next_start(disk, whole):
     fill = on_main(lambda: leave_pages(3))
     check_failed(run_ranks(1, train_with, {4: fill}, FLAGS), "runs/run/")

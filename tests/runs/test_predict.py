@@ -169,6 +169,7 @@ def test_the_other_tasks_have_the_sets_and_probabilities_of_their_definition():
         assert len({str(row["predicted"]) for row in rows}) > 1 or run == "binary"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("run", ["small", "photos"])
 def test_predict_py_has_the_numbers_of_eval_py_for_the_same_images(run):
     # of another size, so that they are resized, and one large enough to be decoded at half its size
@@ -377,6 +378,7 @@ PLACES = [(predict.main, "load_images"), (predict.main, "check_finite")]
 PLACES += [(eval.main, "make_eval_loader"), (eval.main, "check_finite")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("number", "code"), STOPS)
 @pytest.mark.parametrize(("main", "place"), [PLACES[1], *(full(*each) for each in PLACES[::2])])
 @pytest.mark.parametrize("processes", [1, 2])

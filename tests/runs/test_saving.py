@@ -108,6 +108,7 @@ def test_a_run_that_fails_reports_its_error_and_then_completes_the_checkpoint():
     verify(CHECKPOINTS / "step-00000003")
 
 
+@pytest.mark.full
 def test_a_run_killed_while_a_checkpoint_is_completed_resumes_from_the_last():
     train_run(1, "whole", *FLAGS)
     train_run(1, "run", *FLAGS, "--max_steps", "3")

@@ -84,6 +84,7 @@ def hold_at_7(*flags: str) -> None:
     slow_train([*FLAGS, *flags], hold_at=7)
 
 
+@pytest.mark.full
 def test_after_a_kill_and_a_resume_trackers_show_each_point_of_the_log_once(monkeypatch):
     monkeypatch.setattr("accelerate.tracking._available_trackers", list(LoggerType))
     changed = SimpleNamespace(update=lambda values, **_: None)
@@ -164,6 +165,7 @@ def _train_with_mlflow(event: str, flags: list[str]) -> None:
         atexit._run_exitfuncs()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("event", "code", "status"),
     [("none", 0, "FINISHED"), ("signal", 75, "KILLED"), ("nan", 2, "FAILED")],
@@ -183,6 +185,7 @@ def train_with_clock(ahead: float, *flags: str) -> None:
     train.main([*TENSORBOARD, *flags])
 
 
+@pytest.mark.full
 def test_tensorboard_shows_all_points_after_resumes_on_clocks_that_are_behind():
     """It reads files in the order of their names, which begin with the time."""
     clocks = {4: 9e7, 8: 0.0, 10: -9e7, 12: -5e7}
@@ -214,6 +217,7 @@ class Failing(GeneralTracker):
         raise ConnectionError("still none")
 
 
+@pytest.mark.full
 def test_a_tracker_that_fails_does_not_end_the_run_and_the_next_start_sends_all(monkeypatch):
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "tensorboard", Failing)
     Path("offline").touch()

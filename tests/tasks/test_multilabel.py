@@ -125,6 +125,7 @@ def test_training_on_two_processes_has_the_losses_and_metrics_of_one(runs):
         assert "per_class_ap" not in one  # only numbers without --metrics
 
 
+@pytest.mark.full
 def test_the_first_update_has_the_loss_of_the_formula():
     write_data()
     more = words("--max_steps 1 --global_batch_size 50 --lr 1e-30 --run_name run --data list.csv")

@@ -64,6 +64,7 @@ def with_value(function, flags):
     return function(flags)
 
 
+@pytest.mark.full
 def test_a_regression_trains_evaluates_and_resumes_with_the_same_loop():
     logs, flags = [], [*FLAGS, "--task", "value", "--run_name"]
     for processes in (1, 2):

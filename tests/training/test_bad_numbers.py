@@ -44,6 +44,7 @@ def _train_with_a_bad_sample(flags, step, rank):
     train.main(flags)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("processes", "accum", "rank"), [(1, 1, 0), (2, 2, 0), (2, 1, 1)])
 def test_a_nan_or_infinite_loss_names_update_rank_and_samples_and_saves_nothing(
     processes, accum, rank
@@ -161,6 +162,7 @@ def _train_and_change_rank_1(flags, what, kinds):
     train.main(flags)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", ["weight", "momentum"])
 def test_ranks_that_train_different_weights_end_at_the_next_save_which_saves_nothing(what):
     line = refused(partial(_train_and_change_rank_1, what=what, kinds=False), *FLAGS, processes=2)

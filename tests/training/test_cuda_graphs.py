@@ -50,6 +50,7 @@ def losses(name):
 CASES = [name if name == "mnist_cnn" else full(name) for name in NETWORKS]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("network", CASES)
 def test_a_graph_is_bitwise_equal_to_eager(network):
     counts = both(NETWORKS[network])

@@ -130,6 +130,7 @@ def cached_features() -> np.ndarray:
     return {array.shape[1]: array for array in arrays}[48]
 
 
+@pytest.mark.full
 def test_the_recipe_views_the_centre_and_its_mirror_image_and_is_best_at_the_end():
     recipe = str(ROOT / "recipes/head.yaml")
     flags = words("--data small --init_from runs/source --model timm/test_resnet --mean 0.4")
@@ -146,6 +147,7 @@ def test_the_recipe_views_the_centre_and_its_mirror_image_and_is_best_at_the_end
     assert best.name == f"step-{evaluated['step']:08d}" and evaluated["epoch"] == 3
 
 
+@pytest.mark.full
 def test_features_are_those_of_plain_pytorch_and_so_is_the_first_update():
     """All training images are in one update of plain sgd, so that their order does not matter."""
     flags = words("--max_steps 1 --global_batch_size 48 --weight_decay 0 --momentum 0")
@@ -191,6 +193,7 @@ def test_a_resumed_run_with_another_number_of_views_says_so():
     assert outcome.code == 0 and "augmented views: 2, found in" in place(outcome), outcome.err
 
 
+@pytest.mark.full
 def test_microbatches_give_the_same_files_on_any_number_of_processes():
     flags = [*PHOTOS, *words("--max_steps 9 --microbatches 4 --threads null")]
     for processes in (1, 3):
@@ -206,6 +209,7 @@ def test_microbatches_give_the_same_files_on_any_number_of_processes():
     assert one == three
 
 
+@pytest.mark.full
 def test_the_checkpoint_is_a_whole_model_for_eval_predict_export_and_replay():
     train_run(1, "run", *SMALL, *VIEWS)
     averaged = [record for record in records("run", "eval") if record["weights"] == "ema"]
@@ -293,6 +297,7 @@ def test_another_stem_with_the_same_tensors_has_other_features():
         assert "found" not in started(*flags, "--stem", stem)
 
 
+@pytest.mark.full
 def test_a_photograph_that_cannot_be_read_is_one_line_of_all_ranks():
     path = max(Path("photos/train").rglob("*.png"))  # the check decodes the first ones
     data = bytearray(path.read_bytes())

@@ -243,6 +243,7 @@ def test_a_repository_of_the_hub_is_read_with_its_classes_and_its_commit(monkeyp
         initial(init_from="hf://owner/other")
 
 
+@pytest.mark.full
 def test_sources_that_do_not_fit_are_one_line(folder):
     Path("odd").mkdir()
     save_file({"fc.weight": torch.ones(1)}, "odd/model.safetensors")

@@ -192,6 +192,7 @@ def names_not_reached(config: TrainConfig, updates: int) -> list[str]:
     return names
 
 
+@pytest.mark.full
 def test_random_schedules_follow_their_formula_and_name_what_the_run_does_not_reach():
     rng = random.Random(9)
     outcomes = Counter()
@@ -219,6 +220,7 @@ def test_random_schedules_follow_their_formula_and_name_what_the_run_does_not_re
     assert len(outcomes) == 6 and min(outcomes.values()) > 15, outcomes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("length", ["--max_steps 2", "--dry_run --max_steps 2"])
 def test_a_quick_look_at_a_recipe_names_the_warm_up_that_it_does_not_reach(length):
     recipe = f"--config {ROOT}/recipes/vit_finetune.yaml --pretrained false --model mlp"

@@ -413,6 +413,7 @@ def test_settings_of_the_accelerate_config_are_taken_or_ignored_aloud():
         assert said == 2 * (name == "ignored")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("variables", "flags", "text"),
     [

@@ -92,6 +92,7 @@ def test_a_compiled_run_has_the_losses_and_the_checkpoint_keys_of_an_uncompiled_
     assert list(weights("compiled")) == list(weights("plain"))
 
 
+@pytest.mark.full
 def test_the_compiler_is_printed_and_saved_and_a_change_on_resume_is_said():
     flags = words("--model mlp --threads 1 --run_name run --resume auto --save_every 1 --max_steps")
     (first,) = run_ranks(1, _compiled, train.main, [*flags, "1"])
