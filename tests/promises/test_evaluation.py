@@ -261,10 +261,12 @@ def test_an_evaluation_that_cannot_read_an_image_ends_when_the_ranks_next_meet(p
     paths = image_folder("photos/val", {"a": 40, "b": 40}, size=(112, 112))
     flags = words("--data photos --image_size 112 --model mlp --num_workers 0 --eval_batch_size 2")
     train_run(1, "run", *flags, "--model_args", "{hidden: 2}", "--max_steps", "1")
-    # which no look at the file's ends shows; the check decodes the first 31
+    # which no look at the file's ends shows; the check decodes the first 31 files with new times
     data = bytearray(paths[32].read_bytes())
     data[len(data) // 2 : len(data) // 2 + 400] = bytes(400)
     paths[32].write_bytes(data)
+    for path in paths:
+        os.utime(path)
     outcomes = run_ranks(processes, _evaluate_and_meet_in_each_block, ["--ckpt", "runs/run"])
     assert [outcome.code for outcome in outcomes] == [2] * processes
     assert "photos/val/a/032.png: not a readable image" in outcomes[0].err
