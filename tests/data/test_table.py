@@ -8,12 +8,14 @@ import unicodedata
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pyarrow
 import pytest
 from datasets import ClassLabel
-from helpers.loading import RUN, evaluated, invert
-from helpers.make_data import image_folder, pictures, table
+from helpers.loading import RUN, evaluated, invert, load
+from helpers.make_data import encoded, image_folder, pictures, table
 from helpers.make_data import parquet as write_parquet
+from helpers.pack import tar
 from helpers.ranks import run_ranks
 from helpers.training_runs import (
     kept_in,
@@ -30,9 +32,11 @@ from pyarrow import parquet
 import eval
 import train
 import utils.data.sources as sources
+from utils.data.selection import load_data
 from utils.data.splits import stamp_of
 from utils.data.table import TABLE_FILE, read_table
 from utils.runs.manifest import checkpoints_of, damage_of, sha256_of, write_manifest
+from utils.settings.train import TrainConfig
 
 FLAGS = ["--data", "data", *RUN, "--max_steps"]
 MORE = [*FLAGS, *words("9 --run_name run --resume auto")]
@@ -91,7 +95,7 @@ def test_files_and_classes_renamed_to_another_unicode_form_are_the_same(trained)
 
 def test_new_files_do_not_move_samples_from_training_to_evaluation(trained):
     before, _ = evaluated()
-    for number in range(5):
+    for number in range(200):
         shutil.copy(trained[0], f"data/Cafz/0000{number}.bmp")  # sorts before all others
     after, _ = evaluated()
     assert numbers(after) == numbers(before) and after["count"] == 6
@@ -374,6 +378,66 @@ def test_ranks_that_see_different_images_are_refused():
 def _train_in_a_folder_of_its_own(flags):
     os.chdir("one" if os.environ["RANK"] == "0" else "two")
     train.main(flags)
+
+
+def random_source(kind, random):
+    """--data of a random small set, and its samples by an independent listing: whether each is for
+    training, its name or row, its class, and a function that reads its bytes.
+    """
+    classes = ["b", "a a", "ç"][: random.integers(2, 4)]
+    samples = []
+    for split in ("train", "val"):
+        for name in classes:
+            for number in range(random.integers(1, 5)):
+                samples.append((split, f"{split}/{name}/{number}.bmp", name))
+    contents = {
+        name: encoded(pictures(1, seed=n)[0], "BMP") for n, (_, name, _) in enumerate(samples)
+    }
+    for _, name, _ in samples:
+        path = Path("random", name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(contents[name])
+    if kind == "folder":
+        return "random", sorted(samples, key=lambda sample: sample[1].split("/"))
+    if kind == "tar":
+        order = random.permutation(len(samples)).tolist()
+        tar("random.tar", {samples[row][1]: contents[samples[row][1]] for row in order})
+        return "random.tar", sorted(samples, key=lambda sample: sample[1].split("/"))
+    order = [samples[row] for row in random.permutation(len(samples))]
+    if kind == "list":
+        rows = [f"random/{name},{label},{split}" for split, name, label in order]
+        Path("list.csv").write_text("\n".join(["path,label,split", *rows]))
+        return "list.csv", [(split, f"random/{name}", label) for split, name, label in order]
+    feature = ClassLabel(names=sorted(classes))
+    found = []
+    for split in ("train", "val"):
+        own = [sample for sample in order if sample[0] == split]
+        images = [{"bytes": contents[name], "path": None} for _, name, _ in own]
+        labels = [feature.str2int(label) for _, _, label in own]
+        write_parquet("tables", **{split: table(labels, feature, images)})
+        found += [(split, row, label) for row, (_, _, label) in enumerate(own)]
+    return "tables", found
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["folder", "tar", "list", "tables"])
+def test_the_table_of_a_random_source_is_an_independent_listing(kind, seed):
+    data, samples = random_source(kind, np.random.default_rng(seed))
+    expected = [sample for part in ("train", "val") for sample in samples if sample[0] == part]
+    loaded = load(data)
+    loaded.table.keep_in(Path())
+    rows = parquet.read_table(loaded.table.file).to_pylist()
+    names = loaded.table.class_names
+    key = "row" if kind == "tables" else "name"
+    found = [(row["split"], row[key], names[row["label"]]) for row in rows]
+    kinds = {"train": "train", "val": "evaluation"}
+    assert found == [(kinds[split], name, label) for split, name, label in expected]
+    read = read_table(loaded.table.file)
+    for one, other in zip(read.parts, loaded.table.parts, strict=True):
+        assert (one.split.labels == other.split.labels).all()
+        assert (one.source, one.count, one.content) == (other.source, other.count, other.content)
+    again = load_data(TrainConfig(data=data, cache_dir="cache"), read)
+    assert again.fingerprint == loaded.fingerprint and again.table is read
 
 
 HOSTILE = {
