@@ -9,7 +9,8 @@ The images are hard links to one thousand JPEG files of 100x120 pixels, in 1,000
 they take minutes to make, and no disk is read: a first start on a cold disk takes longer. Seconds
 are those of a whole command, which trains one update, evaluates 16 images and writes a checkpoint.
 A start has no cached results, a resume has those of the start. Memory is the most that a rank had
-for itself, without what it shares with others.
+for itself, without what it shares with others. Below the table: the processor time that the index
+of the archive takes, beside that of `tarfile` alone.
 """
 
 import json
@@ -83,6 +84,21 @@ def measure(code: Path, data: Path, folder: Path, steps: int) -> tuple[float, fl
     return seconds, most[0] / 1e9
 
 
+def index_seconds(archive: Path, folder: Path) -> tuple[float, float]:
+    """The processor time of the index of an archive, and of `tarfile` alone."""
+    sys.path.insert(0, str(ROOT))
+    from utils.data.archive_index import read_index
+
+    began = time.process_time()
+    read_index([str(archive)], str(folder / "index"))
+    ours = time.process_time() - began
+    began = time.process_time()
+    with tarfile.open(archive) as file:
+        for _ in file:
+            file.members = []
+    return ours, time.process_time() - began
+
+
 def main() -> None:
     before = (Path, "another checkout")
     images = (1_281_167, "training images")
@@ -100,8 +116,10 @@ def main() -> None:
             for step, kind in ((1, "start"), (2, "resume")):
                 results[f"{name}, {kind}"] = measure(code, folder / data, place, step)
                 print(f"{name}, {kind}: {results[f'{name}, {kind}']}", file=sys.stderr, flush=True)
+        index = index_seconds(folder / "images.tar", folder)
     rows = [(name, f"{s:.0f}", f"{memory:.2f}") for name, (s, memory) in results.items()]
     print(markdown(("data, command", "seconds", "GB of a rank"), rows))
+    print(f"\nindex: {index[0]:.1f} s of processor time; tarfile alone: {index[1]:.1f} s")
     print(f"\n{args.images:,} images; {machine_line()}")
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))

@@ -35,8 +35,8 @@ def find_images(given: Sequence[str], cache_dir: str = DataSettings.cache_dir) -
     for pattern in given:
         expanded = os.path.expanduser(pattern)
         paths = [pattern] if os.path.lexists(pattern) else glob.glob(expanded, recursive=True)
-        if not paths and archives_at(pattern):  # an image in an archive
-            paths = [pattern]
+        if not paths and archives_at(expanded):  # an image in an archive
+            paths = [expanded]
         problem = f"{join_names([pattern])}: no such file or folder"
         require(paths, problem, "correct the path or the pattern")
         for path in sorted(paths):
@@ -57,7 +57,7 @@ def find_images(given: Sequence[str], cache_dir: str = DataSettings.cache_dir) -
         require(len(inside) == len(images), problem, "name them in two commands")
         images = find_members(inside, cache_dir)
     problem = "; ".join([f"{join_names(given)}: no images", *lines])
-    require(images.names, problem, "name JPEG or PNG files, or folders with some in them")
+    require(images.names, problem, "name JPEG or PNG files, archives, or folders with such images")
     fingerprint = fingerprint_of(*map(os.fsencode, images.names))
     split = whole_split("images", images, np.zeros(len(images)), fingerprint)
     return replace(split, notes=tuple(lines))

@@ -168,7 +168,7 @@ def in_form_of_files(path: str) -> str:
     for part in os.path.abspath(path).split("/"):
         # each part, because the folders and the file may have come from different systems
         forms = [part, *(unicodedata.normalize(form, part) for form in ("NFC", "NFD"))]
-        paths = [os.path.join(found, form) for form in forms]
+        paths = [os.path.join(found, form) for form in dict.fromkeys(forms)]
         found = next(filter(os.path.exists, paths), paths[0])
     return found
 

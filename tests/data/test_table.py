@@ -166,6 +166,19 @@ def test_a_file_that_is_gone_from_a_nested_folder_is_the_only_one_that_is_missin
     train_run(1, "run", *MORE, "--bad_images", "skip")
 
 
+@pytest.mark.parametrize("other", ["data/notes/a.txt", "data/more/emu/1.png"])
+def test_another_folder_beside_a_nested_data_set_changes_nothing(own_folders, other):
+    image_folder("data/photos", {"cat": 30, "dog": 30}, kind="bmp")
+    if other.endswith(".txt"):
+        Path(other).parent.mkdir()
+        Path(other).touch()
+    train_run(1, "run", *FLAGS, "6")
+    if not Path(other).exists():
+        Path(other).parent.mkdir(parents=True)
+        Path(other).write_bytes(encoded(pictures(1)[0], "PNG"))
+    train_run(1, "run", *MORE)
+
+
 def test_a_run_has_its_table_once_and_checkpoints_have_links_to_it(trained, monkeypatch):
     def inodes():
         return [path.stat().st_ino for path in Path("runs/linked").rglob("samples*.parquet")]
@@ -311,7 +324,7 @@ def test_a_table_with_a_new_class_is_evaluated_by_the_names_of_its_classes():
     assert "the labels of split 'train' changed" in refused(train.main, *MORE)
 
 
-def test_rows_in_a_stranger_s_table_are_in_the_split():
+def test_a_stranger_s_table_with_rows_outside_the_split_is_refused():
     train_run(1, "run", "--data", "digits", *FLAGS[2:], "6")
     for row in (10**9, -5):
         change_table(lambda path, row=row: changed(path, "row", lambda rows: [*rows[:-1], row]))

@@ -128,7 +128,7 @@ def test_evaluations_and_predictions_are_those_of_the_folder(trained):
     assert second[1:] == [line for line in folder if "bee.tar" in line]
 
 
-def test_a_run_on_a_web_dataset_goes_on_with_its_shards_only(trained):
+def test_a_run_on_a_web_dataset_is_resumed_on_its_shards_only(trained):
     train_run(1, "run", "--data", PLACES["WebDataset"], *FLAGS, "--max_steps", "6")
     again = words("--run_name run --resume auto")
     for kind in ("folder", "tar"):

@@ -1,4 +1,4 @@
-"""The index of tar and zip archives: what they hold, and which bytes of the archive that is.
+"""The index of tar and zip archives: the members of each, and where their bytes are.
 
 It is cached. Nothing is extracted.
 """

@@ -8,9 +8,9 @@ The names decide which of four forms the archives have, and what an image is cal
 * folders in archives: its name;
 * archives of classes: CLASS/ and its name.
 
-Below a folder, the names of folders above the archive come first. These are the names that images
-would have in an image folder, and its rules find splits and classes. Only those of WebDataset keep
-the order of the shards and of their members.
+Below a folder, the names of folders above the archive come first. So an image has the name that
+it would have in an image folder, and the rules of image folders find splits and classes. But images
+of WebDataset keep the order of the shards and of their members, and have labels of their own.
 """
 
 import os
@@ -115,13 +115,13 @@ def _named(path: str, cache_dir: str) -> tuple[Members, np.ndarray, list[str], i
         members.form, prefixes = "folders in an archive", [""]
     elif any(map(split_word, words)):
         members.form = "archives of splits"
-        # an archive of the folder train has it in its names
-        own = [(owners[row], names[row]) for row in rows]
-        bare = {number for number, name in own if not name.startswith(f"{words[number]}/")}
         prefixes = [os.path.dirname(stem) for stem in stems]
-        for number in bare:
-            named = words[number] if split_word(words[number]) else os.path.basename(stems[number])
-            prefixes[number] = os.path.join(prefixes[number], named)
+        # the names in an archive may begin with the folder of its split
+        needs = {owners[row] for row in rows if not names[row].startswith(f"{words[owners[row]]}/")}
+        for number in needs:
+            is_split = split_word(words[number])
+            last = words[number] if is_split else os.path.basename(stems[number])
+            prefixes[number] = os.path.join(prefixes[number], last)
     elif any("/" in names[row] for row in rows):
         members.form, prefixes = "folders in archives", [*map(os.path.dirname, places)]
     else:
@@ -132,8 +132,8 @@ def _named(path: str, cache_dir: str) -> tuple[Members, np.ndarray, list[str], i
 
 
 def _split_names(stems: list[str]) -> list[str]:
-    """What each archive is called without its number. If all of these end in the name of a split,
-    as imagenet-train and imagenet-val do, these ends.
+    """What each archive is called without its number. If all these names end in the name of a
+    split, as imagenet-train and imagenet-val do, only these ends.
     """
     bases = [_NUMBER.sub("", os.path.basename(stem)) for stem in stems]
     ends = [re.split("[-_. ]", base)[-1] for base in bases]

@@ -11,8 +11,8 @@ import numpy as np
 from utils.config import require
 from utils.console import join_names
 from utils.data.check import check_images, check_rows
-from utils.data.folders import folders_in
 from utils.data.labels import indices_in
+from utils.data.listing import with_images
 from utils.data.sources import is_image_folder, known_split
 from utils.data.splits import Files, Source, Split
 from utils.data.table import Part
@@ -23,8 +23,8 @@ from utils.settings.data import DataSettings
 
 @dataclass(frozen=True)
 class Found:
-    """The image files of a table now: their stamps, errors, and the rows of those that are missing
-    and that have changed.
+    """The image files of a table as they are now: their stamps, their errors, and the rows of
+    missing and of changed files.
     """
 
     images: Files
@@ -32,6 +32,10 @@ class Found:
     errors: dict[int, str]
     missing: set[int]
     changed: set[int]
+
+    def names_of(self, rows: set[int], part: Part) -> list[str]:
+        """The names of those of a part's images that are in `rows`."""
+        return [self.images.names[row] for row in part.split.image_index.tolist() if row in rows]
 
 
 def find_again(
@@ -45,38 +49,47 @@ def find_again(
     """
     splits = []
     lines: list[str] = []
-    gone: list[str] = []
-    other: list[str] = []
+    missing: list[str] = []
+    changed: list[str] = []
     found: dict[int, Found] = {}  # by the images, which two parts may share
     for part in parts:
-        images = part.split.images
         if not part.has_files:
             split, own = _of_table(part, source())
+            splits.append(split)
             lines += own
-        else:
-            if id(images) not in found:
-                index = [each.split.image_index for each in parts if each.split.images is images]
-                rows = np.unique(np.concatenate(index))
-                found[id(images)] = _compare(part, rows, *_files_now(part, config.data, source))
-            now = found[id(images)]
-            index = part.split.image_index.tolist()
-            gone += [now.images.names[row] for row in index if row in now.missing]
-            other += [now.images.names[row] for row in index if row in now.changed]
-            errors = now.errors | dict.fromkeys(now.missing, "no longer in the data set")
-            if skip:
-                errors |= dict.fromkeys(now.changed, "changed since the run started")
-            split = replace(part.split, images=now.images, stamps=now.stamps, errors=errors)
-            split = replace(split, bits=config.image_bits)
-            if skip:  # as in a new run, all are decoded, and the result is cached
-                there = split.select(np.flatnonzero(split.readable))
-                decoded = check_images(there, True, config.cache_dir)
-                split = replace(split, errors={**decoded.errors, **errors})
-        splits.append(split)
+            continue
+        key = id(part.split.images)
+        if key not in found:
+            same = [each.split.image_index for each in parts if id(each.split.images) == key]
+            files = _files_now(part, config.data, source)
+            found[key] = _compare(part, np.unique(np.concatenate(same)), *files)
+        now = found[key]
+        splits.append(_of_files(part, now, config, skip))
+        missing += now.names_of(now.missing, part)
+        changed += now.names_of(now.changed, part)
     if not skip:
         total = f"{sum(map(len, splits)):,} images"
-        kinds = ("are missing", gone), ("changed", other)
-        lines += [f"{len(n):,} of {total} {what}: {join_names(n, 5)}" for what, n in kinds if n]
+        for what, names in (("are missing", missing), ("changed", changed)):
+            if names:
+                lines.append(f"{len(names):,} of {total} {what}: {join_names(names, 5)}")
     return splits, lines
+
+
+def _of_files(part: Part, now: Found, config: DataSettings, skip: bool) -> Split:
+    """The samples of a part in files. With `skip`, changed images get errors, and all others are
+    decoded, as in a new run.
+    """
+    errors = now.errors | dict.fromkeys(now.missing, "no longer in the data set")
+    if skip:
+        errors |= dict.fromkeys(now.changed, "changed since the run started")
+    split = replace(
+        part.split, images=now.images, stamps=now.stamps, errors=errors, bits=config.image_bits
+    )
+    if not skip:
+        return split
+    there = split.select(np.flatnonzero(split.readable))
+    decoded = check_images(there, True, config.cache_dir)
+    return replace(split, errors={**decoded.errors, **errors})
 
 
 def _of_table(part: Part, source: Source) -> tuple[Split, list[str]]:
@@ -113,9 +126,9 @@ def _other_kind(split: str) -> UserError:
 
 
 def _files_now(part: Part, data: str, source: Callable[[], Source]) -> tuple[Files, np.ndarray]:
-    """The files of a part now, in its order, and which of its names may be files, bool [N].
+    """The files of a part in --data, in its order, and which names may be opened, bool [N].
 
-    Names that leave the folder, as a stranger's table may have, are not.
+    A name that leads out of the folder, as in a stranger's table, may not.
     """
     images: Any = part.split.images
     names = images.names
@@ -135,19 +148,25 @@ def _files_now(part: Part, data: str, source: Callable[[], Source]) -> tuple[Fil
 
 
 def _base(root: str, names: list[str]) -> str:
-    """The folder that these names begin in: `root`, or below it the only folder in a folder."""
+    """The folder that these names begin in: `root`, or a folder below it."""
+    some = [*{os.path.dirname(name): name for name in names}.values()]  # one of each folder
+
+    def has_some(base: str) -> bool:
+        return any(os.path.exists(in_form_of_files(os.path.join(base, name))) for name in some)
+
     base = root
-    some = {os.path.dirname(name): name for name in names}.values()  # one of each folder
-    while not any(os.path.exists(in_form_of_files(os.path.join(base, name))) for name in some):
-        inner = folders_in(base)
+    while not has_some(base):
+        inner = [os.fspath(each) for each in with_images(base).values()]
+        if found := next(filter(has_some, inner), None):
+            return found
         if len(inner) != 1:
             return root
-        base = inner[0].path
+        base = inner[0]
     return base
 
 
 def _compare(part: Part, rows: np.ndarray, files: Files, may_exist: np.ndarray) -> Found:
-    """Compare these rows of the images of a part, whose files are these now, with the table.
+    """Compare rows of the images of a part, which now are `files`, with the table.
 
     Only files whose size or a time differs are read, at both ends.
     """
@@ -158,7 +177,7 @@ def _compare(part: Part, rows: np.ndarray, files: Files, may_exist: np.ndarray) 
     stamps[known] = listed.stamps[known]
     rows = np.setdiff1d(rows, known)
     for row in rows[may_exist[rows]].tolist():
-        with suppress(OSError, ValueError):  # of a name with a null character
+        with suppress(OSError, ValueError):  # ValueError: a null character in the name
             stamps[row] = _stamp(files, row)
     is_missing = stamps[rows, 0] < 0
     is_other = (stamps[rows] != listed.stamps[rows]).any(1)
@@ -178,6 +197,8 @@ def _stamp(files: Files, row: int) -> tuple[int, int, int]:
     try:
         return files.stamp(row)
     except OSError:
+        if files.names[row].isascii():  # it has one form
+            raise
         path = in_form_of_files(files.path(row))
         files.names[row] = os.path.relpath(path, files.root)
         return files.stamp(row)

@@ -28,7 +28,7 @@ _ARCHIVE = re.compile(r".\.(zip|tgz|tbz2?|txz|tar(\.(gz|bz2|xz|zst))?)$", re.I)
 
 @dataclass(slots=True)
 class Entry:
-    """A file or folder of an archive, with the part of `os.DirEntry` that is used here.
+    """A file or folder in an archive, with the methods of `os.DirEntry` that are used here.
 
     `names` has the files and folders in and below a folder; those of folders end in a slash.
     """
@@ -163,10 +163,10 @@ def archives_at(path: str) -> str:
     """
     while path and not os.path.lexists(path):
         path = os.path.dirname(path)
-    names = [path] if os.path.isfile(path) else []
     if os.path.isdir(path):
-        names = [entry.name for entry in visible_in(path)]
-    return path if any(map(is_archive, names)) and not any(map(is_image, names)) else ""
+        has_own = any(is_archive(entry.name) for entry in visible_in(path))
+        return path if has_own and holds_archives(path) else ""
+    return path if os.path.isfile(path) and is_archive(path) else ""
 
 
 def _ending(name: str) -> str:

@@ -19,7 +19,7 @@ _MOST_OPEN = 64  # archives in a process
 @dataclass(eq=False, kw_only=True)
 class Members(Files):
     """Images in archives: row n of `places` has the number of its archive, its offset there, its
-    stored bytes, its bytes after it is inflated, and whether it is deflated.
+    size as stored, its size after it is inflated, and whether it is deflated.
 
     `listed` has the size and the times of each archive when it was listed; reading raises OSError
     if the size or the modification time is another one.
@@ -49,9 +49,9 @@ class Members(Files):
         number, offset, stored, size, is_deflated = self.places[row].tolist()
         path = self.archives[number]
         listed = self.listed[number][:2]
-        file = _opened(path, *listed).fileno()
-        data = os.pread(file, stored, offset)
-        if len(data) < stored or stamp_of(file)[:2] != listed:
+        file = _opened(path, *listed)
+        data = os.pread(file.fileno(), stored, offset)
+        if len(data) < stored or stamp_of(file.fileno())[:2] != listed:
             raise OSError(errno.ESTALE, f"{path} changed since it was listed")
         if is_deflated:
             inflate = zlib.decompressobj(-15)
@@ -61,8 +61,8 @@ class Members(Files):
         return data
 
 
-# Descriptors are shared by forked processes: `pread` has no position. An archive that is no longer
-# here is closed; another size or time is another archive.
+# Forked processes share the descriptors, which is safe: `pread` does not move a position. A file
+# that leaves the cache is closed. One with another size or time is opened again.
 @lru_cache(_MOST_OPEN)
 def _opened(path: str, _size: int, _modified: int) -> io.FileIO:
     return io.FileIO(path)

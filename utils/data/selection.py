@@ -17,6 +17,7 @@ from utils.data.sources import eval_split_name, known_split, open_source, train_
 from utils.data.spelling import doubts
 from utils.data.splits import Data, Source, Split
 from utils.data.table import Part, SampleTable
+from utils.errors import UserError
 from utils.settings.data import DataSettings
 
 
@@ -119,9 +120,10 @@ def _split_of_run(
     part = table.train if name else table.evaluation
     (split,), changes = find_again([part], config, source)
     is_lost = not part.has_files and table.train.source == table.evaluation.source
-    problem = f"{'; '.join(changes)}; the held-out samples cannot be found again"
-    fix = f"evaluate all samples with --data {config.data} --split {part.source}"
-    require(not (changes and is_lost), problem, fix)
+    if changes and is_lost:
+        problem = f"{'; '.join(changes)}; the held-out samples cannot be found again"
+        fix = f"evaluate all samples with --data {config.data} --split {part.source}"
+        raise UserError(problem, fix)
     for line in changes:
         say(line)
     return split

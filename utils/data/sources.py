@@ -108,7 +108,7 @@ SOURCES = Registry(
     others="a Hub id such as ylecun/mnist, an image folder, a folder of tar or zip files, a folder "
     "of parquet or arrow files, a save_to_disk folder",
 )
-# the others, also those of plug-ins, may have columns
+# all other sources, also those of plug-ins, may have columns
 _WITHOUT_COLUMNS = ("digits", "synthetic/", "torchvision/", ".tar", ".zip")
 
 

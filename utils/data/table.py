@@ -43,9 +43,9 @@ class Part:
     """The samples of training or of evaluation, in order, and `source`, the split of the data set
     that they were taken from.
 
-    `count`, `labels` and `content` describe that whole split. In a table that was read, the images
-    of `split` are the files of its rows, by names without a root, or None. Two parts of one split
-    share them.
+    `count`, `labels` and `content` describe that whole split: its length and two hashes. After
+    `read_table`, the images of `split` are files without a root, or None if they are not files.
+    Two parts that come from one split share them.
     """
 
     split: Split
@@ -87,7 +87,7 @@ class SampleTable:
     class_names: list[str]
     left_out: dict[str, str] = field(default_factory=dict)
     listed: str = field(default_factory=lambda: date.today().isoformat())
-    file: Path | None = None  # that holds it, if one does
+    file: Path | None = None  # that holds it; None if it is not written yet
 
     @property
     def parts(self) -> tuple[Part, Part]:
@@ -98,7 +98,7 @@ class SampleTable:
         return len(self.train.split) + len(self.evaluation.split)
 
     def renewed(self, *found: Split) -> "SampleTable":
-        """The table with the errors and the stamps of its files as they were `found` again."""
+        """The table with the new errors and stamps of its files; itself if none has changed."""
 
         def is_new(part: Part, split: Split) -> bool:
             old = part.split
@@ -204,7 +204,7 @@ def _columns(part: str, split: Split, encode: Callable[[str], str | bytes]) -> d
 
 
 def _read_parts(table: "pyarrow.Table", described: list[dict], classes: int) -> list[Part]:
-    """The parts of a table that was read, and that its file describes so.
+    """The two parts of a table; `described` is what its file says about each.
 
     Raises errors of any class for malformed values.
     """
@@ -230,7 +230,7 @@ def _read_parts(table: "pyarrow.Table", described: list[dict], classes: int) -> 
 
 
 def _has(rows: "pyarrow.Table", name: str) -> bool:
-    """Whether rows have this column: one of the other part has only null values here."""
+    """Whether rows have this column. If only the other part has it, all its values are null."""
     return name in rows.column_names and rows[name].null_count < len(rows)
 
 

@@ -199,6 +199,8 @@ def _with_flags(found: Inference, flags: CheckpointConfig) -> Inference:
     given = given_settings(flags)
     is_other = "data" in given and absolute_data(given["data"]) != found.config.data
     own_data = found.own_data and not is_other
+    if found.own_data and is_other and isinstance(flags, EvalConfig) and found.table() is None:
+        say("the checkpoint has no table of its samples: images of the training are not counted")
     if isinstance(flags, EvalConfig):
         given |= {"metrics": True, "max_eval_samples": flags.max_eval_samples}
         if not own_data:  # other data has other splits

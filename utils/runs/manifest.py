@@ -13,7 +13,7 @@ from utils.errors import UserError, split_error
 from utils.files import read_json, read_text, sha256_of, write_file
 
 MANIFEST_FILE = "manifest.json"
-_OPTIONAL = {"optional": True}  # in the entry of a file that may be absent: the table of samples
+_OPTIONAL = {"optional": True}  # the entry of the table of samples has it: that file may be absent
 # as Accelerate's `save_state` names them
 WEIGHTS_FILE = "model.safetensors"
 OPTIMIZER = "optimizer.bin"
@@ -153,7 +153,7 @@ def table_of(checkpoint: Path) -> Path | None:
     # a training run may delete the checkpoint, but not the table in its folder
     kept = checkpoint.absolute().parent.parent / name_of_table(f"{entry.get('sha256')}")
     for path in (kept, checkpoint / TABLE_FILE):
-        if path.is_file() and entry_of(path) | _OPTIONAL == entry:
+        if path.is_file() and (entry_of(path) | _OPTIONAL) == entry:
             return path
     return None
 

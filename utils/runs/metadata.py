@@ -54,7 +54,7 @@ class StateFile:
     class_names: Annotated[list[str], Bound("class names", bool)]
     samples: int = 0
     labels: str = ""  # fingerprint
-    # the split; unreleased versions did not write it
+    # the split; 0.2 and unreleased versions did not write it
     evaluated_on: str = field(default="", metadata={"optional": True})
     processes: int = 1
     threads: int = 1
@@ -81,7 +81,7 @@ class StateFile:
 
 
 def _new_fields(path: Path, values: dict) -> dict:
-    """The fields of state.json that OLDER_FORMAT kept elsewhere."""
+    """The fields of state.json that OLDER_FORMAT kept elsewhere, or did not have."""
     state = values["state"]
     state |= {"evaluation": [{}, *state["evaluations"]][-1], "rounding_said": False}
     return {"state": state, "class_names": read_json(path.with_name("labels.json"))}

@@ -93,7 +93,7 @@ FORMAT = 5
 """The format of config.yaml and state.json. A new field that files may lack does not change it."""
 
 OLDER_FORMAT = 4
-"""That of Lockstep 0.2, whose weights, classes and input are read."""
+"""The format of Lockstep 0.2. Its checkpoints can be used, but not resumed."""
 
 _SEVERAL = Bound("several seeds, each once", lambda seeds: 1 < len(seeds) == len(set(seeds)))
 # more were probably meant for --seed
