@@ -218,7 +218,7 @@ def test_a_changed_file_is_named(model, update):
     Image.fromarray(pictures(1, (28, 28), seed=7)[0]).save(name)
     line = refused(replay.main, *VERIFY, "all", processes=2)
     assert f"error: update {update} differs (digest); its samples: " in line
-    assert f"; 1 of 32 images of 'train' changed: {name[7:]}; use the data" in line
+    assert f"; 1 of 40 images changed: {name[7:]}; use the data" in line
 
 
 @pytest.mark.full
