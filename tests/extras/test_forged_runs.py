@@ -285,7 +285,7 @@ def verify_all(names: list[str]) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("count", [45, full(1000)])
+@pytest.mark.parametrize("count", [45, full(300), pytest.param(1000, marks=pytest.mark.slow)])
 def test_no_forged_run_is_verified(count):
     train_run(1, "run", *ENDS_EARLY)
     assert ALL in returned(1, verify_all, ["run"])[0]["run"]

@@ -139,7 +139,8 @@ KINDS = {
     "bit": partial(with_other_step, flip_a_bit),
 }
 CASES = [(kind, range(1)) for kind in ("label", "weights", "skipped step")]
-CASES += [full(kind, range(1, 35)) for kind in KINDS]
+CASES += [full(kind, range(1, 13)) for kind in KINDS]
+CASES += [pytest.param(kind, range(13, 35), marks=pytest.mark.slow) for kind in KINDS]
 
 
 def find(kind: str, seeds: range) -> list[tuple[int, str]]:
@@ -153,7 +154,6 @@ def find(kind: str, seeds: range) -> list[tuple[int, str]]:
     return found
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("kind,seeds", CASES)
 def test_a_changed_run_is_found_with_its_update(kind, seeds):
     (found,) = returned(1, find, kind, seeds, seconds=3000)
