@@ -480,7 +480,7 @@ def test_a_member_that_cannot_be_inflated_to_its_size_is_an_unreadable_image():
         with pytest.raises(ValueError, match="its compressed data are damaged"):
             members[1]
         members.places[1, column] -= change
-    line = error_of("x.zip")  # they are no images either
+    line = error_of("x.zip")
     assert line.startswith("4 of 4 images of split 'train' cannot be read: x.zip/cat/0.png (")
 
 

@@ -177,6 +177,7 @@ def test_another_folder_beside_a_nested_data_set_changes_nothing(own_folders, ot
         Path(other).parent.mkdir(parents=True)
         Path(other).write_bytes(encoded(pictures(1)[0], "PNG"))
     train_run(1, "run", *MORE)
+    assert [record["step"] for record in records("run", "train")] == [*range(1, 10)]
 
 
 def test_a_run_has_its_table_once_and_checkpoints_have_links_to_it(trained, monkeypatch):

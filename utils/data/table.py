@@ -171,8 +171,7 @@ def read_table(path: Path) -> SampleTable:
         described = json.loads(table.schema.metadata[b"lockstep"])
         class_names = described["classes"]
         parts = _read_parts(table, [described[name] for name in _PARTS], len(class_names))
-        are_names = all(type(name) is str for name in class_names)
-        require(are_names, "malformed")
+        require(all(type(name) is str for name in class_names), "malformed")
         left_out = {str(name): str(reason) for name, reason in described["left_out"].items()}
         listed = date.fromisoformat(described["listed"]).isoformat()
         train, evaluation = parts
@@ -212,9 +211,10 @@ def _read_parts(table: "pyarrow.Table", described: list[dict], classes: int) -> 
     train, evaluation = map(split.count, _PARTS)
     require(min(train, evaluation) > 0 and train + evaluation == len(table), "malformed")
     tables = [table.slice(0, train), table.slice(train)]
-    images = [*map(_read_images, tables)]
     if described[0]["source"] == described[1]["source"]:
         images = [_read_images(table)] * 2
+    else:
+        images = [*map(_read_images, tables)]
     parts = []
     for rows, own, (numbers, of_images) in zip(tables, described, images, strict=True):
         index = _integers(rows["row"])
