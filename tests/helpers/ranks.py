@@ -1,6 +1,7 @@
 """Run a function as the ranks of a launch: processes over gloo, forked in a tenth of a second."""
 
 import contextlib
+import faulthandler
 import gc
 import io
 import multiprocessing
@@ -248,6 +249,8 @@ def _fork(
         for number in (signal.SIGALRM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         signal.alarm(int(seconds))
+        # where each thread of a rank that hangs waits: pytest shows it with the failed test
+        faulthandler.dump_traceback_later(max(seconds - 2, 1), file=sys.__stderr__)
         names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
         values = rank, rank, processes, processes, "127.0.0.1", port
         for name, value in zip(names.split(" "), values, strict=True):
