@@ -468,6 +468,8 @@ def test_an_archive_that_changes_after_it_was_listed_is_named_when_it_is_read():
             tar("x.tar", files)
         with pytest.raises(OSError, match=r"x.tar"):
             bytes_of(split)
+        with pytest.raises(OSError, match=r"x.tar"):  # an image's header
+            split.images.open(0)
 
 
 def test_a_member_that_cannot_be_inflated_to_its_size_is_an_unreadable_image():

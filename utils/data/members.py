@@ -42,23 +42,26 @@ class Members(Files):
         number, offset, _, size, is_deflated = self.places[row].tolist()
         if is_deflated:
             return io.BytesIO(self[row])
-        archive = io.BufferedReader(io.FileIO(self.archives[number]))
-        return ContainerIO(archive, offset, size)  # type: ignore[return-value]
+        archive = io.FileIO(self.archives[number])
+        self._check(archive, number)
+        return ContainerIO(io.BufferedReader(archive), offset, size)  # type: ignore[return-value]
 
     def __getitem__(self, row: int) -> bytes:
         number, offset, stored, size, is_deflated = self.places[row].tolist()
-        path = self.archives[number]
-        listed = self.listed[number][:2]
-        file = _opened(path, *listed)
+        file = _opened(self.archives[number], *self.listed[number][:2])
         data = os.pread(file.fileno(), stored, offset)
-        if len(data) < stored or stamp_of(file.fileno())[:2] != listed:
-            raise OSError(errno.ESTALE, f"{path} changed since it was listed")
+        self._check(file, number, is_whole=len(data) == stored)
         if is_deflated:
             inflate = zlib.decompressobj(-15)
             data = inflate.decompress(data, size + 1)
             if len(data) != size or not inflate.eof:
                 raise ValueError("its compressed data are damaged")
         return data
+
+    def _check(self, file: io.FileIO, number: int, is_whole: bool = True) -> None:
+        if not is_whole or stamp_of(file.fileno())[:2] != self.listed[number][:2]:
+            path = self.archives[number]
+            raise OSError(errno.ESTALE, f"{path} changed since it was listed")
 
 
 # Forked processes share the descriptors, which is safe: `pread` does not move a position. A file
