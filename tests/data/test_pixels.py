@@ -46,7 +46,7 @@ def on_white(colours, alpha):
 
 
 def palette_image(mode="P"):
-    image = Image.fromarray(INDEX.astype(np.uint8), "P")
+    image = Image.frombytes("P", INDEX.shape[::-1], INDEX.astype(np.uint8).tobytes())
     image.putpalette(COLOURS.tobytes())
     if mode == "PA":
         image = image.convert("PA")
