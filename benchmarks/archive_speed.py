@@ -1,7 +1,7 @@
 """Images per second from a tar and a zip archive beside those from the folder, in paired rounds,
 with loader processes.
 
-    python benchmarks/archive_speed.py --photos FOLDER    with CLASS/IMAGE.jpg
+    python benchmarks/archive_speed.py --photos FOLDER    with CLASS/IMAGE
     python benchmarks/archive_speed.py                    generated photographs
 
 A random crop of 8 to 100 % of the area, resized to 224x224, half of them flipped, in batches of 32.
@@ -29,7 +29,7 @@ def split_in(archive: Path, folder: Path) -> Split:
 
 def pack(photos: Path, made: Path) -> list[Path]:
     """A tar and a zip archive of the photographs."""
-    paths = sorted(photos.rglob("*.jpg"))
+    paths = sorted(path for path in photos.rglob("*") if path.is_file())
     with tarfile.open(made / "photos.tar", "w") as tar:
         for path in paths:
             tar.add(path, path.relative_to(photos))
