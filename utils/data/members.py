@@ -43,14 +43,14 @@ class Members(Files):
         if is_deflated:
             return io.BytesIO(self[row])
         archive = io.FileIO(self.archives[number])
-        self._check(archive, number)
+        self._check_unchanged(archive, number)
         return ContainerIO(io.BufferedReader(archive), offset, size)  # type: ignore[return-value]
 
     def __getitem__(self, row: int) -> bytes:
         number, offset, stored, size, is_deflated = self.places[row].tolist()
         file = _opened(self.archives[number], *self.listed[number][:2])
         data = os.pread(file.fileno(), stored, offset)
-        self._check(file, number, is_whole=len(data) == stored)
+        self._check_unchanged(file, number, is_whole=len(data) == stored)
         if is_deflated:
             inflate = zlib.decompressobj(-15)
             data = inflate.decompress(data, size + 1)
@@ -58,7 +58,7 @@ class Members(Files):
                 raise ValueError("its compressed data are damaged")
         return data
 
-    def _check(self, file: io.FileIO, number: int, is_whole: bool = True) -> None:
+    def _check_unchanged(self, file: io.FileIO, number: int, is_whole: bool = True) -> None:
         if not is_whole or stamp_of(file.fileno())[:2] != self.listed[number][:2]:
             path = self.archives[number]
             raise OSError(errno.ESTALE, f"{path} changed since it was listed")
