@@ -245,12 +245,14 @@ def _fork(
     writing = pipes[rank][1]
     code, value, out, err = 1, None, io.StringIO(), io.StringIO()
     try:
+        # a handler, not a timer thread: a rank that is forked by a rank would wait for that thread
+        faulthandler.unregister(signal.SIGALRM)
         # nohup hides the latter from all that it starts
         for number in (signal.SIGALRM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
-        signal.alarm(int(seconds))
         # where each thread of a rank that hangs waits: pytest shows it with the failed test
-        faulthandler.dump_traceback_later(max(seconds - 2, 1), file=sys.__stderr__)
+        faulthandler.register(signal.SIGALRM, file=sys.__stderr__, chain=True)
+        signal.alarm(int(seconds))
         names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
         values = rank, rank, processes, processes, "127.0.0.1", port
         for name, value in zip(names.split(" "), values, strict=True):
