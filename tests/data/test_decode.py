@@ -145,21 +145,27 @@ def test_both_decoders_of_jpeg_give_equal_pixels_and_the_same_verdicts(monkeypat
     pytest.importorskip("torchcodec")
     monkeypatch.setitem(sys.modules, "torchcodec", None)  # as where it has no wheel
     _, other = find_jpeg_decoder()
-    files = [raw for name, raw in FILES.items() if "jpeg" in name]
-    files += [encoded(PICTURE, "JPEG", progressive=n > 4, exif=exif_of(n)) for n in range(1, 9)]
+    whole = [raw for name, raw in FILES.items() if "jpeg" in name]
+    whole += [encoded(PICTURE, "JPEG", progressive=n > 4, exif=exif_of(n)) for n in range(1, 9)]
     random = np.random.default_rng(0)
-    for raw in files * 9:
+    files = whole[:]
+    for raw in whole * 9:
         files += [damaged(random, raw), raw[: random.integers(2, len(raw))]]
     errors = 0
+    differ = 0
     for raw, mode in product(files, ("RGB", "GRAY")):
         found = []
         for decoder in (decode_jpeg, other):
             found.append(torch.empty(0))
             with suppress(RuntimeError):
                 found[-1] = decoder(torch.tensor([*raw], dtype=torch.uint8), mode=mode)
-        assert torch.equal(*found)
+        assert found[0].shape == found[1].shape
+        same = torch.equal(*found)
+        assert same or raw not in whole
         errors += found[0].numel() == 0
-    assert 200 < errors < 400
+        differ += not same
+    # the libjpeg-turbo of torchvision 0.26 fills in one damaged progressive file differently
+    assert 200 < errors < 400 and differ <= 2
 
 
 @pytest.mark.full

@@ -88,7 +88,8 @@ def parquet(folder: str | Path, **splits) -> Path:
     """Write the data sets as the Hub lays them out, folder/SPLIT-00000-of-00001.parquet."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     for name, dataset in splits.items():
-        dataset.to_parquet(str(Path(folder) / f"{name}-00000-of-00001.parquet"))
+        file = str(Path(folder) / f"{name}-00000-of-00001.parquet")
+        dataset.to_parquet(file, batch_size=100)  # datasets 4.3 chooses none for an empty table
     return Path(folder)
 
 
