@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import PIL
 import pytest
 from datasets import Value
 from helpers.make_data import encoded, heic, pictures, table
@@ -104,6 +105,10 @@ KEPT = {
     ("JPEG",): "1, L, RGB, CMYK, YCbCr",
     ("AVIF",): "1, L, LA",
 }
+# older ones refuse two kinds of TIFF files: YCbCr, and premultiplied grey
+HAS_ALL_TIFFS = int(PIL.__version__.partition(".")[0]) >= 13
+if not HAS_ALL_TIFFS:
+    KEPT[("TIFF",)] = KEPT[("TIFF",)].removesuffix(", YCbCr")
 
 
 def split_of(*images, bits=16, kind=list):
@@ -223,9 +228,10 @@ def test_white_may_be_0_and_colours_may_be_premultiplied_in_tiff_files():
     found = decoded(tiff(np.dstack([multiplied, ALPHA]), 2, 1))
     assert np.abs(found - expected).max() <= 1
     assert (decoded(tiff(np.dstack([RGB, ALPHA]), 2, 2)) == on_white(RGB, ALPHA)).all()
-    multiplied = np.round(GREY * share[..., 0]).astype(np.uint8)
-    found = decoded(tiff(np.dstack([multiplied, ALPHA]), 1, 1))[..., 0]
-    assert np.abs(found - np.round(multiplied + 255 * (1 - share[..., 0]))).max() <= 1
+    if HAS_ALL_TIFFS:
+        multiplied = np.round(GREY * share[..., 0]).astype(np.uint8)
+        found = decoded(tiff(np.dstack([multiplied, ALPHA]), 1, 1))[..., 0]
+        assert np.abs(found - np.round(multiplied + 255 * (1 - share[..., 0]))).max() <= 1
 
 
 # -- what a line says
