@@ -11,7 +11,7 @@ from utils.entry import guard_output  # must be the first import: see utils/entr
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 
 from accelerate import Accelerator
@@ -27,7 +27,7 @@ from utils.launch import resume_command, typed_command
 from utils.memory import gc_frozen
 from utils.models import build_model
 from utils.output import exit_with
-from utils.ranks import EXIT_RESUME, Ranks, Stopping, distributed_session, make_accelerator
+from utils.ranks import Ranks, Stopping, distributed_session, make_accelerator
 from utils.runs import CheckpointManager, make_average, numbers_to_send
 from utils.settings.train import TrainConfig
 from utils.training import (
@@ -48,44 +48,34 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     guard_output()
     config, given = parse_given(TrainConfig, "train.py", argv, REGISTRIES)
     command = typed_command(argv)
-    if config.seeds:
-        given.add("seed")
     session = distributed_session("train.py", config, config.fixed_order)
     with session as ranks, Stopping(ranks) as stopping:
         if not HAS_EXTRAS:
             say("the folder extras/ is missing: no page, no first_batch.png, no search for copies")
-            is_plain = not (config.seeds or config.dry_run or config.profile)
-            require(is_plain, "--seeds, --dry_run, --profile need the folder extras/", "restore it")
-        for each in config.runs:
-            check_settings(each, ranks)  # these errors are reported before the processes connect
+            is_plain = not (config.dry_run or config.profile)
+            require(is_plain, "--dry_run and --profile need the folder extras/", "restore it")
+        check_settings(config, ranks)  # these errors are reported before the processes connect
         ranks.join()
         ranks.check_same(str(HAS_EXTRAS), "another folder extras/")
 
-        runs: Iterable[TrainConfig] = [config]
-        if config.seeds or config.dry_run:
-            runs = extras.in_turn(config, ranks, stopping)
-        for each in runs:
-            run = build(each, ranks, stopping, given)
-            name = config.run_name or run.folder.name
-            continuing = resume_command(command, config.output_dir, name)
-            if not (config.seeds and run.is_complete):  # a finished one is left alone
-                copies, lines = extras.find_copies(run) if HAS_EXTRAS else ([], [])
-                log_start(run, continuing, copies, lines)
-            if config.dry_run:
-                extras.compute_one_update(run, train_update)
-                return None
-            stopping.defer_signals()
-            profiling = extras.make_profiler(run) if config.profile else nullcontext()
-            with gc_frozen(), profiling as profiler:
-                result = train(run, profiler)
-            if HAS_EXTRAS and result is None:  # the run was complete; a page may be missing
-                extras.report(run)
-            stopped = log_end(run, result, continuing)
-            if stopped:
-                break
-            del run, profiling, profiler  # so that it is not in memory together with the next run
-    if stopped:
-        exit_with(EXIT_RESUME)
+        if config.dry_run:
+            config = extras.settings_of_dry_run(config)
+        run = build(config, ranks, stopping, given)
+        continuing = resume_command(command, config.output_dir, config.run_name or run.folder.name)
+        copies, lines = extras.find_copies(run) if HAS_EXTRAS else ([], [])
+        log_start(run, continuing, copies, lines)
+        if config.dry_run:
+            extras.compute_one_update(run, train_update)
+            return None
+        stopping.defer_signals()
+        profiling = extras.make_profiler(run) if config.profile else nullcontext()
+        with gc_frozen(), profiling as profiler:
+            result = train(run, profiler)
+        if HAS_EXTRAS and result is None:  # the run was complete; a page may be missing
+            extras.report(run)
+        code = log_end(run, result, continuing)
+    if code:
+        exit_with(code)
     return result
 
 
@@ -166,7 +156,7 @@ def train(run: Run, profiler: profile | None) -> dict | None:
         save(run)
     run.meter.restart()
     interval, saved = SyncInterval(state.step), state.seconds
-    while not run.ended and not run.stopping.agreed:
+    while not run.over:
         train_update(run, batches)
         run.log.advance()
         if profiler:
@@ -181,11 +171,12 @@ def train(run: Run, profiler: profile | None) -> dict | None:
         if due.evaluate or run.ended:
             result = evaluate(run)
         is_late = state.seconds - saved >= (config.save_seconds or math.inf)
-        is_last = run.ended or run.stopping.agreed
-        if due.save or is_late or is_last or state.best_step == state.step:
+        if due.save or is_late or run.over or state.best_step == state.step:
             save(run)
             saved = state.seconds
         run.meter.restart()
+    if run.paused and state.evaluation.get("step") != state.step:
+        result = evaluate(run, "rung")
     return result
 
 
@@ -227,19 +218,21 @@ def train_update(run: Run, batches: Iterator[Batch]) -> None:
     state.count_update(run.plan)
 
 
-def evaluate(run: Run) -> dict | None:
+def evaluate(run: Run, kind: str = "eval") -> dict | None:
     """Evaluate the weights, then log and return the metrics; None if asked to stop meanwhile.
 
-    With --ema_decay, their average is evaluated too, and its metrics are returned.
+    With --ema_decay, their average is evaluated too, and its metrics are returned. With `kind`
+    rung, for --stop_after, it only writes a record, which does not count for --best_metric.
     """
     state, average, result = run.state, run.average, {}
-    state.owes_evaluation = True
+    counts = kind == "eval"
+    state.owes_evaluation = counts
     if run.stopping.agreed:
         return None
     run.ranks.enter(f"after update {state.step}, evaluating")
     kinds = ["raw", "ema"] if average else ["raw"]
     for weights in kinds:
-        keep = HAS_EXTRAS and run.config.report and weights == kinds[-1]
+        keep = HAS_EXTRAS and run.config.report and weights == kinds[-1] and counts
         with average.applied() if average and weights == "ema" else nullcontext():
             run.ranks.broadcast_buffers(run.module)
             rows = run.evaluator.rows(run.stopping, keep)
@@ -247,10 +240,11 @@ def evaluate(run: Run) -> dict | None:
             return None
         metrics = run.evaluator.metrics(run.accelerator.gather(rows))  # each sample once
         result = {"weights": weights, **metrics} if average else metrics
-        log(run, "eval", evaluation_record(run, result))
-    state.add_evaluation(result, run.task.metric, run.task.higher_is_better)
-    if HAS_EXTRAS:
-        extras.report(run, result)
+        log(run, kind, evaluation_record(run, result))
+    if counts:
+        state.add_evaluation(result, run.task.metric, run.task.higher_is_better)
+        if HAS_EXTRAS:
+            extras.report(run, result)
     return result
 
 
@@ -268,7 +262,7 @@ def save(run: Run) -> None:
         if folder:  # on the main process; with FSDP2 on all ranks
             run.accelerator.save_state(folder)
     run.stopping.agreed = run.ranks.any_rank(run.stopping.agreed or bool(run.stopping.request))
-    if run.ended or run.stopping.agreed:  # no save follows
+    if run.over:  # no save follows
         run.checkpoints.wait()
 
 

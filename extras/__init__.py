@@ -17,21 +17,16 @@ if TYPE_CHECKING:  # loading them takes seconds
     from torch.profiler import profile
 
     from utils.data import Batch, Split
-    from utils.ranks import Ranks, Stopping
     from utils.settings.train import TrainConfig
     from utils.tasks import Predictions, Task
     from utils.training import Run
 
 
-def in_turn(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Iterator[TrainConfig]:
-    """The settings of each run of a launch with --seeds, or of a dry run; collective."""
-    if not config.seeds:  # without what the table of several runs needs
-        from extras.dry_run import trial
+def settings_of_dry_run(config: TrainConfig) -> TrainConfig:
+    """The settings of a dry run: those given, in a new run folder."""
+    from extras.dry_run import settings_of_dry_run
 
-        return iter([trial(config)])
-    from extras.seeds import in_turn
-
-    return in_turn(config, ranks, stopping)
+    return settings_of_dry_run(config)
 
 
 def load_page() -> None:

@@ -19,13 +19,8 @@ from utils.settings.train import TrainConfig
 from utils.training import Evaluator, Run, SyncInterval, synchronise
 
 
-def trial(config: TrainConfig) -> TrainConfig:
-    """The settings of a dry run: those given, in a new run folder.
-
-    Without --dry_run they are unchanged.
-    """
-    if not config.dry_run:
-        return config
+def settings_of_dry_run(config: TrainConfig) -> TrainConfig:
+    """The settings of a dry run: those given, in a new run folder."""
     resume = config.resume
     folder = expand(config.output_dir) / (config.run_name or "")
     if resume == "auto":

@@ -1,6 +1,6 @@
 """Compare two runs, or two groups of runs with several seeds, by seed and evaluation image."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -18,8 +18,6 @@ from utils.errors import UserError
 from utils.settings.train import read_config
 from utils.tasks import Task, make_task
 
-_EFFECT = 2.8  # standard errors: such a difference is found with a power of 80 % (1.96 + 0.84)
-
 
 def write_groups(groups: list[list[Path]], out: Path, images: bool) -> None:
     """Write the page of these runs. Two runs, or two groups, are compared; prints the result.
@@ -35,7 +33,7 @@ def write_groups(groups: list[list[Path]], out: Path, images: bool) -> None:
         if seeds:
             folders = [one[seeds[0]], other[seeds[0]]]
         try:
-            pairs = pair_up(one, other, seeds)
+            pairs = pair_up([one, other], seeds)
         except UserError as error:
             compared = {"lines": [f"not compared: {error}"]}
         else:
@@ -52,27 +50,27 @@ def by_seed(runs: Sequence[Path], several: bool) -> dict[str, Path]:
 
 
 class Pairs(NamedTuple):
-    """The runs of two groups with the same seeds: all of the first group, then of the second."""
+    """The runs of several groups with the same seeds: all of the first group, then of the next."""
 
     seeds: list[str]
     folders: list[Path]
     runs: list[SimpleNamespace]  # their predictions
 
 
-def pair_up(one: dict[str, Path], other: dict[str, Path], seeds: list[str]) -> Pairs:
-    """Read the predictions of the runs with these seeds, which both groups have.
+def pair_up(groups: Sequence[Mapping[str, Path]], seeds: list[str]) -> Pairs:
+    """Read the predictions of the runs with these seeds, which all groups have.
 
     Raises UserError if there are none, or if they are of different images.
     """
-    folders = [group[seed] for group in (one, other) for seed in seeds]
+    folders = [group[seed] for group in groups for seed in seeds]
     files = [folder / PREDICTIONS for folder in folders]
     for file in files:
         require(file.is_file(), f"no {file}", "run eval.py --ckpt RUN to write it")
     runs = [SimpleNamespace(**np.load(file)) for file in files]
     origins = [str(run.origin) for run in runs]
-    is_same = seeds and origins[: len(seeds)] == origins[len(seeds) :]
+    is_same = seeds and origins == origins[: len(seeds)] * len(groups)
     problem = "no seed in common, or evaluated on different images or labels"
-    require(is_same, problem, "train or evaluate both in the same way")
+    require(is_same, problem, "train or evaluate all in the same way")
     return Pairs(seeds, folders, runs)
 
 
@@ -86,14 +84,11 @@ def compare_pairs(pairs: Pairs, left: Sequence[str]) -> dict:
     names = [run.name.removesuffix(f"-seed{seeds[0]}") for run in folders[:: len(seeds)]]
     if names[0] == names[1]:
         names = [f"{names[0]} (1)", f"{names[0]} (2)"]  # as on the page
-    one, other = np.split(_values(runs, task), 2)
+    one, other = np.split(values_of(runs, task), 2)
     samples = one - other
-    scale = 1
-    unit = task.metric
     if task.higher_is_better:
         samples = -samples
-        scale = 100
-        unit = f"points of {unit}"
+    scale, unit = unit_of(task)
     mean, half, used, needed = compare(samples, len(runs[0].images))
     size, low, high = (number(scale * (abs(mean) + side * half)) for side in (0, -1, 1))
     better = names[1] if mean > 0 else names[0]
@@ -114,6 +109,11 @@ def compare_pairs(pairs: Pairs, left: Sequence[str]) -> dict:
     return drawn | {"lines": lines, "names": names, "flipped": flipped}
 
 
+def unit_of(task: Task) -> tuple[int, str]:
+    """The factor by which a difference of the metric is multiplied to be shown, and its unit."""
+    return (100, f"points of {task.metric}") if task.higher_is_better else (1, task.metric)
+
+
 def mcnemar(samples: np.ndarray, name: str) -> str:
     """McNemar's exact test of two runs in words; `name` is that of the second."""
     wins = np.sum(samples > 0)
@@ -125,7 +125,7 @@ def mcnemar(samples: np.ndarray, name: str) -> str:
     )
 
 
-def _values(runs: list, task: Task) -> np.ndarray:
+def values_of(runs: list, task: Task) -> np.ndarray:
     """The metric of each image, float [runs, N]. It is NaN where a run lacks an image.
 
     For a metric that is not a mean over images: one value for each resample of the bootstrap,
@@ -140,9 +140,25 @@ def _values(runs: list, task: Task) -> np.ndarray:
     return whole + parts.shape[1] ** 0.5 * (parts - parts.mean(1, keepdims=True))
 
 
-def compare(samples: np.ndarray, images: int) -> tuple[float, float, str, str]:
+class Family(NamedTuple):
+    """What the comparisons of all pairs of several groups have in common.
+
+    `between` is the variance of a mean difference over the seeds. `of_seeds` and `of_images` are
+    half widths of an interval in standard errors, over the seeds and over the images.
+    """
+
+    between: float
+    of_seeds: float
+    of_images: float
+
+
+def compare(
+    samples: np.ndarray, images: int, family: Family | None = None
+) -> tuple[float, float, str, str]:
     """Compare two groups of runs by their differences, float [S, N], of S seeds on N images, or on
     N resamples of `images` images; NaN where a seed lacks an image.
+
+    With the `family` of several groups, the intervals of all pairs are simultaneous.
 
     Returns the mean difference, half of its 95 % interval, how many seeds or images were used, and
     with how many a difference of this size would be found with a chance of 80 %.
@@ -160,16 +176,20 @@ def compare(samples: np.ndarray, images: int) -> tuple[float, float, str, str]:
     if np.isin(np.nan_to_num(samples), (-1, 0, 1)).all():
         covariance += np.diag(1 / counts**2)
     seeds, mean, alone = len(means), means.mean(), covariance.mean()
-    # the variance at which this difference would be found
-    wanted = max((mean / _EFFECT) ** 2, 1e-30)
-    half = 1.96 * alone**0.5
+    if family is None:
+        degrees = max(1, seeds - 1)
+        between = means.var(ddof=seeds > 1) / seeds
+        family = Family(between, t.ppf(0.975, degrees), 1.96)
+    between, of_seeds, of_images = family
+    # the variance at which this difference would be found with a power of 80 %
+    wanted = max((mean / (of_images + 0.84)) ** 2, 1e-30)
+    half = of_images * alone**0.5
     if seeds == 1:
         return mean, half, f"{images:,} images", f"{images * alone / wanted:,.0f} images"
-    between = means.var(ddof=1) / seeds
     shared = max(0.0, (seeds * alone - covariance.diagonal().mean()) / (seeds - 1))
     # Each part has its own quantile (Cochran, 1964). With the degrees of freedom of Satterthwaite,
     # the intervals of two or three seeds were too short.
-    own = (between * t.ppf(0.975, seeds - 1) + shared * 1.96) / (between + shared + 1e-30) ** 0.5
+    own = (between * of_seeds + shared * of_images) / (between + shared + 1e-30) ** 0.5
     needed = f"{images * shared / wanted:,.0f} images"
     if wanted > shared:  # two seeds more, as the variance is not known
         needed = f"{seeds * between / (wanted - shared) + 2:,.0f} seeds"

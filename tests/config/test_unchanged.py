@@ -18,6 +18,7 @@ from utils.settings.scripts import (
     ExportConfig,
     PredictConfig,
     ReplayConfig,
+    SweepConfig,
 )
 from utils.settings.train import GROUPS, TrainConfig, to_yaml
 
@@ -28,6 +29,7 @@ SCRIPTS = {
     "predict": PredictConfig,
     "export": ExportConfig,
     "replay": ReplayConfig,
+    "sweep": SweepConfig,
     "doctor": DoctorConfig,
 }
 

@@ -138,6 +138,10 @@ def check_flags(script: str, flags: list[str], monkeypatch, capsys) -> None:
         and (ROOT / script).exists()
         and shlex.join(flags) not in map(shlex.join, map(shlex.split, EXTENDING))
     ):
+        if "--" in flags:
+            place = flags.index("--")
+            parse_args(settings.TrainConfig, "train.py", flags[place + 1 :], train.REGISTRIES)
+            flags = flags[:place]
         cls = getattr(scripts, f"{name.capitalize()}Config", settings.TrainConfig)
         run = ["--ckpt", "runs/NAME"]
         missing = {  # what a command in the text leaves out, such as `replay.py --pdb`

@@ -22,8 +22,7 @@ import eval  # noqa: F401
 import extras.copies
 import extras.dry_run
 import extras.first_batch
-import extras.page.report
-import extras.seeds  # noqa: F401
+import extras.page.report  # noqa: F401
 import predict  # noqa: F401
 import utils.data.csv_file
 import utils.data.hf_datasets

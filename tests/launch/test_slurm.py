@@ -15,6 +15,8 @@ from helpers.training_runs import same_tensors, start, words
 from helpers.waiting import PATIENCE, records_so_far, until
 from safetensors.torch import load_file
 
+from utils.files import read_json
+
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(why_not() != "", reason=why_not() or "-")]
 FLAGS = words("--model mlp --global_batch_size 128 --threads 1 --timeout 20 --log_every 10")
 FLAGS += words("--lr 0.01 --lr_schedule constant --save_every 500 --eval_every 100000")
@@ -214,6 +216,47 @@ def test_nodes_of_an_array_come_and_go_and_the_run_keeps_its_bits(slurm, submit)
         lambda: (run.folder / f"runs/job-{run.number}/checkpoints/step-00020000").exists(), "saved"
     )
     assert same_tensors(weights(run, 20000), weights(alone, 20000))
+
+
+def test_a_sweep_on_two_nodes_ends_with_the_runs_of_train_py_though_one_is_lost(slurm, tmp_path):
+    flags = [*FLAGS, "--max_steps", str(UPDATES), "--output_dir", f"{tmp_path}/runs"]
+    shape = ["--array=0-1", "--nodes=1", "--ntasks-per-node=1", "--exclusive", "--gpus-per-node=1"]
+    place = ["--parsable", f"--output={tmp_path}/%a.txt", "--cpus-per-task=4", *shape]
+    own = words("--name lr --seeds 2 --grid lr_schedule=constant,linear --")
+    own += [word for word in flags if word not in ("--lr_schedule", "constant")]
+    number = slurm("sbatch", *place, "slurm/sweep.sbatch", *own).strip()
+    folders = [
+        tmp_path / f"runs/lr/lr_schedule={name}-seed{seed}"
+        for name in ("constant", "linear")
+        for seed in "01"
+    ]
+
+    def states() -> list[str]:
+        files = [folder / "status.json" for folder in folders]
+        return [read_json(file)["state"] for file in files if file.exists()]
+
+    try:
+        until(lambda: states().count("running") == 2, 3 * PATIENCE)
+        slurm.power_off("slm2")
+        until(lambda: "complete" in states(), 3 * PATIENCE)
+        slurm.power_on("slm2")
+        until(lambda: states() == ["complete"] * 4, 3 * PATIENCE)
+        until(lambda: slurm.states() == ["idle", "idle"], 3 * PATIENCE)
+    finally:
+        slurm("scancel", number, check=False)
+    said = "".join((tmp_path / f"{task}.txt").read_text() for task in "01")
+    assert "2 seeds cannot distinguish" in said or "is the best: 2 seeds" in said, said[-3000:]
+    print(
+        [
+            [r["step"] for r in records_so_far(f / "log.jsonl") if r["kind"] == "start"]
+            for f in folders
+        ]
+    )
+    code, _, err = start("python", ROOT / "train.py", *flags, "--run_name", "alone")
+    assert code == 0, err
+    name = f"checkpoints/step-{UPDATES:08}/model.safetensors"
+    found = [load_file(folder / name) for folder in (folders[0], tmp_path / "runs/alone")]
+    assert same_tensors(*found)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -229,25 +229,6 @@ def test_the_status_of_another_run_in_the_same_place_is_left_alone():
     assert os.listdir("runs/run") == ["status.json"]
 
 
-def stopped_in_the_second(flags: list[str]) -> None:
-    def before(run):
-        if run.config.seed == 1 and run.state.step == 4:
-            kill_myself(signal.SIGTERM)
-
-    train_watched(flags, before)
-
-
-@pytest.mark.full
-def test_each_run_of_several_seeds_has_its_own():
-    seeds = [*FLAGS, "--seeds", "0,1"]
-    assert codes(run_ranks(1, stopped_in_the_second, seeds)) == [75]
-    first, second = status("run-seed0"), status("run-seed1")
-    assert (first["state"], second["state"]) == ("complete", "stopped")
-    assert (first["update"], first["exit_code"], second["exit_code"]) == (12, 0, 75)
-    returned(1, train.main, continued(second))  # it continues all of them
-    assert status("run-seed0") == first and status("run-seed1")["state"] == "complete"
-
-
 @pytest.mark.full
 def test_a_start_that_is_refused_leaves_the_status_of_the_run():
     train_run(1, "run", *FLAGS)

@@ -103,7 +103,8 @@ def test_an_edit_does_what_the_page_says(place, letter, code, same, resumes, not
     answers = {(True, True): "yes", (True, False): "with `--microbatches`", (False, False): "no"}
     assert answers.get((found["exact"], found["plain"])) == same
     assert failed == ("error" in note)
-    train(1, "resumed", *EXACT, dies_at=4)
+    train(1, "resumed", *EXACT, "--stop_after", "2")
+    train(1, "resumed", *EXACT, "--resume", "auto", dies_at=4)
     assert codes(train(1, "resumed", *EXACT, "--resume", "auto")) == [0]
     assert is_same("exact-1", "resumed", True) == (resumes == "yes")
 

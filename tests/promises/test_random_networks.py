@@ -143,7 +143,11 @@ def test_a_killed_run_of_a_branching_network_ends_with_the_bits_of_a_whole_one(
     assert microbatches or whole[0].value > 2, "too few buckets to show anything"
     again = ["--run_name", "run", *flags, "--resume", "auto"]
     after_a_save = range(2 * SAVE_EVERY, UPDATES)  # the second save waits for the first
-    for step in sorted(chance.sample(after_a_save, chance.randint(1, 2))):
+    places = sorted(chance.sample(after_a_save, chance.randint(1, 2)))
+    stop = ["--stop_after", str(chance.randint(1, places[0]))]
+    stopped = run_ranks(processes, train_branching, [*again, *stop], megabytes)
+    assert [outcome.code for outcome in stopped] == [0] * processes, stopped[0].err
+    for step in places:
         rank, begun = chance.randrange(-1, processes), time.monotonic()
         victims = range(processes) if rank < 0 else [rank]
         kill = step, victims, chance.random() < 0.5

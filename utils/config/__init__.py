@@ -41,7 +41,7 @@ from utils.config.plugin import PLUGIN_HASHES, check_plugin, load_plugin
 from utils.config.registry import Registry
 
 # similar names, for a name that does not exist
-from utils.config.suggestions import suggestion
+from utils.config.suggestions import fix_for_unknown, suggestion
 
 # YAML files
 from utils.config.yaml_text import dump_yaml, read_yaml

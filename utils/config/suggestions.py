@@ -18,6 +18,7 @@ OTHER_NAMES = {
     "per_device_train_batch_size": "batch_size",
     "amp": "mixed_precision",
 }
+_OTHER_PLACES = {"seeds": "use sweep.py --seeds"}
 
 
 def fix_for_unknown(name: str, names: Collection[str], prefix: str = "") -> str:
@@ -27,6 +28,8 @@ def fix_for_unknown(name: str, names: Collection[str], prefix: str = "") -> str:
     ours = OTHER_NAMES.get(name.lower().replace("-", "_"))
     if ours in names:
         return f"use {prefix}{ours}"
+    if name in _OTHER_PLACES:
+        return _OTHER_PLACES[name]
     return suggestion(name, names, "--help lists all", prefix)
 
 

@@ -45,7 +45,7 @@ def _launcher_program() -> list[str]:
 def resume_command(command: Sequence[str], output_dir: str, run_name: str) -> str:
     """The shell command that resumes the run that `command` started."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("--resume", "--run_name", "--output_dir"):
+    for flag in ("--resume", "--run_name", "--output_dir", "--stop_after"):
         parser.add_argument(flag)
     _, kept = parser.parse_known_args(command)
     if output_dir != "runs":

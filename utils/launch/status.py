@@ -2,19 +2,20 @@
 
 It is for programs that start runs: a launcher prints its own lines below those of a run, and has an
 exit code of its own. The main process replaces the file at the start, with each record of the log
-and at the end. If it cannot be written, the run continues, because nothing depends on it. After
-`kill -9` it still says "running", but the lock of the folder is free.
+and at the end. If it cannot be written, the run continues. After `kill -9` it still says "running",
+but the lock of the folder is free.
 """
 
 import json
 import os
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from utils.waiting import call_with_timeout
 
-_ENDS = {0: "complete", 75: "stopped", 130: "stopped"}  # any other exit code is that of an error
+_ENDS = {75: "stopped", 130: "stopped"}  # others are errors; for 0, the caller gives the state
 _status: dict = {}  # the fields, while this process trains a run and is its main process
 _folder = Path()
 
@@ -37,9 +38,12 @@ def update_status(**values: object) -> None:
             partial.replace(_folder / "status.json")  # a flush would take as long as some updates
 
 
-def end_status(code: int, line: str) -> None:
-    """Record that this process ends the run with this exit code, and why."""
-    values = {"state": _ENDS.get(code, "failed"), "exit_code": code, "line": line}
+def end_status(code: int, line: str, state: str | None = None) -> None:
+    """Record that this process ends the run with this exit code, and why.
+
+    `state` is complete, stopped or failed (default: from the exit code).
+    """
+    values = {"state": state or _ENDS.get(code, "failed"), "exit_code": code, "line": line}
     with suppress(RuntimeError):  # a disk that does not answer must not keep the process alive
-        call_with_timeout(lambda: update_status(**values), 3.0)
+        call_with_timeout(lambda: update_status(time=time.time(), **values), 3.0)
     _status.clear()

@@ -51,14 +51,6 @@ class Stopping:
                 handler = signal.SIG_IGN
             signal.signal(number, handler)
 
-    def begin_run(self) -> None:
-        """Before another run of this launch: end it if a signal has come, or when one comes, until
-        `defer_signals`; collective.
-        """
-        self._training = False
-        if self._ranks.any_rank(self.agreed or bool(self.request)):
-            raise Interrupted(self._signal or signal.SIGTERM)
-
     def defer_signals(self) -> None:
         """From now on, a signal only sets `request`: what has begun is finished and saved."""
         self._training = True

@@ -23,12 +23,20 @@ from utils.tasks import Task
 class RunLog:
     """log.jsonl and the terminal of the main process. On other ranks, its methods do nothing."""
 
-    def __init__(self, folder: Path, is_main: bool, state: TrainState, updates: int, task: Task):
+    def __init__(
+        self,
+        folder: Path,
+        is_main: bool,
+        state: TrainState,
+        updates: int,
+        task: Task,
+        paused: bool = False,
+    ):
         self.path = folder / "log.jsonl"
         self.is_main = is_main
         self.error: OSError | None = None
         if is_main:
-            self.file = _reopen(self.path, state)
+            self.file = _reopen(self.path, state, paused)
             self.bar = ProgressBar(state, updates, task)
 
     def advance(self) -> None:
@@ -101,26 +109,28 @@ def check_log(folder: Path) -> None:
     check_plugin(folder, last["versions"])
 
 
-def _reopen(path: Path, state: TrainState) -> int:
+def _reopen(path: Path, state: TrainState, paused: bool) -> int:
     """Open the log to append, and drop the records that will be repeated."""
     if path.exists():
         lines = []
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError, TypeError, KeyError):  # a crash cut the line short
-                if is_kept(json.loads(line), state):
+                if is_kept(json.loads(line), state, paused):
                     lines.append(f"{line}\n")
         write_file(path, "".join(lines))
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
 
-def is_kept(record: Mapping, state: TrainState) -> bool:
+def is_kept(record: Mapping, state: TrainState, paused: bool) -> bool:
     """Whether a run resumed from this state keeps the record.
 
-    The run repeats later updates, a due evaluation, and the end.
+    The run repeats later updates, a due evaluation, that of --stop_after if it is `paused` here,
+    and the end.
     """
     kind = record["kind"]
     step = record["step"]
-    repeated = kind == "eval" and step == state.step and state.owes_evaluation
+    is_due = {"eval": state.owes_evaluation, "rung": paused}
+    repeated = step == state.step and is_due.get(kind, False)
     return step <= state.step and kind != "end" and not repeated
 
 
@@ -152,7 +162,7 @@ class ProgressBar(tqdm):
             self.max_seconds = record.get("max_seconds", math.inf)
         elif record["kind"] == "train":
             self._show_training(record)
-        elif record["kind"] == "eval":
+        elif record["kind"] in ("eval", "rung"):
             self._show_evaluation(record)
 
     def _show_training(self, record: dict) -> None:
@@ -179,4 +189,4 @@ class ProgressBar(tqdm):
         known = {key: word for key, word in self.evaluation.items() if key in record}
         shown = "  ".join(f"{word} {record[key]:.4f}" for key, word in known.items())
         took = f"({record['count']} samples, {record['seconds']:.1f} s)"
-        say(f"update {record['step']}  eval ({name})  {shown}  {took}")
+        say(f"update {record['step']}  {record['kind']} ({name})  {shown}  {took}")

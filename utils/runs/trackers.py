@@ -109,7 +109,7 @@ class RunTrackers:
                 first = tracker.tracker.starting_step if tracker.name == "wandb" else 0
                 for record in read_log(folder):
                     kind = record["kind"]
-                    if kind in ("train", "eval") and record["step"] >= first:
+                    if kind in ("train", "eval", "rung") and record["step"] >= first:
                         tracker.log(numbers_to_send(kind, record), step=record["step"])
 
     @contextmanager
@@ -141,9 +141,9 @@ class RunTrackers:
 
 
 def numbers_to_send(kind: str, values: Mapping) -> dict[str, float]:
-    """The finite numbers of a train or eval record, as kind/name."""
+    """The finite numbers of a train, eval or rung record, as kind/name."""
     # With --ema_decay, an update has two evaluations.
-    kind = "eval_ema" if values.get("weights") == "ema" else kind
+    kind += "_ema" if values.get("weights") == "ema" else ""
     return {
         f"{kind}/{name}": value
         for name, value in values.items()

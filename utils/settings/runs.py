@@ -15,14 +15,15 @@ def _can_name_a_folder(name: str) -> bool:
     return bool(is_plain) and len(os.fsencode(name)) <= 200
 
 
-_RUN_NAME = Bound("a plain name of at most 200 bytes, such as mnist-1", _can_name_a_folder)
+_PLAIN = Bound("a plain name of at most 200 bytes, such as mnist-1", _can_name_a_folder)
+RunName = Annotated[str, _PLAIN]
 
 
 @dataclass(kw_only=True)
 class RunSettings(SharedSettings):
     """What `utils.runs` reads besides the settings that it saves."""
 
-    run_name: OneStart[Annotated[str, _RUN_NAME] | None] = None
+    run_name: OneStart[RunName | None] = None
     """Name of the run folder (default: DATA-MODEL-TIME)."""
     resume: OneStart[str | None] = None
     """auto resumes the run --run_name from its newest valid checkpoint, or starts it if there is

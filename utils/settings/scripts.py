@@ -1,22 +1,31 @@
-"""The settings of eval.py, predict.py, export.py, replay.py and doctor.py."""
+"""The settings of all scripts other than train.py."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from utils.config import (
+    Bound,
     Fraction,
     FractionBelow1,
     NonNegativeFloat,
     NonNegativeInt,
     NotEmpty,
     PositiveInt,
+    Settings,
+    at_least,
+    at_most,
     exclude,
     require,
 )
 from utils.settings.data import BadImages, CheckImages
 from utils.settings.models import InitMatch, Interpolation, Mean, Std
 from utils.settings.ranks import LAUNCH_GROUP, LaunchConfig, Precision, Seconds
+from utils.settings.runs import RunName
 from utils.settings.shared import Size
+
+_DIFFERENT = Bound("different seeds", lambda seeds: seeds and len(seeds) == len(set(seeds)))
+# a larger number was probably meant as one seed
+Seeds = Annotated[int, at_least(1), at_most(1000)] | Annotated[list[NonNegativeInt], _DIFFERENT]
 
 LOADING_GROUP = {"loading": ["num_workers", "data_dir", "cache_dir"]}
 CHECKPOINT_GROUP = {"checkpoint": ["ckpt", "weights"]}
@@ -241,3 +250,33 @@ class DoctorConfig(LaunchConfig):
     """Bandwidth in GB/s below which a connection between two processes is reported as too slow."""
     timeout: Seconds = 60.0
     """Seconds that a rank waits for another before the check ends."""
+
+
+@dataclass(kw_only=True)
+class SweepConfig(Settings):
+    """Train a run for each combination of settings and each seed, and compare the combinations.
+    Flags after -- are those of train.py. Example: python sweep.py --name lr --seeds 3 --grid
+    lr=0.05,0.1 -- --data photos --epochs 10"""
+
+    name: RunName
+    """Name of the sweep: its runs are in OUTPUT_DIR/NAME. If it exists, the missing runs are
+    trained."""
+    seeds: Seeds | None = None
+    """Seeds of each combination: 3 for 0 to 2, or a list such as 3,7,11 (default: --seed of
+    train.py)."""
+    grid: list[str] = field(default_factory=list)
+    """Settings of train.py and their values, such as lr=0.05,0.1 mixup=0,0.2; each combination is
+    trained."""
+    trials: str | None = None
+    """CSV file with the combinations, instead of --grid: the columns are settings; for an empty
+    cell, the flag or default of train.py is used."""
+    launch: str | None = None
+    """Command that starts train.py, such as 'accelerate launch --config_file
+    accelerate_configs/2gpu.yaml' (default: plain python)."""
+    dry_run: bool = False
+    """Print the runs, and estimate their time from a dry run of the first; train nothing."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        both = "--grid and --trials cannot be used together"
+        require(not (self.grid and self.trials), both, "use only one")

@@ -7,19 +7,14 @@ which shows the first group last.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated
 
 from utils.config import (
-    Bound,
     Chosen,
     Fixed,
     Machine,
-    NonNegativeInt,
     OneStart,
-    at_least,
-    at_most,
     dump_yaml,
     exclude,
     find_marked,
@@ -59,8 +54,8 @@ GROUPS = {
         "model_args", "init_from", "init_match", "grad_checkpointing", "stem",
     ],
     "length and batch size": [
-        "max_steps", "max_seconds", "early_stopping", "batch_size", "grad_accum",
-        "microbatches", "shares", "drop_last",
+        "max_steps", "max_seconds", "stop_after", "early_stopping", "batch_size",
+        "grad_accum", "microbatches", "shares", "drop_last",
     ],
     "optimizer, schedule and regularisation": [
         "optimizer", "weight_decay", "lr_schedule", "optimizer_args", "momentum",
@@ -77,7 +72,7 @@ GROUPS = {
         "find_unused_parameters", "deterministic",
     ],
     "runs and checkpoints": [
-        "output_dir", "seeds", "save_every", "save_seconds", "keep",
+        "output_dir", "save_every", "save_seconds", "keep",
     ],
     "evaluation and log": [
         "eval_every", "log_every", "report_to", "eval_batch_size", "metrics", "best_metric",
@@ -95,18 +90,11 @@ FORMAT = 5
 OLDER_FORMAT = 4
 """The format of Lockstep 0.2. Its checkpoints can be used, but not resumed."""
 
-_SEVERAL = Bound("several seeds, each once", lambda seeds: 1 < len(seeds) == len(set(seeds)))
-# more were probably meant for --seed
-Seeds = Annotated[int, at_least(2), at_most(1000)] | Annotated[list[NonNegativeInt], _SEVERAL]
-
 
 @dataclass(kw_only=True)
 class ExtraSettings:
     """What train.py asks of extras/."""
 
-    seeds: OneStart[Seeds | None] = None
-    """Train one run for each seed, in turn: 5 for 0 to 4, or a list such as 3,7,11. The run folders
-    are RUN_NAME-seed3 and so on."""
     report: bool = True
     """Write report.html to the run folder at the end: a page of curves, metrics, confusions,
     calibration and errors, with images of the data."""
@@ -137,7 +125,6 @@ class TrainConfig(
         exclude(self, "eval_split", "eval_fraction", "fold", "group_by")
         exclude(self, "fold", "eval_fraction")
         exclude(self, "pretrained", "init_from")
-        exclude(self, "seeds", "seed")
         exclude(self, "sync_batchnorm", "grad_checkpointing")
         # These change the bits of the microbatches.
         exclude(self, "microbatches", "batch_size", "grad_accum", "sync_batchnorm", "comm_hook")
@@ -146,21 +133,6 @@ class TrainConfig(
         self.optimizer = (self.optimizer or default).lower()  # upper and lower case are the same
         named = self.resume != "auto" or self.run_name is not None
         require(named, "--resume auto needs --run_name", "give the name of the run to resume")
-        if self.seeds:
-            require(self.run_name, "--seeds needs --run_name", "give a name for all runs")
-            problem = f"--seeds and --resume {self.resume} cannot be used together"
-            require(self.resume in (None, "auto"), problem, "use --resume auto, or --seed")
-
-    @property
-    def runs(self) -> list["TrainConfig"]:
-        """The settings of each run of this launch."""
-        if self.seeds is None:
-            return [self]
-        seeds = range(self.seeds) if isinstance(self.seeds, int) else self.seeds
-        return [
-            replace(self, seeds=None, seed=seed, run_name=f"{self.run_name}-seed{seed}")
-            for seed in seeds
-        ]
 
     @classmethod
     def merge(cls, file: dict, flags: dict) -> dict:

@@ -47,6 +47,9 @@ class TrainingSettings(SharedSettings):
     """End the run after this many seconds of training, added up over all resumes; evaluations and
     saves do not count. The run then evaluates and saves. A schedule that depends on the number of
     updates does not reach its end."""
+    stop_after: OneStart[PositiveInt | None] = None
+    """Evaluate, save and stop after this update, with exit code 0. The schedule does not change,
+    and --resume auto continues the run."""
     early_stopping: PositiveInt | None = None
     """End the run after this many evaluations in a row without a new best value of the metric of
     --best_metric."""

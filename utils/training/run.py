@@ -42,7 +42,7 @@ class Run(Setup):
         is_main, device = self.ranks.is_main, self.accelerator.device
         train_loader, eval_loader = self.loaders
         with self.ranks.agree("opening the log"):
-            self.log = RunLog(self.folder, is_main, state, self.updates, task)
+            self.log = RunLog(self.folder, is_main, state, self.updates, task, self.paused)
         self.trackers = RunTrackers(self.accelerator, config, self.folder, state.run_id)
         self.train_batches = DeviceLoader(train_loader, spec, config, device, True, task.outputs)
         self.evaluator = Evaluator(
@@ -62,6 +62,16 @@ class Run(Setup):
     def is_complete(self) -> bool:
         """Whether neither updates nor an evaluation remain to be done."""
         return bool(self.ended) and not self.state.owes_evaluation
+
+    @property
+    def paused(self) -> bool:
+        """Whether --stop_after ends this start before the end of the run."""
+        return self.state.step == self.config.stop_after and not self.ended
+
+    @property
+    def over(self) -> bool:
+        """Whether this start computes no more updates; the ranks agree."""
+        return bool(self.ended) or self.paused or self.stopping.agreed
 
     @property
     def ended(self) -> str:

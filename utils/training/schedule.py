@@ -36,13 +36,15 @@ def due_after(config: TrainingSettings, state: TrainState, updates: int) -> Due:
     return Due(
         log=due(config.log_every, False),
         evaluate=due(config.eval_every, epoch_ends),
-        save=due(config.save_every, epoch_ends and not config.save_seconds),
+        save=due(config.save_every, epoch_ends and not config.save_seconds)
+        or state.step == config.stop_after,
     )
 
 
-def total_updates(config: TrainingSettings, plan: Plan) -> int:
-    """The number of updates of the whole run. Raises ValueError if --drop_last leaves none, or
-    if --lr_schedule_args give an invalid learning rate.
+def total_updates(config: TrainingSettings, plan: Plan, step: int = 0) -> int:
+    """The number of updates of the whole run, of which `step` are finished. Raises ValueError if
+    --drop_last leaves none, if --lr_schedule_args give an invalid learning rate, or if --stop_after
+    is not ahead.
     """
     if config.lr_schedule_args:
         _check_arguments(config)
@@ -50,6 +52,12 @@ def total_updates(config: TrainingSettings, plan: Plan) -> int:
     problem = f"--drop_last leaves no update: {batch}"
     require(plan.updates_per_epoch > 0, problem, "lower --global_batch_size")
     updates = config.max_steps or config.epochs * plan.updates_per_epoch
+    stop = config.stop_after
+    problem = (
+        f"--stop_after {stop} is not from {step}, where the run is, to {updates}, its last update"
+    )
+    is_ahead = stop is None or step <= stop <= updates
+    require(is_ahead, problem, "choose an update of these, or leave it out")
     if cooldown := count_updates(config.cooldown_steps, updates):
         warmup = count_updates(config.warmup_steps or 0, updates)
         both = f"--warmup_steps {warmup} and --cooldown_steps {cooldown}"

@@ -148,8 +148,8 @@ def resolve(
     _, grad_accum, batch = choose_batch(config, saved, processes)
     microbatches = config.microbatches or grad_accum * processes
     plan = make_plan(config, train.labels, batch, microbatches)
-    updates = total_updates(config, plan)
     state = restore_state(saved, folder, config, plan, data)
+    updates = total_updates(config, plan, state.step)
     config, images, spec = resolve_input(config, saved, train)
     name, task = make_task(config, data.class_names, train.labels, config.sampler == "balanced")
     task.to(accelerator.device)

@@ -168,9 +168,8 @@ def _describe_shards(run: Run) -> str:
     return describe_shards(run.module, run.ranks)
 
 
-def log_end(run: Run, result: dict | None, continuing: str) -> bool:
-    """Print the result and the next command; returns whether updates or an evaluation remain to be
-    done.
+def log_end(run: Run, result: dict | None, continuing: str) -> int:
+    """Print the result and the next command; returns the exit code.
 
     `continuing` is the command that continues the run.
     """
@@ -178,6 +177,8 @@ def log_end(run: Run, result: dict | None, continuing: str) -> bool:
     config = run.config
     folder = run.folder
     done = run.is_complete
+    paused = run.paused and not run.stopping.agreed
+    code = 0 if done or paused else EXIT_RESUME
     if done:
         if state.step < run.updates:
             run.log.write("end", step=state.step, reason=run.ended, seconds=state.seconds)
@@ -194,16 +195,18 @@ def log_end(run: Run, result: dict | None, continuing: str) -> bool:
         following = f"evaluate it: {shlex.join(map(str, words))}"
     else:
         reason = run.stopping.request or "another rank was asked to stop"
+        if paused:
+            reason = f"--stop_after {config.stop_after}"
         title = f"Stopped after update {state.step} of {run.updates} ({reason})"
         following = f"resume with: {continuing}"
-        if run.ranks.topology.local_rank == 0:  # each machine has its own launcher
+        if code and run.ranks.topology.local_rank == 0:  # each machine has its own launcher
             inform_launcher(f"{title}\n{following}")
     say(f"{table(title, result_rows(run, result, done))}\n{following}")
     run.trackers.close("FINISHED" if done else "KILLED")
     run.log.close()
     update_status(update=state.step, time=time.time())
-    end_status(0 if done else EXIT_RESUME, title)
-    return not done
+    end_status(code, title, "complete" if done else "stopped")
+    return code
 
 
 def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, str]]:

@@ -1,0 +1,1 @@
+"""`sweep.py`: runs that differ in settings and seeds, and their comparison."""
