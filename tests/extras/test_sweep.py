@@ -246,7 +246,9 @@ def test_a_run_whose_worker_was_killed_is_left_alone_until_it_ends():
     worker = start_ranks(1, work)
     until(lambda: Path("starts").exists() and starts() == others)
     Path("go").touch()
-    assert worker.finish()[0].value == (0, {}) and starts() == [*others, name]
+    (outcome,) = worker.finish()
+    assert outcome.value == (0, {}) and starts() == [*others, name]
+    assert outcome.out.count(name) == 1  # not even tried before
     holder.finish()
 
 
