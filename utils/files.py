@@ -218,6 +218,22 @@ def _warn_about_flushing(reason: str) -> None:
     print(f"this file system {what} ({reason})")
 
 
+def try_lock(file: TextIO) -> bool:
+    """Lock a file until it is closed, unless another process has locked it; returns whether it did.
+
+    Raises OSError on a file system without locks.
+    """
+    try:
+        # Unlike an flock lock, a POSIX lock is not inherited by loader workers, which may outlive a
+        # killed rank.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        raise
+    return True
+
+
 def lock(folder: Path, patience: float) -> TextIO:
     """Lock `folder` until the returned file is closed or this process exits, even if it is killed.
 
@@ -229,15 +245,12 @@ def lock(folder: Path, patience: float) -> TextIO:
     printed = False
     while True:
         try:
-            # Unlike an flock lock, a POSIX lock is not inherited by loader workers, which may
-            # outlive a killed rank.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                what = f"this file system has no locks ({error.strerror})"
-                print(f"{folder}: {what}; do not let another run write there")
+            if try_lock(file):
                 break
+        except OSError as error:
+            what = f"this file system has no locks ({error.strerror})"
+            print(f"{folder}: {what}; do not let another run write there")
+            break
         file.seek(0)
         holder = file.read().strip() or "another process"
         in_use = f"{folder} is in use by {holder}"

@@ -1,12 +1,11 @@
 """Locks between the workers of a sweep."""
 
-import errno
-import fcntl
 from functools import cache
 from pathlib import Path
 from typing import TextIO
 
 from utils.console import say
+from utils.files import try_lock
 
 
 def open_claim(path: Path) -> TextIO:
@@ -20,12 +19,10 @@ def claimed(file: TextIO) -> bool:
     On a file system without locks, it says so once, and returns True.
     """
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return try_lock(file)
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            return False
         warn_about_locks(error.strerror)
-    return True
+        return True
 
 
 @cache  # prints once

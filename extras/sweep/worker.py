@@ -24,9 +24,7 @@ from utils.config import require
 from utils.console import say
 from utils.errors import UserError
 from utils.files import LOCK, read_json
-from utils.ranks import EXIT_RESUME
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+from utils.ranks import EXIT_RESUME, signals_to_handle
 
 
 class Worker:
@@ -44,10 +42,7 @@ class Worker:
 
     def __enter__(self) -> "Worker":
         self._before = {
-            number: signal.signal(number, self._on_signal)
-            for number in _SIGNALS
-            # by nohup, on purpose
-            if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)
+            number: signal.signal(number, self._on_signal) for number in signals_to_handle()
         }
         return self
 

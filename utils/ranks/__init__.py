@@ -17,4 +17,4 @@ from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 
 # signals that stop a run
-from utils.ranks.stopping import EXIT_RESUME, Stopping
+from utils.ranks.stopping import EXIT_RESUME, Stopping, signals_to_handle

@@ -12,6 +12,12 @@ EXIT_RESUME = 75  # EX_TEMPFAIL of sysexits.h: not an error, start the run again
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
+def signals_to_handle() -> list[signal.Signals]:
+    """The signals that ask to stop, without SIGHUP if nohup ignores it, on purpose."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in _SIGNALS if not (number == signal.SIGHUP and is_ignored)]
+
+
 class Stopping:
     """Whether this rank was asked to stop (`request`), and whether all ranks have agreed to stop
     (`agreed`).
@@ -33,10 +39,7 @@ class Stopping:
     def __enter__(self) -> "Stopping":
         # other threads cannot set handlers
         if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
-                is_ignored = signal.getsignal(number) is signal.SIG_IGN
-                if number == signal.SIGHUP and is_ignored:  # by nohup, on purpose
-                    continue
+            for number in signals_to_handle():
                 # also SIGINT, which a shell ignores for its background jobs
                 self._before[number] = signal.signal(number, self._on_signal)
         Stopping.current = self
