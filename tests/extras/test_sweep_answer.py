@@ -105,7 +105,8 @@ def test_settings_are_listed_by_their_results_and_those_that_are_alike_are_named
     assert (mean, std) == pytest.approx(
         ((first + second) / 2, abs(first - second) / 2**0.5), abs=1e-4
     )
-    assert line == "2 seeds cannot distinguish fast from same"  # no difference, no number of seeds
+    # equal runs: no number of seeds would distinguish them
+    assert line == "2 seeds cannot distinguish fast from same"
 
 
 def test_seeds_that_a_setting_lacks_are_left_out(groups):
