@@ -91,7 +91,12 @@ def make_settings(flags: ReplayConfig, folder: Path, update: int, scratch: str) 
     starts = [each for each in records if each["kind"] == "start" and each["step"] < update]
     config = read_config(folder / "config.yaml")
     saved = reversed(beginnings(folder, records).items())
-    good = (f"{path}" for step, path in saved if step < update and not damage_of(path))
+    # not from that of update 0 with --verify, which fits a new head again
+    good = (
+        f"{path}"
+        for step, path in saved
+        if (step or flags.update) and step < update and not damage_of(path)
+    )
     checkpoint = next(good, None)
     problem = f"{folder}: begins after update {update}, or the checkpoints before it are gone"
     require(starts and (checkpoint or not starts[0]["step"]), problem, "name a later update")

@@ -150,7 +150,7 @@ def train(run: Run, profiler: profile | None) -> dict | None:
     batches = iter(run.train_batches)
     run.model.train()
     if state.owes_evaluation:
-        last = learning_rate(config, state.step - 1, run.updates)
+        last = learning_rate(config, max(0, state.step - 1), run.updates)
         set_learning_rate(run.optimizer, last)  # the next checkpoint saves it
         result = evaluate(run)
         save(run)
@@ -232,7 +232,7 @@ def evaluate(run: Run, kind: str = "eval") -> dict | None:
     run.ranks.enter(f"after update {state.step}, evaluating")
     kinds = ["raw", "ema"] if average else ["raw"]
     for weights in kinds:
-        keep = HAS_EXTRAS and run.config.report and weights == kinds[-1] and counts
+        keep = HAS_EXTRAS and run.keeps_predictions and weights == kinds[-1] and counts
         with average.applied() if average and weights == "ema" else nullcontext():
             run.ranks.broadcast_buffers(run.module)
             rows = run.evaluator.rows(run.stopping, keep)

@@ -7,16 +7,13 @@ scikit-learn.
         --model tf_efficientnet_lite0
 
 FOLDER has train/CLASS/IMAGE and val/CLASS/IMAGE. --cifar10 makes a temporary FOLDER with PNG files
-of CIFAR-10: 50 training images and 100 test images of each class. The three methods start from the
-same published weights:
+of CIFAR-10: 50 training images and 100 test images of each class. Both methods start from the same
+published weights; fine_tuning.py compares the second one with training all layers:
 
 * forty lines: forty_lines.py, which computes the features of each photograph once.
   --forty_lines=--channels_last makes it faster on many CPUs.
 * head only: `train.py --config recipes/head.yaml` under
   `accelerate launch --config_file accelerate_configs/2cpu.yaml`.
-* everything: the same launcher with `train.py --config recipes/photos.yaml`, from a run of `head
-  only` with the same seed. With --from_weights, it starts from the published weights instead and
-  does not use the recipe.
 
 Settings that are not named here have the defaults of train.py. --args adds settings.
 
@@ -62,7 +59,7 @@ from common import (
     temporary,
 )
 
-FORTY, HEAD, EVERYTHING = "forty lines", "head only", "everything"
+FORTY, HEAD = "forty lines", "head only"
 FIRST, SECOND = "head only, from nothing", "head only, second start"
 NO_UPDATE = "head only, no update"
 OVER = {FIRST: FORTY, SECOND: NO_UPDATE}  # what a time is compared with
@@ -116,17 +113,6 @@ def ours(
     return times | {"wrong": round((1 - last["accuracy"]) * last["count"])}
 
 
-def everything(args: argparse.Namespace, seed: int, caches: Path) -> dict[str, float]:
-    """Like `ours`, for all layers, from the head of the same seed or from the published weights."""
-    if args.from_weights:
-        return ours(args, [], seed, None, caches)
-    with temporary() as folder:
-        # Only the last checkpoint is evaluated, so it is not selected by val/.
-        ours(args, FREEZE, seed, folder, caches)
-        start = flags(config=ROOT / "recipes/photos.yaml", init_from=folder / "run")
-        return ours(args, [*start, *flags(init_match="name")], seed, None, caches)
-
-
 def measure_time(args: argparse.Namespace) -> tuple[list[str], list[list], dict]:
     """The header, the rows and all numbers of --what time."""
     with temporary() as kept:
@@ -150,12 +136,9 @@ def measure_time(args: argparse.Namespace) -> tuple[list[str], list[list], dict]
 
 def measure_accuracy(args: argparse.Namespace) -> tuple[list[str], list[list], dict]:
     """The header, the rows and all numbers of --what accuracy."""
-    heads, alls = count(), count()  # seeds
+    seeds = count()
     with temporary() as kept:  # all seeds share its caches
-        sides = {
-            HEAD: lambda: ours(args, FREEZE, next(heads), None, kept),
-            EVERYTHING: lambda: everything(args, next(alls), kept),
-        }
+        sides = {HEAD: lambda: ours(args, FREEZE, next(seeds), None, kept)}
         results = {FORTY: [forty_lines(args)] * args.seeds} | in_turns(sides, args.seeds)
     return *accuracy_table(results, args.images), results
 
@@ -164,12 +147,10 @@ def accuracy_table(results: dict[str, list[dict]], images: int) -> tuple[list[st
     """The header and the rows of --what accuracy."""
     wrong, rows = {name: [one["wrong"] for one in side] for name, side in results.items()}, []
     for name, mine in wrong.items():
-        others = {FORTY: (), HEAD: (FORTY,), EVERYTHING: (FORTY, HEAD)}[name]
-        more = [f"{mean(mine) - mean(wrong[other]):+.1f}" for other in others]
-        cells = [f"{mean(mine):.1f}", f"{1 - mean(mine) / images:.1%}", *more, "", ""]
-        rows.append([name, *mine, *cells[:4]])
+        more = f"{mean(mine) - mean(wrong[FORTY]):+.1f}"
+        rows.append([name, *mine, f"{mean(mine):.1f}", f"{1 - mean(mine) / images:.1%}", more])
     header = [f"Wrong of {images}", *(f"seed {seed}" for seed in range(len(wrong[FORTY])))]
-    header += ["mean", "mean accuracy", f"more than {FORTY}", f"more than {HEAD}"]
+    header += ["mean", "mean accuracy", f"more than {FORTY}"]
     return header, rows
 
 
@@ -197,7 +178,6 @@ def main() -> None:
         args=("", "more settings of train.py, quoted as one argument"),
         forty_lines=("", "settings of the forty lines"),
         seeds=(5, "how many, for --what accuracy"),
-        from_weights=(False, "start `everything` from the published weights"),
     )
 
     if bool(args.data) == bool(args.cifar10):

@@ -68,9 +68,13 @@ def compute_one_update(run: Run, update: Callable[[Run, Iterator[Batch]], None])
 
 
 def report(run: Run, result: Mapping | None = None) -> None:
-    """Store the predictions of the best evaluation; once the run is complete, write report.html;
-    collective.
+    """Store the predictions of the best evaluation and of a fitted head; once the run is complete,
+    compare the last ones with those of the head, and write report.html; collective.
     """
+    if run.config.fits_head and result:
+        from extras.head_alone import compare_with_head
+
+        compare_with_head(run)
     if run.config.report:
         from extras.page.report import report_training
 

@@ -36,6 +36,10 @@ from utils.runs import (
 from utils.settings.scripts import ReplayConfig
 from utils.training import Run, samples_of_update
 
+_REPEAT = (
+    "use the data, versions, threads and kind of device of the run's log, or find what has changed"
+)
+
 
 def verify(flags: ReplayConfig, ranks: Ranks, begin: Callable, recompute: Callable) -> None:
     """--verify: say and write which updates are equal; collective.
@@ -56,6 +60,9 @@ def verify(flags: ReplayConfig, ranks: Ranks, begin: Callable, recompute: Callab
         run = begin(folder, first + 1)
         problem = f"{folder}: updates {first + 1} to {last} cannot be computed; check its settings"
         require(run.state.step == first and last <= run.updates, problem)
+        if first == 0 and (path := saved.pop(0, None)):
+            check_start(run, path)
+            checkpoints[path.name] = files_of(path)
         for _ in recompute(run, iter(run.train_batches), last):
             step = run.state.step
             if run.state.digest[-1:] != [digests.pop(step, None)]:
@@ -130,6 +137,14 @@ def changed(run: Run, checkpoint: Path) -> str | None:
     return None
 
 
+def check_start(run: Run, checkpoint: Path) -> None:
+    """Raise UserError if the checkpoint of update 0 differs from the weights that a fitted head
+    gives again.
+    """
+    file = changed(run, checkpoint)
+    require(not file, f"{file}: differs from the weights at the start, computed again", _REPEAT)
+
+
 def difference(run: Run, update: int, what: str, folder: Path) -> UserError:
     """The error that an update of the run in `folder` differs, with its samples, and with what has
     changed in the data since the run listed it.
@@ -140,10 +155,7 @@ def difference(run: Run, update: int, what: str, folder: Path) -> UserError:
         load_data(run.config, read_checkpoint(find_checkpoint(folder)).table)
     except UserError as error:
         problem += f"; {error.problem}"
-    return UserError(
-        problem,
-        "use the data, versions, threads and kind of device of its log, or find what has changed",
-    )
+    return UserError(problem, _REPEAT)
 
 
 def compare(flags: ReplayConfig, begin: Callable) -> None:

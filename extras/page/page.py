@@ -75,7 +75,7 @@ def read_run(folder: Path, images: bool = True) -> dict:
     If `images` is False, pictures are left out. An analysis is left out if training has found a
     better checkpoint since, unless it is that of eval.py, which names its checkpoint.
     """
-    kinds: dict[str, list] = {"start": [], "train": [], "eval": []}
+    kinds: dict[str, list] = {"start": [], "train": [], "eval": [], "head_alone": []}
     for record in read_log(folder):
         kinds.setdefault(record["kind"], []).append(record)
     settings = read_yaml(folder / "config.yaml")

@@ -136,9 +136,9 @@ def write_report(
 
 
 @contextmanager
-def warned() -> Iterator[None]:
+def warned(what: str = PAGE) -> Iterator[None]:
     """Print an error of any class instead of raising it, because the run itself has succeeded."""
     try:
         yield
     except Exception as error:
-        say(f"{PAGE} could not be written ({one_line(error)}); all other results are complete")
+        say(f"{what} could not be written ({one_line(error)}); all other results are complete")

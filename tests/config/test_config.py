@@ -59,7 +59,7 @@ def test_init_from_replaces_the_published_weights_of_a_recipe():
 
 def test_a_resume_cannot_change_what_the_model_or_the_order_of_samples_depends_on():
     names = "model stem freeze task optimizer train_split eval_split eval_fraction fold group_by"
-    assert {*FIXED} == {*words(f"{names} image_bits shrink drop_last microbatches")}
+    assert {*FIXED} == {*words(f"{names} image_bits shrink drop_last microbatches fit_head")}
 
 
 def test_settings_survive_saving_and_a_saved_file_is_a_config_file():

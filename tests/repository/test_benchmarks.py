@@ -1,6 +1,5 @@
 """benchmarks/: their helpers compute what they say, and each script says how it is used."""
 
-import argparse
 import importlib
 import json
 import sys
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pandas
 import pytest
+from helpers.make_data import image_folder
 from helpers.waiting import SOON, lives, until
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -79,24 +79,33 @@ def test_scaling_compares_speed_ups_and_says_what_the_exchange_costs(benchmark):
 
 
 def test_photos_compares_the_wrong_images_of_each_side(benchmark):
-    wrong = {"forty lines": (7, 7), "head only": (8, 10), "everything": (6, 8)}
+    wrong = {"forty lines": (7, 7), "head only": (8, 10)}
     results = {name: [{"wrong": one} for one in each] for name, each in wrong.items()}
     header, rows = benchmark("photos").accuracy_table(results, 100)
     assert rows == [
-        ["forty lines", 7, 7, "7.0", "93.0%", "", ""],
-        ["head only", 8, 10, "9.0", "91.0%", "+2.0", ""],
-        ["everything", 6, 8, "7.0", "93.0%", "+0.0", "-2.0"],
+        ["forty lines", 7, 7, "7.0", "93.0%", "+0.0"],
+        ["head only", 8, 10, "9.0", "91.0%", "+2.0"],
     ]
     assert len(header) == len(rows[0])
 
 
-def test_photos_trains_everything_from_the_head_of_the_same_seed(benchmark, monkeypatch):
-    photos, calls = benchmark("photos"), []
-    monkeypatch.setattr(photos, "ours", lambda args, how, seed, *_: calls.append((how, seed)))
-    photos.everything(argparse.Namespace(from_weights=False), 3, Path("caches"))
-    (head, seed), (everything, same) = calls
-    assert seed == same == 3 and head == photos.FREEZE
-    assert everything[1].endswith("/recipes/photos.yaml") and everything[3].endswith("/run")
+def test_fine_tuning_trains_on_a_draw_and_evaluates_on_the_other_photographs(benchmark, tmp_path):
+    fine_tuning = benchmark("fine_tuning")
+    image_folder(tmp_path / "all/train", {"a": 5, "b": 7})
+    image_folder(tmp_path / "all/val", {"a": 4, "b": 4})
+    chosen = []
+    for number in range(2):
+        folder = tmp_path / f"draw-{number}"
+        fine_tuning.draw_photographs(tmp_path / "all", 3, number, folder)
+        for name, count in (("a", 9), ("b", 11)):
+            drawn = {path.name for path in (folder / "train" / name).iterdir()}
+            others = {path.name for path in (folder / "val" / name).iterdir()}
+            assert len(drawn) == 3 and len(drawn | others) == count
+            chosen.append(drawn)
+    assert chosen[0] != chosen[2]
+    found = [{"wrong": wrong, "count": 10} for wrong in (1, 3)]
+    header, rows = fine_tuning.table({"head only": found})
+    assert rows == [["head only", 1, 3, "2.0", "80.0%"]] and len(header) == len(rows[0])
 
 
 def test_photos_writes_the_same_number_of_images_of_each_class(benchmark, tmp_path):

@@ -34,8 +34,8 @@ from utils.data.decoders import DECODERS
 # image folders
 from utils.data.folders import left_out_notes
 
-# groups of samples that stay together
-from utils.data.hold_out import group_keys
+# groups of samples that stay together, and random subsets
+from utils.data.hold_out import group_keys, random_subset
 
 # what is in folders
 from utils.data.listing import Scan, archives_at, files_below, is_archive

@@ -2,6 +2,7 @@
 after them.
 """
 
+from collections.abc import Sequence
 from copy import deepcopy
 from itertools import takewhile
 
@@ -13,16 +14,22 @@ from utils.data import InputSpec
 from utils.models.layers import restored_buffers
 
 
-def find_last_part(model: nn.Module, spec: InputSpec) -> tuple[nn.Module | None, str]:
+def find_last_part(
+    model: nn.Module, spec: InputSpec, head: Sequence[str] = ()
+) -> tuple[nn.Module | None, str]:
     """The module that has all trained parameters and computes the logits from features, or None and
     why there is none.
 
-    Its input is one tensor that is not random in training, and its output is that of the model. If
-    the module is in an nn.Sequential, the whole nn.Sequential is used, which may also contain
-    layers such as dropout.
+    If `head` is given, it has the names of the trained parameters, and all other layers are in
+    evaluation mode.
+
+    The input of the module is one tensor that is not random in training, and its output is that of
+    the model. If the module is in an nn.Sequential, the whole nn.Sequential is used, which may also
+    contain layers such as dropout.
     """
     named = model.named_parameters()
-    trained = [name.split(".")[:-1] for name, parameter in named if parameter.requires_grad]
+    names = head or [name for name, parameter in named if parameter.requires_grad]
+    trained = [name.split(".")[:-1] for name in names]
     levels = takewhile(lambda level: len({*level}) == 1, zip(*trained, strict=False))
     name = _outermost_sequential(model, ".".join(level[0] for level in levels))
     if not name:
@@ -36,7 +43,11 @@ def find_last_part(model: nn.Module, spec: InputSpec) -> tuple[nn.Module | None,
     before = part.register_forward_pre_hook(lambda _, given: inputs.append(deepcopy(given)))
     after = part.register_forward_hook(lambda _, given, output: outputs.append(output))
     with before, after, torch.no_grad(), torch.random.fork_rng([]), restored_buffers(model):
-        returned = [model.train(training)(images) for training in (False, True)]
+        returned = []
+        for training in (False, True):
+            model.train(training and not head)
+            part.train(training)
+            returned.append(model(images))
     model.train(was_training)
     takes_one = all(len(given) == 1 and isinstance(given[0], Tensor) for given in inputs)
     is_output = len(outputs) == 2 and outputs[0] is returned[0] and outputs[1] is returned[1]

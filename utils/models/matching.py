@@ -30,6 +30,7 @@ class Match:
     unused: list[str]  # tensors that the model does not have
     # classes whose rows of the head were copied, and all classes
     rows: tuple[int, int] | None
+    known: Sequence[int] = ()  # the rows that were copied
 
     def line(self) -> str:
         """The numbers, and the names of new and unused tensors, on one line."""
@@ -143,6 +144,7 @@ def copy_matching(
     row_of = _rows_of_both(there, here)
     new = {}
     copied = None
+    known: list[int] = []
     for name, own in state.items():
         theirs = tensors.get(name)
         if theirs is None:
@@ -152,7 +154,8 @@ def copy_matching(
             if own.shape[:1] == (len(here),) and theirs.shape == (len(there), *own.shape[1:]):
                 count = len(row_of)
             if count:
-                own[list(row_of)] = theirs[list(row_of.values())].to(own)
+                known = list(row_of)
+                own[known] = theirs[list(row_of.values())].to(own)
             if count < len(here):
                 new[name] = f"except for the rows of {count} of {len(here)} classes"
             copied = count, len(here)
@@ -161,7 +164,7 @@ def copy_matching(
         else:
             own.copy_(theirs)
     kept = [name for name in state if name not in new]
-    return Match(kept, new, [name for name in tensors if name not in state], copied)
+    return Match(kept, new, [name for name in tensors if name not in state], copied, known)
 
 
 def _rows_of_both(there: Sequence[str], here: Sequence[str]) -> dict[int, int]:

@@ -1,11 +1,12 @@
 """What the ranks of a run agree on and exchange, besides what Accelerate gathers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from utils.config import require
 from utils.errors import USER_ERRORS, AgreedError, split_error
@@ -17,7 +18,7 @@ Result = TypeVar("Result")
 
 class Collectives:
     """Methods that all ranks must call, or none: `agree`, `local_main_first`, `from_main`,
-    `gather`, `check_same`, `any_rank`, `broadcast_buffers`.
+    `gather`, `check_same`, `any_rank`, `broadcast`, `broadcast_buffers`.
 
     `enter` and `enter_collective` are not collective: they record what this rank is doing, so that
     ranks that wait for it can report it.
@@ -124,8 +125,13 @@ class Collectives:
         """Copy the main process's buffers to all ranks, whose batch statistics are those of their
         own batches.
         """
+        self.broadcast(model.buffers())
+
+    @torch.no_grad()
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the main process's values of these tensors to all ranks."""
         if self._fast is not None:
             self.watch.enter_collective()
-            for buffer in model.buffers():
-                dist.broadcast(buffer, 0)
+            for tensor in tensors:
+                dist.broadcast(tensor, 0)
             self.watch.enter()

@@ -35,7 +35,7 @@ from utils.runs.folder import (
 from utils.runs.loading import load_average, load_optimizer, load_scale
 from utils.runs.manifest import ORIGIN
 from utils.runs.metadata import Checkpoint, check_identity, read_checkpoint
-from utils.runs.save_state import bytes_to_save, check_savable, extend_save_state
+from utils.runs.save_state import bytes_to_save, check_savable, extend_save_state, unwrapped
 from utils.runs.state import TrainState
 from utils.runs.writing import (
     clean_up,
@@ -122,7 +122,8 @@ class CheckpointManager:
         extend_save_state(accelerator, model, optimizer, average)
         if saved is not None:
             with self.ranks.agree():
-                load_optimizer(saved.path, optimizer)
+                if saved.state.step > 0:  # before, the optimizer has no state
+                    load_optimizer(saved.path, optimizer)
                 load_average(saved.path, average)
                 load_scale(saved.path, accelerator.scaler)
 
@@ -180,6 +181,10 @@ class CheckpointManager:
             # the other ranks are in a collective of `save_state`: this one cannot agree
             if sharded and not gone:
                 raise error from raised
+        if sharded and state.step == 0:
+            # To save an optimizer without state, PyTorch has made a step with zero gradients, which
+            # AdamW would count.
+            unwrapped(optimizer).state.clear()
         with self.ranks.agree():
             if error is not None:
                 raise error

@@ -59,9 +59,9 @@ GROUPS = {
     ],
     "optimizer, schedule and regularisation": [
         "optimizer", "weight_decay", "lr_schedule", "optimizer_args", "momentum",
-        "layer_decay", "head_scale", "keep_batch_stats", "freeze", "feature_views",
-        "drop_path", "lr_schedule_args", "warmup_steps", "cooldown_steps", "clip_norm",
-        "clip_value", "ema_decay",
+        "fit_head", "layer_decay", "head_scale", "keep_batch_stats", "freeze",
+        "feature_views", "drop_path", "lr_schedule_args", "warmup_steps", "cooldown_steps",
+        "clip_norm", "clip_value", "ema_decay",
     ],
     "samples, targets and loss": [
         "sampler", "repeats", "class_weights", "task", "loss", "loss_args",
@@ -145,6 +145,11 @@ class TrainConfig(
         """Whether more than the head of a model with given weights is trained."""
         return bool(self.pretrained or self.init_from) and BACKBONE not in self.freeze
 
+    @property
+    def fits_head(self) -> bool:
+        """Whether a new head, if there is one, is fitted before all layers are trained."""
+        return self.fit_head and self.fine_tunes
+
 
 FIXED = sorted(find_marked(TrainConfig, Fixed), key=NAMES.index)
 """Settings of a resumed run that must equal those of its checkpoint."""
@@ -174,10 +179,10 @@ def to_yaml(config: TrainConfig) -> str:
 
 
 def read_config(path: Path, older: Sequence[int] = ()) -> TrainConfig:
-    """The settings in a --config file, also of `older` formats. Raises UserError if it is not
-    valid.
+    """The settings that a run has written, also in `older` formats. Raises UserError if they are
+    not valid.
     """
-    values = read_file(path, TrainConfig, older)
+    values = {"fit_head": False} | read_file(path, TrainConfig, older)  # 0.2 did not fit heads
     try:
         return TrainConfig(**values)
     except UserError as error:

@@ -73,6 +73,9 @@ class TrainingSettings(SharedSettings):
     """Keyword arguments of the optimizer, such as '{betas: [0.9, 0.95]}'."""
     momentum: ProbabilityBelow1 = 0.9
     """Momentum of sgd, rmsprop and muon."""
+    fit_head: Fixed[bool] = True
+    """To fine-tune more than the head: first fit the new rows of the head for 4 epochs, on the
+    features of at most 20,000 training images. The result is evaluated as update 0."""
     layer_decay: Fraction | None = None
     """For fine-tuning: each layer has this factor, usually 0.65 to 0.9, times the learning rate of
     the next layer (default: all layers have the same learning rate)."""

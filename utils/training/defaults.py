@@ -174,15 +174,10 @@ def without_effect(config: TrainConfig, facts: Facts) -> list[str]:
 
 
 def hint_for_few(config: TrainConfig, images: int) -> list[str]:
-    """A line for a model that trains all layers on few images: about --pretrained if it is new and
-    has published weights.
-    """
-    if images >= 1000 or config.freeze:
+    """A line about --pretrained, for a new model that has published weights and few images."""
+    if images >= 1000 or config.pretrained or config.init_from:
         return []
-    few = f"{images} images are few"
-    if config.pretrained or config.init_from:
-        return [f"{few}; compare with --freeze backbone, which may be more accurate"]
-    return [f"{few} for a new model; --pretrained is usually far more accurate"]
+    return [f"{images} images are few for a new model; --pretrained is usually far more accurate"]
 
 
 def list_changes(config: TrainConfig, group: str, *without: str) -> list[str]:

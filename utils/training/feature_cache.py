@@ -85,6 +85,9 @@ class FeatureCache:
 
     setup: Setup
     frozen: FrozenPart
+    fix: str = (
+        "use --feature_views 0, which computes them for each batch"  # what to do if memory is short
+    )
 
     def load(
         self, images: ImageDataset, split: Split, spec: InputSpec, views: int, augmented: list
@@ -94,11 +97,13 @@ class FeatureCache:
         ranks = self.setup.ranks
         data = self.setup.data
         index = np.union1d(data.train.image_index, data.evaluation.image_index)
-        if config.fold and len(split) < len(index):
+        is_of_fold = split is data.train or split is data.evaluation
+        if config.fold and is_of_fold and len(split) < len(index):
             # All folds of a split share its features.
             whole = replace(split, image_index=index, labels=index)
             with ranks.local_main_first("decoding images"):
                 dataset = make_dataset(whole, spec, config, bool(augmented), iter)
+            dataset.augmentation = images.augmentation
             shared = self.load(dataset, whole, spec, views, augmented)
             rows = np.searchsorted(index, split.image_index)
             of_views = np.arange(views)[:, None] * len(index) + rows
@@ -156,6 +161,14 @@ class FeatureCache:
             *(getattr(m, "__version__", "") for m in modules),
         ]
 
+    @cached_property
+    def shape(self) -> torch.Size:
+        """The shape of the features of one view."""
+        spec = self.setup.spec
+        image = torch.zeros(1, spec.channels, *spec.size, device=self.setup.accelerator.device)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            return self.frozen.eval()(image).shape[1:]
+
     def _compute(self, images: ImageDataset, spec: InputSpec, views: int) -> list[np.ndarray]:
         """The features of all images, float32 [views, N, ...], and thumbnails of the last view,
         [N, D], on every rank; collective.
@@ -165,16 +178,14 @@ class FeatureCache:
         config = setup.config
         ranks = setup.ranks
         accelerator = setup.accelerator
-        image = torch.zeros(1, spec.channels, *spec.size, device=accelerator.device)
-        with torch.no_grad(), ranks.agree(), torch.compiler.set_stance("force_eager"):
-            shape = frozen.eval()(image).shape[1:]
+        with ranks.agree():
+            shape = self.shape
             size = 4 * len(images) * math.prod(shape)
             free = free_memory()[0] // local_rank_and_size()[1]
             need = (views + 3) * size  # also the rows of this rank, those of all, and these sorted
             needed = f"features need {bytes_text(need)} of memory in each process"
             problem = f"{needed}, but {bytes_text(free)} are free"
-            fix = "use --feature_views 0, which computes them for each batch"
-            require(need < free, problem, fix)
+            require(need < free, problem, self.fix)
         found = np.empty((views, len(images), *shape), np.float32)
         for view in range(views):
             # `Accelerator.prepare` would keep the loader, and so its workers, as long as the run.

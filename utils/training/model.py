@@ -26,9 +26,7 @@ from utils.runs import (
     load_weights,
 )
 from utils.settings.shared import BACKBONE
-from utils.training.setup import Setup
-
-SAME_START = "use the same kind of processor, the same versions and the same files on all machines"
+from utils.training.setup import SAME_START, Setup
 
 
 def make_datasets(setup: Setup) -> tuple[ImageDataset, ImageDataset]:
@@ -84,12 +82,17 @@ def adapt_model(
             may_be_empty = config.mixes and setup.plan.microbatches > ranks.topology.world_size
             model = convert_batch_norm(model, ranks.device.type == "cuda" and not may_be_empty)
         compile_model(accelerator, model)
-    copies = not config.microbatches and last_part is None and not accelerator.is_fsdp2
+    features = config.fits_head or last_part is not None
+    copies = not (config.microbatches or features or accelerator.is_fsdp2)
     if saved is None and ranks.topology.world_size > 1 and not copies:
         # DDP copies the parameters of rank 0, but too late for features, and no buffers; FSDP2
         # copies nothing.
         weights = hash_tensors([*model.parameters(), *model.buffers()])
         ranks.check_same(weights, "different weights at the start", SAME_START)
+    if saved is None and config.fits_head and last_part is None:
+        from utils.training.head_fit import fit_head
+
+        fit_head(model, setup)
     return model, last_part
 
 

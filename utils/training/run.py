@@ -59,6 +59,11 @@ class Run(Setup):
         self.meter = Meter(task, device, state.since_log, is_main, self.optimizer)
 
     @property
+    def keeps_predictions(self) -> bool:
+        """Whether evaluations keep their predictions, for the page and to compare with the head."""
+        return self.config.report or self.config.fits_head
+
+    @property
     def is_complete(self) -> bool:
         """Whether neither updates nor an evaluation remain to be done."""
         return bool(self.ended) and not self.state.owes_evaluation

@@ -3,7 +3,7 @@ and from the data.
 """
 
 from collections.abc import Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 REGISTRIES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULES, TRACKERS
 """The registries of names that are values of settings. --help lists the names."""
+
+SAME_START = "use the same kind of processor, the same versions and the same files on all machines"
 
 
 def check_settings(config: TrainConfig, ranks: Ranks) -> None:
@@ -110,7 +112,8 @@ def load_splits(config: TrainConfig, saved: Checkpoint | None, ranks: Ranks) -> 
 class Setup:
     """What follows from the processes, the flags, the data and, in a resumed run, the checkpoint.
 
-    No attribute is replaced, but `state` changes, and `notes` and `changed` get more lines.
+    No attribute is replaced, but `state` changes, and `notes`, `changed` and `head` get more
+    entries.
     """
 
     ranks: Ranks
@@ -126,6 +129,8 @@ class Setup:
     spec: InputSpec
     task: Task
     state: TrainState
+    # the record of the fit of a new head, if there was one
+    head: dict = field(default_factory=dict)
 
 
 def resolve(

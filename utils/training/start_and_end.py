@@ -63,6 +63,8 @@ def log_start(run: Run, continuing: str, copies: Sequence, about_copies: Sequenc
         begin_status(run.folder, continuing)
     # not to the trackers, because of the paths
     run.log.write("start", step=run.state.step, **numbers, copies=copies[:24], time=time.time())
+    if run.head:
+        run.log.write("head", step=run.state.step, **run.head)
     rows = start_rows(run)
     lines = [*warn_about_data(data), *about_copies, *advice_lines(run)]
     title = "Lockstep  dry run" if config.dry_run else f"Lockstep  {run.folder}"
@@ -182,7 +184,7 @@ def log_end(run: Run, result: dict | None, continuing: str) -> int:
     if done:
         if state.step < run.updates:
             run.log.write("end", step=state.step, reason=run.ended, seconds=state.seconds)
-        trained = result or state.best_step or run.resumed_from is None
+        trained = result or state.best_step is not None or run.resumed_from is None
         words = [
             *script_command("eval.py", config.plugin),
             "--ckpt",
