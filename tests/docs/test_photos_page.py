@@ -28,7 +28,7 @@ MAINS = {
 COMMANDS = [
     line
     for block in re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S)
-    for line in block.splitlines()
+    for line in block.replace("\\\n", "").splitlines()
     if not re.search("benchmarks/|fold|review", line)
 ]
 
