@@ -160,7 +160,8 @@ def test_a_size_is_one_number_or_two_and_survives_saving(given, expected, capsys
 def test_few_photographs_and_a_new_model_are_a_line_about_pretrained():
     config = TrainConfig(model="resnet18")
     assert "--pretrained is usually far more accurate" in hint_for_few(config, 999)[0]
-    assert hint_for_few(config, 1000) == hint_for_few(replace(config, pretrained=True), 9) == []
+    assert hint_for_few(config, 1000) == hint_for_few(replace(config, freeze=["backbone"]), 9) == []
+    assert hint_for_few(replace(config, pretrained=True), 9) == []
 
 
 @pytest.mark.parametrize(

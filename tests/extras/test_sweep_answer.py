@@ -105,7 +105,7 @@ def test_settings_are_listed_by_their_results_and_those_that_are_alike_are_named
     assert (mean, std) == pytest.approx(
         ((first + second) / 2, abs(first - second) / 2**0.5), abs=1e-4
     )
-    # equal runs: no number of seeds would distinguish them
+    # the runs are equal, so more seeds would not help
     assert line == "2 seeds cannot distinguish fast from same"
 
 

@@ -175,7 +175,7 @@ def without_effect(config: TrainConfig, facts: Facts) -> list[str]:
 
 def hint_for_few(config: TrainConfig, images: int) -> list[str]:
     """A line about --pretrained, for a new model that has published weights and few images."""
-    if images >= 1000 or config.pretrained or config.init_from:
+    if images >= 1000 or config.freeze or config.pretrained or config.init_from:
         return []
     return [f"{images} images are few for a new model; --pretrained is usually far more accurate"]
 

@@ -85,9 +85,8 @@ class FeatureCache:
 
     setup: Setup
     frozen: FrozenPart
-    fix: str = (
-        "use --feature_views 0, which computes them for each batch"  # what to do if memory is short
-    )
+    # what to do if memory is short
+    fix: str = "use --feature_views 0, which computes them for each batch"
 
     def load(
         self, images: ImageDataset, split: Split, spec: InputSpec, views: int, augmented: list
@@ -97,8 +96,7 @@ class FeatureCache:
         ranks = self.setup.ranks
         data = self.setup.data
         index = np.union1d(data.train.image_index, data.evaluation.image_index)
-        is_of_fold = split is data.train or split is data.evaluation
-        if config.fold and is_of_fold and len(split) < len(index):
+        if config.fold and (split is data.train or split is data.evaluation):
             # All folds of a split share its features.
             whole = replace(split, image_index=index, labels=index)
             with ranks.local_main_first("decoding images"):
