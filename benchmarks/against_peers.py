@@ -1,21 +1,20 @@
-"""Images per second on MNIST: Lockstep, other training scripts, and the training step alone, in
-paired rounds.
+"""Images per second on MNIST: Lockstep, the training scripts of benchmarks/peers, and the training
+step alone.
 
-    python benchmarks/against_peers.py --peers DIR --mnist_idx DIR --mnist DIR --json FILE
-    python benchmarks/against_peers.py ... --processes 2 --sides tutorial --rounds 1    a trial
+    python benchmarks/against_peers.py --json FILE
+    python benchmarks/against_peers.py --sides tutorial --rounds 1      a trial
 
---peers is a folder with the scripts to compare with. --mnist_idx is a folder with MNIST as
-torchvision.datasets.MNIST reads it, and --mnist one with its parquet files, as on the Hub. All
-sides train the same network with the same SGD and batches of 128 per process, on CPUs with one
-thread per process. Our side is `python train.py` or `accelerate launch ... train.py`.
+mnist.py makes the folder --mnist on first use. Without a network, it has generated images, and the
+output says so. All sides train the same network in float32, with the same SGD and batches of 128
+per process, on CPUs with one thread per process. Our side is `python train.py` or `accelerate
+launch ... train.py`. In each round, all sides run once, in a random order.
 
-* tutorial, hugging_face, lightning: the first epoch, without start-up and evaluation on both sides
-  (Lightning's script only has two processes). Images per second are 60,000 divided by the epoch's
-  seconds.
-* limit: the step on one batch that stays on the device, without data loading or a training loop, at
-  the precision of train.py. Our side runs again just before or after it. The limit measures the
-  times of five stretches of 40 updates, drops the first one, and takes the third lowest of the
-  others. Our side does the same with its train records.
+* tutorial, hugging_face, hugging_face_decoded, timm, lightning: the first epoch, without start-up
+  and evaluation. Neither our side nor hugging_face_decoded counts the time in which images are
+  decoded beforehand. lightning is left out if it is not installed.
+* bare_step: the step on one batch that stays on the device, without data loading or a training
+  loop. Our side runs again just before or after it. Both measure five stretches of 40 updates, drop
+  the first one, and take the third lowest time of the others.
 
 A ratio is ours divided by theirs in the same round. A cell is the median of the rounds, with their
 range.
@@ -24,11 +23,14 @@ range.
 import argparse
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
+import mnist
 from common import (
     MNIST_IMAGES,
+    ROOT,
     flags,
     in_turns,
     last_json,
@@ -42,30 +44,46 @@ from common import (
     train,
 )
 
-OURS, SIDES = "ours", ("tutorial", "hugging_face", "lightning", "limit")
-STRETCH = 40  # updates of one of the limit's five stretches
-# The peer's script would measure three configurations, which takes three times as long.
-LIMIT = """
-import sys
-from argparse import Namespace
-folder, processes, batch_size, channels_last, bf16 = sys.argv[1], *map(int, sys.argv[2:])
-sys.path.insert(0, folder)
-from torch.multiprocessing import spawn
-from compute_limit import work
-args = Namespace(processes=processes, threads=1, batch_size=batch_size, port=12356)
-spawn(work, args=(args, bool(channels_last), bool(bf16)), nprocs=processes)
-"""
-# as in that script
-MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
+OURS, BARE = "ours", "bare_step"
+PEERS = ("tutorial", "hugging_face", "hugging_face_decoded", "timm", "lightning")
+STRETCH = 40  # updates of one of the five stretches of the bare step
+ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def peer(name: str, processes: int, *more: str) -> list:
+    """The command of a script of benchmarks/peers."""
+    folder, counted = ROOT / "benchmarks/peers", flags(processes=processes)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *flags(nproc_per_node=processes)]
+    commands = {
+        "tutorial": [sys.executable, folder / "tutorial.py"],
+        "hugging_face": [*launch(processes), folder / "hugging_face.py"],
+        "hugging_face_decoded": [*launch(processes), folder / "hugging_face.py", "--decoded"],
+        "timm": [*torchrun, folder / "timm_parts.py"],
+        "lightning": [sys.executable, folder / "lightning_trainer.py"],
+        BARE: [*torchrun, folder / "bare_step.py"],
+    }
+    return [*commands[name], *counted, *more]
+
+
+def installed(sides: list[str]) -> list[str]:
+    """The sides without lightning if it is not installed."""
+    if "lightning" in sides and not find_spec("lightning"):
+        print("lightning is not installed, so it is left out", file=sys.stderr)
+        return [side for side in sides if side != "lightning"]
+    return sides
+
+
+def tutorial_settings(folder: Path) -> list[str]:
+    """The flags of train.py for the tutorials' network, optimizer and batch."""
+    sgd = flags(optimizer="sgd", lr=0.01, momentum=0, weight_decay=0, lr_schedule="constant")
+    data = flags(data="torchvision/MNIST", data_dir=folder, model="mnist_cnn")
+    return [*sgd, *data, *flags(batch_size=128, threads=1, mixed_precision="no")]
 
 
 def ours(processes: int, args: argparse.Namespace, **more) -> list[dict]:
-    """The log of train.py with the peers' network, SGD and batch size."""
-    sgd = flags(optimizer="sgd", lr=0.01, momentum=0, weight_decay=0, lr_schedule="constant")
-    work = flags(
-        data=args.mnist, model="mnist_cnn", batch_size=128, threads=1, max_eval_samples=256
-    )
-    return train(processes, *sgd, *work, *flags(mixed_precision=args.mixed_precision, **more))
+    """The log of train.py with the tutorials' settings."""
+    settings = [*tutorial_settings(args.mnist), *flags(max_eval_samples=256, **more)]
+    return train(processes, *settings, env=ON_CPUS)
 
 
 def epoch_rate(processes: int, args: argparse.Namespace) -> float:
@@ -75,49 +93,34 @@ def epoch_rate(processes: int, args: argparse.Namespace) -> float:
 
 
 def stretch_rate(processes: int, args: argparse.Namespace) -> float:
-    """Images per second of train.py, from five train records, computed as for the limit."""
+    """Images per second of train.py, from five train records, computed as for the bare step."""
     return sorted(rates(ours(processes, args, max_steps=5 * STRETCH, log_every=STRETCH)))[1]
 
 
 def peer_rate(name: str, processes: int, args: argparse.Namespace) -> float:
     """Images per second of a peer, from its line of JSON."""
-    own, idx = launch(processes), flags(root=args.mnist_idx)
-    tutorial = flags(epochs=1, processes=processes, threads=1)
-    commands = {
-        "tutorial": [sys.executable, args.peers / "mnist_ddp_baseline.py", *idx, *tutorial],
-        "hugging_face": [*own, args.peers / "hf_style.py", *flags(data=args.mnist, epochs=1)],
-        "lightning": [args.lightning_python, args.peers / "lightning_style.py", *idx],
-    }
-    # Stop after the numbers: a peer that does not close its process group may abort when it exits.
-    found = last_json(
-        commands[name], until=lambda line: line.startswith("{"), env={"OMP_NUM_THREADS": "1"}
-    )
-    return found["images_per_second"]
-
-
-def limit_rate(processes: int, args: argparse.Namespace) -> float:
-    """Images per second of the step alone, at the precision of train.py."""
-    given = [processes, 128, 1, int(args.precision == "bf16")]
-    return last_json([sys.executable, "-c", LIMIT, args.peers, *given], env=MALLOC)[
+    more = () if name == BARE else flags(data=args.mnist, epochs=1)
+    command = peer(name, processes, *more)
+    return last_json(command, until=lambda line: line.startswith("{"), env=ON_CPUS)[
         "images_per_second"
     ]
 
 
 def measure(args: argparse.Namespace) -> tuple[dict, dict]:
-    """Images per second by (side, processes): over epochs, and paired with the limit."""
+    """Images per second by (side, processes): over epochs, and paired with the bare step."""
+    peers = [side for side in args.sides if side != BARE]
     sides = {(OURS, n): partial(epoch_rate, n, args) for n in args.processes}
-    for name in args.sides:
-        for n in args.processes:
-            if name != "limit" and (name != "lightning" or n == 2):
-                sides[name, n] = partial(peer_rate, name, n, args)
+    sides |= {
+        (name, n): partial(peer_rate, name, n, args) for name in peers for n in args.processes
+    }
     # A round of ours alone compares nothing.
-    epochs, pairs = in_turns(sides, args.rounds) if {*args.sides} - {"limit"} else {}, {}
-    for n in args.processes if "limit" in args.sides else ():
-        ours_and_limit = {
+    epochs, pairs = in_turns(sides, args.rounds) if peers else {}, {}
+    for n in args.processes if BARE in args.sides else ():
+        both = {
             (OURS, n): partial(stretch_rate, n, args),
-            ("limit", n): partial(limit_rate, n, args),
+            (BARE, n): partial(peer_rate, BARE, n, args),
         }
-        pairs |= in_turns(ours_and_limit, args.rounds)
+        pairs |= in_turns(both, args.rounds)
     return epochs, pairs
 
 
@@ -135,20 +138,15 @@ def rows(results: dict[tuple[str, int], list[float]]) -> list[list]:
 def main() -> None:
     args = parse_flags(
         __doc__,
-        ["peers", "mnist_idx", "mnist"],
-        peers=(Path, "folder with the scripts to compare with"),
-        mnist_idx=(Path, "MNIST, a torchvision root"),
-        mnist=(Path, "folder with MNIST's parquet files"),
-        processes=("1,2", "how many, on CPUs or GPUs"),
-        sides=(",".join(SIDES), "sides to compare with"),
-        mixed_precision=(str, "precision of our side, as for train.py"),
-        lightning_python=(sys.executable, "a Python that has lightning installed"),
+        mnist=(Path("build/mnist"), "folder made by mnist.py"),
+        processes=("2", "how many, such as 1,2"),
+        sides=(",".join([*PEERS, BARE]), "sides to compare with"),
     )
     args.processes, args.sides = numbers(args.processes), args.sides.split(",")
-    if not set(args.sides) <= set(SIDES):
-        raise SystemExit(f"--sides must be some of {','.join(SIDES)}")
-    # A run of one update decodes images that are not in the cache yet, and logs the precision.
-    args.precision = ours(1, args, max_steps=1)[0]["precision"]
+    if not set(args.sides) <= {*PEERS, BARE}:
+        raise SystemExit(f"--sides must be some of {','.join([*PEERS, BARE])}")
+    args.sides, args.images = installed(args.sides), mnist.ready(args.mnist)
+    print(f"images: {args.images}", file=sys.stderr)
     epochs, pairs = measure(args)
     columns = ["against", "processes", "ours, images/s", "theirs", "ours, s per epoch", "theirs"]
     named = {("epoch", *key): found for key, found in epochs.items()}

@@ -8,12 +8,15 @@ import os
 import platform
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -42,6 +45,23 @@ def machine() -> dict:
         "torch": torch.__version__,
         "torchvision": torchvision.__version__,
     }
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the installed libraries that a benchmark may use."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "torchvision", "accelerate", "datasets", "timm", "lightning"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def commit() -> str:
+    """The Git commit of this code; it ends with -dirty if files have changed since."""
+    sys.path.insert(0, str(ROOT))
+    from utils.version import code_commit
+
+    return code_commit()
 
 
 def machine_line() -> str:
@@ -120,14 +140,19 @@ def parse_flags(
 def report(
     args: argparse.Namespace, header: Sequence[str], rows: Sequence[Sequence], results: Mapping
 ) -> None:
-    """Print the table and the machine, and write all numbers to --json if it is set.
+    """Print the table and the machine, and write a record of all rounds to --json if it is set.
 
     A key of the results that is a tuple is written as its parts.
     """
     print(f"{markdown(header, rows)}\n\n{machine_line()}")
     if args.json:
         names = [name if isinstance(name, str) else ", ".join(map(str, name)) for name in results]
+        script = Path(sys.argv[0]).name
         record = {
+            "command": shlex.join(["python", f"benchmarks/{script}", *sys.argv[1:]]),
+            "date": date.today().isoformat(),
+            "commit": commit(),
+            "versions": versions(),
             "machine": machine(),
             "settings": {k: str(v) for k, v in vars(args).items()},
             "results": dict(zip(names, results.values(), strict=True)),

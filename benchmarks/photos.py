@@ -33,6 +33,7 @@ only once.
 """
 
 import argparse
+import re
 import shlex
 import sys
 import time
@@ -103,14 +104,17 @@ def ours(
         place = flags(output_dir=folder, run_name="run", cache_dir=caches, seed=seed)
         command = [*LAUNCH, *weights, *settings, *shlex.split(args.args), *place]
         (lines, _), times = timed(run, command, caches)
-        last = [record for record in read_log(folder / "run") if record["kind"] == "eval"][-1]
+        log = read_log(folder / "run")
+    last = [record for record in log if record["kind"] == "eval"][-1]
     if "--resume" in settings and not any("raise it to continue" in line for _, line in lines):
         raise SystemExit("the finished run was not recognised as finished")
     if args.what == "accuracy" and last["count"] != args.images:
         raise SystemExit(
             f"train.py evaluated {last['count']} of {args.images} images, which cannot be compared"
         )
-    return times | {"wrong": round((1 - last["accuracy"]) * last["count"])}
+    wrong = round((1 - last["accuracy"]) * last["count"])
+    listed = next(filter(None, (re.search(r"(\d+) training,", line) for _, line in lines)))
+    return times | {"wrong": wrong, "count": last["count"], "training": int(listed[1])}
 
 
 def measure_time(args: argparse.Namespace) -> tuple[list[str], list[list], dict]:

@@ -1,18 +1,20 @@
-"""How long a command takes to reach 98.5 % on MNIST's 10,000 test images, including the start of
-its processes.
+"""How long a command takes to reach an accuracy on MNIST's 10,000 test images, including the start
+of its processes: Lockstep and the training scripts of benchmarks/peers, under equal conditions.
 
-    python benchmarks/time_to_accuracy.py --mnist_idx DIR --peers DIR --json FILE
-    python benchmarks/time_to_accuracy.py --mnist_idx DIR --target 0.9 --rounds 1    a trial
+    python benchmarks/time_to_accuracy.py --json FILE
+    python benchmarks/time_to_accuracy.py --conditions recipe --sides tutorial --rounds 1    a trial
 
-Ours runs five times, the tutorial once. Our side is `accelerate launch ... train.py --config
-recipes/mnist_fast.yaml`, each time with a different --seed. If --peers is the folder with the
-tutorial's script, this script runs unchanged and evaluates after each epoch. Both sides have
---processes processes, on CPUs with one thread each, and read the same files: --mnist_idx, as read
-by torchvision.datasets.MNIST.
+mnist.py makes the folder --mnist on first use. All sides have --processes processes, on CPUs with
+one thread each. There are two conditions:
+
+* tutorial: the tutorials' network, SGD with their learning rate of 0.01, and batches of 128 per
+  process, to an accuracy of 90 %. The test images are evaluated after each epoch.
+* recipe: network, optimizer, schedule and batch of recipes/mnist_fast.yaml, with 150 updates, to
+  98.5 %. The test images are evaluated at the end.
 
 The time is measured from the start of the command to the line of the first evaluation that reaches
---target. Our side then continues to its last checkpoint, which is timed too; the tutorial is
-stopped.
+the target; then the command is stopped. In each round, all sides run once, in a random order. Our
+side has another --seed in each round.
 """
 
 import argparse
@@ -20,112 +22,110 @@ import json
 import math
 import re
 import sys
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
 
-from common import (
-    ROOT,
-    flags,
-    in_turns,
-    launch,
-    parse_flags,
-    read_log,
-    report,
-    run,
-    spread,
-    temporary,
-)
+import mnist
+from against_peers import ON_CPUS, OURS, PEERS, installed, peer, tutorial_settings
+from common import ROOT, flags, in_turns, launch, parse_flags, report, run, spread, temporary
 
 # A line of train.py, such as: update 13  eval (hold-out)  accuracy 0.1944  loss 2.2401
 EVALUATION = r"update \d+\s+eval .*?accuracy (\S+)"
-OURS, TUTORIAL = "ours", "tutorial"
+TUTORIAL, RECIPE = "tutorial", "recipe"
+TARGETS = {TUTORIAL: 0.9, RECIPE: 0.985}
+EPOCHS, UPDATES = 30, 150  # at most, in the first condition; in all, in the second one
 
 
-def ours(args: argparse.Namespace, seeds: count) -> dict[str, float]:
-    """Seconds of train.py to the target, in all and of training alone, and the final accuracy."""
-    settings = flags(config=args.config, threads=1, mixed_precision=args.mixed_precision)
-    settings += flags(data="torchvision/MNIST", data_dir=args.mnist_idx)
-    settings += flags(max_steps=args.max_steps, seed=next(seeds), run_name="run")
-    with temporary() as folder:
-        place = flags(output_dir=folder, cache_dir=folder / "cache")
-        command = [*launch(args.processes), ROOT / "train.py", *settings, *place]
-        lines, whole = run(command, seconds=args.cap)
-        log = read_log(folder / "run")
-    found = [(at, re.match(EVALUATION, line)) for at, line in lines]
-    evaluated = [(at, float(match[1])) for at, match in found if match]
-    reached = [at for at, accuracy in evaluated if accuracy >= args.target]
-    return {
-        "reached": min(reached, default=math.inf),
-        "whole": whole,
-        "training": [record["seconds"] for record in log if record["kind"] == "train"][-1],
-        "accuracy": evaluated[-1][1],
-    }
-
-
-def tutorial(args: argparse.Namespace) -> dict[str, float]:
-    """Seconds of the tutorial to the target, infinity if --cap ended it, and its last numbers."""
-    epochs = []
+def reach(
+    command: list, accuracy_of: Callable[[str], float | None], target: float, cap: float
+) -> dict[str, float]:
+    """Seconds of a command to the target, infinity if it was not reached, and the accuracy of its
+    last evaluation.
+    """
+    found = [math.nan]
 
     def reaches(line: str) -> bool:
-        epochs.extend([json.loads(line)] if line.startswith("{") else [])
-        return bool(epochs) and epochs[-1]["accuracy"] >= args.target
+        accuracy = accuracy_of(line)
+        found.extend([] if accuracy is None else [accuracy])
+        return accuracy is not None and accuracy >= target
 
-    settings = flags(root=args.mnist_idx, processes=args.processes, threads=1, epochs=10_000)
-    command = [sys.executable, args.peers / "mnist_ddp_baseline.py", *settings]
     try:
-        _, reached = run(command, reaches, seconds=args.cap)
+        _, seconds = run(command, reaches, seconds=cap, env=ON_CPUS)
     except TimeoutError:
-        reached = math.inf
-    last = epochs[-1] if epochs else {"train_s": math.nan, "accuracy": math.nan, "epoch": 0}
+        seconds = math.inf
     return {
-        "reached": reached,
-        "training": last["train_s"],
-        "accuracy": last["accuracy"],
-        "epochs": last["epoch"],
+        "reached": seconds if found[-1] >= target else math.inf,
+        "accuracy": found[-1],
+        "evaluations": len(found) - 1,
     }
 
 
-def rows(results: dict[str, list[dict]], cap: float) -> list[list]:
-    """A row for each side: seconds to the target, of training and in all, the accuracy, and the
-    ratio to ours.
-    """
+def ours(condition: str, args: argparse.Namespace, seeds: count) -> dict[str, float]:
+    """train.py, with an empty cache."""
+    data = flags(data="torchvision/MNIST", data_dir=args.mnist)
+    recipe = [*data, *flags(config=ROOT / "recipes/mnist_fast.yaml", max_steps=UPDATES, threads=1)]
+    tutorial = [*tutorial_settings(args.mnist), *flags(epochs=EPOCHS)]
+    settings = {TUTORIAL: tutorial, RECIPE: recipe}[condition]
+
+    def accuracy_of(line: str) -> float | None:
+        match = re.match(EVALUATION, line)
+        return float(match[1]) if match else None
+
+    with temporary() as folder:
+        place = flags(output_dir=folder, cache_dir=folder / "cache", seed=next(seeds))
+        command = [*launch(args.processes), ROOT / "train.py", *settings, *place]
+        return reach(command, accuracy_of, TARGETS[condition], args.cap)
+
+
+def theirs(condition: str, name: str, args: argparse.Namespace) -> dict[str, float]:
+    """A script of benchmarks/peers."""
+    recipe = flags(recipe="lockstep", updates=UPDATES)
+    settings = {TUTORIAL: flags(epochs=EPOCHS), RECIPE: recipe}[condition]
+    command = peer(name, args.processes, *flags(data=args.mnist), *settings)
+
+    def accuracy_of(line: str) -> float | None:
+        return json.loads(line)["accuracy"] if line.startswith("{") else None
+
+    return reach(command, accuracy_of, TARGETS[condition], args.cap)
+
+
+def rows(results: dict[tuple[str, str], list[dict]]) -> list[list]:
+    """A row for each condition and side: seconds to the target, and the ratio to ours."""
     lines = []
-    for name, runs in results.items():
-        times, mine = ([run["reached"] for run in results[side]] for side in (name, OURS))
+    for (condition, name), runs in results.items():
+        times = [run["reached"] for run in runs]
+        mine = [run["reached"] for run in results[condition, OURS]]
         reached = sum(map(math.isfinite, times))
-        never, more = math.isinf(median(times)), ""
-        shown = f"not within {cap:.0f}" if never else spread(times, ".1f")
-        if name == TUTORIAL:
-            least = spread([min(median(times), cap) / time for time in mine], ".1f")
-            more = f"at least {least}" if never else least
-        ends = spread([run["whole"] for run in runs], ".1f") if "whole" in runs[0] else ""
-        training = spread([run["training"] for run in runs], ".1f")
-        accuracy = spread([run["accuracy"] for run in runs], ".2%")
-        lines.append([name, shown, f"{reached} of {len(runs)}", training, ends, accuracy, more])
+        shown = spread(times, ".1f") if reached == len(times) else "not in all rounds"
+        ratio = [time / own for time, own in zip(times, mine, strict=True)]
+        more = spread(ratio, ".2f") if name != OURS and math.isfinite(median(ratio)) else ""
+        target = f"{TARGETS[condition]:.1%}"
+        lines.append([condition, name, target, shown, f"{reached} of {len(runs)}", more])
     return lines
 
 
 def main() -> None:
     args = parse_flags(
         __doc__,
-        ["mnist_idx"],
-        mnist_idx=(Path, "MNIST, a torchvision root"),
-        peers=(Path, "folder with the tutorial's mnist_ddp_baseline.py"),
+        rounds=3,
+        mnist=(Path("build/mnist"), "folder made by mnist.py"),
         processes=(2, "how many on each side"),
-        target=(0.985, "test accuracy"),
-        max_steps=(int, "updates of our side, if not those of the recipe"),
-        cap=(3600.0, "seconds after which a side is stopped"),
-        config=(ROOT / "recipes/mnist_fast.yaml", "recipe of our side"),
-        mixed_precision=(str, "precision of our side, as for train.py"),
+        conditions=(f"{TUTORIAL},{RECIPE}", "one or both"),
+        sides=(",".join(PEERS), "sides to compare with"),
+        cap=(900.0, "seconds after which a command is stopped"),
     )
-    results = in_turns({OURS: partial(ours, args, count())}, args.rounds)
-    if args.peers:
-        results |= in_turns({TUTORIAL: partial(tutorial, args)}, 1)
-    header = ["", f"to {args.target:.1%}, s", "reached by", "of it training, s"]
-    header += ["whole command, s", "test accuracy", "over ours"]
-    report(args, header, rows(results, args.cap), results)
+    sides, args.images = installed(args.sides.split(",")), mnist.ready(args.mnist)
+    print(f"images: {args.images}", file=sys.stderr)
+    results = {}
+    for condition in args.conditions.split(","):
+        runs = {(condition, OURS): partial(ours, condition, args, count())}
+        runs |= {(condition, name): partial(theirs, condition, name, args) for name in sides}
+        results |= in_turns(runs, args.rounds)
+    header = ["conditions", "script", "accuracy", "seconds to it", "reached by", "over ours"]
+    report(args, header, rows(results), results)
 
 
 if __name__ == "__main__":
