@@ -20,6 +20,13 @@ ARGS ?=
 WORKERS ?= -n 4 --dist worksteal
 # Without those that need minutes each, root, a GPU or a browser.
 ORDINARY := not slow and not machines and not slurm and not gpu and not browser
+# pip is quiet; a line every 20 s shows that it works. The trap ends these lines with pip, also after Ctrl-C.
+define install
+@echo "Installing PyTorch and other packages into $(VENV). The first time, this downloads about 3 GB and takes minutes."
+@s=0; while sleep 20 >/dev/null 2>&1; do s=$$((s + 20)); echo "    $$s s"; done & \
+trap "kill $$! 2>/dev/null" EXIT INT TERM HUP; \
+$(BIN)/pip install --quiet --disable-pip-version-check -r $(1) $(CONSTRAINTS)
+endef
 
 .PHONY: train doctor test test-all test-full gpu lint types coverage
 train: $(VENV)/.train
@@ -54,16 +61,16 @@ coverage: $(VENV)/.test
 	$(BIN)/coverage report
 
 $(VENV)/bin/pip:
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.train: requirements.txt constraints.txt | $(VENV)/bin/pip
-	$(BIN)/pip install -r requirements.txt $(CONSTRAINTS)
-	touch $@
+	$(call install,requirements.txt)
+	@touch $@
 
 $(VENV)/.lint: requirements-lint.txt constraints.txt | $(VENV)/bin/pip
-	$(BIN)/pip install -r requirements-lint.txt $(CONSTRAINTS)
-	touch $@
+	$(call install,requirements-lint.txt)
+	@touch $@
 
 $(VENV)/.test: requirements-dev.txt requirements-lint.txt requirements.txt constraints.txt | $(VENV)/bin/pip
-	$(BIN)/pip install -r requirements-dev.txt $(CONSTRAINTS)
-	touch $@ $(VENV)/.train $(VENV)/.lint
+	$(call install,requirements-dev.txt)
+	@touch $@ $(VENV)/.train $(VENV)/.lint

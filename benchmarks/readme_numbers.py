@@ -9,7 +9,7 @@ numbers of a record stands between `<!-- NAME: written by benchmarks/readme_numb
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from statistics import median
 from textwrap import fill
 
@@ -17,7 +17,7 @@ from common import ROOT, markdown, over, parse_flags, spread
 
 RECORDS = ROOT / "benchmarks/records"
 PART = re.compile(
-    r"(<!-- ([\w-]+): written by benchmarks/readme_numbers.py -->\n).*?(\n<!-- end -->)", re.S
+    r"(<!-- ([\w-]+): written by benchmarks/readme_numbers.py -->\n).*?(<!-- end -->)", re.S
 )
 NAMES = {
     "ours": "Lockstep",
@@ -28,66 +28,45 @@ NAMES = {
     "lightning": "Lightning's `Trainer`",
     "bare_step": "the step alone, without data",
 }
-ORDER = list(NAMES)
 
 
-def ordered(results: Mapping[str, list]) -> list[str]:
-    """The keys of a record's results, such as `epoch, tutorial, 2`, in the order of NAMES."""
-    return sorted(results, key=lambda key: ORDER.index(key.split(", ")[1]))
-
-
-def under(record: dict, rounds: str) -> str:
-    """Where and how a record was measured."""
+def machine(record: dict) -> str:
+    """On what a record was measured."""
     machine, versions = record["machine"], record["versions"]
     cpu = " ".join(re.sub(r"\(R\)|\(TM\)|Processor|CPU", "", machine["cpu"]).split())
-    where = f"{machine['cores']} cores of an {cpu} ({machine['cpu_capability']})"
     libraries = ", ".join(f"{name} {versions[name].split('+')[0]}" for name in LIBRARIES)
-    commit = record["commit"][:8]
-    text = (
-        f"{record['date']}, {rounds}; {where}; {libraries}; commit {commit}; `{record['command']}`"
+    return f"{machine['cores']} cores, {cpu} ({machine['cpu_capability']}); {libraries}"
+
+
+def command(record: dict, rounds: int) -> str:
+    """How a record was measured."""
+    return (
+        f"{record['date']}, {rounds} rounds, commit {record['commit'][:8]}: `{record['command']}`"
     )
-    return wrapped(text)
 
 
 def wrapped(text: str) -> str:
+    """A paragraph of at most 120 columns."""
     return fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
-def speed(record: dict) -> str:
-    """Images per second beside other training scripts, and how many times as many are ours."""
-    results = record["results"]
-    ours = results["epoch, ours, 2"]
-    rows = [[NAMES["ours"], spread(ours), ""]]
-    for key in ordered(results):
-        kind, name, _ = key.split(", ")
-        if kind == "epoch" and name != "ours":
-            rows.append([NAMES[name], spread(results[key]), over(ours, results[key])])
-    table = markdown(["MNIST, two processes", "images/s", "Lockstep over it"], rows)
-    return f"{table}\n\n{under(record, f'{len(ours)} rounds')}"
-
-
-def bare_step(record: dict) -> str:
-    """Images per second beside the training step alone."""
-    ours, bare = (record["results"][f"pair, {name}, 2"] for name in ("ours", "bare_step"))
-    rows = [[NAMES["bare_step"], spread(ours), spread(bare), over(ours, bare)]]
-    return markdown(
-        ["two processes, against", "ours, images/s", "theirs", "ours over theirs"], rows
-    )
-
-
-def time_to_accuracy(record: dict) -> str:
-    """Seconds from the start of a command to an accuracy, under both conditions."""
-    columns: dict[str, dict[str, list[dict]]] = {}
-    for key in ordered(record["results"]):
-        condition, name = key.split(", ")
-        columns.setdefault(name, {})[condition] = record["results"][key]
-    rows = [
-        [NAMES[name], *(reached(found[condition]) for condition in CONDITIONS)]
-        for name, found in columns.items()
+def speed(rates: dict, times: dict) -> str:
+    """Images per second of the scripts, and the seconds to an accuracy under both conditions."""
+    ours, rows = rates["results"]["epoch, ours, 2"], []
+    for name, text in NAMES.items():
+        theirs = rates["results"].get(f"epoch, {name}, 2")
+        if theirs:
+            ratio = "" if name == "ours" else over(ours, theirs)
+            runs = [times["results"][f"{condition}, {name}"] for condition in CONDITIONS]
+            rows.append([text, spread(theirs), ratio, *map(reached, runs)])
+    table = markdown(["", "images/s", "Lockstep's over it", *CONDITIONS.values()], rows)
+    measured = [
+        machine(rates),
+        command(rates, len(ours)),
+        command(times, len(times["results"]["recipe, ours"])),
     ]
-    table = markdown(["seconds, with the start", *CONDITIONS.values()], rows)
-    rounds = len(record["results"]["recipe, ours"])
-    return f"{table}\n\n{under(record, f'{rounds} rounds')}"
+    how = "Medians, with the lowest and highest of the rounds. Seconds count from the start of the"
+    return f"{table}\n\n{wrapped(f'{how} command. ' + '; '.join(measured))}"
 
 
 def reached(runs: list[dict]) -> str:
@@ -96,6 +75,16 @@ def reached(runs: list[dict]) -> str:
     if max(seconds) == float("inf"):
         return f"not in {sum(time == float('inf') for time in seconds)} of {len(seconds)} rounds"
     return spread(seconds, ".0f")
+
+
+def bare_step(record: dict) -> str:
+    """Images per second beside the training step alone."""
+    ours, bare = (record["results"][f"pair, {name}, 2"] for name in ("ours", "bare_step"))
+    table = markdown(
+        ["two processes", "images/s", "Lockstep's over it"],
+        [["Lockstep", spread(ours), ""], [NAMES["bare_step"], spread(bare), over(ours, bare)]],
+    )
+    return f"{table}\n\n{wrapped(command(record, len(ours)))}"
 
 
 def photos(record: dict) -> str:
@@ -120,18 +109,16 @@ def first_run(record: dict) -> str:
 
 LIBRARIES = ("torch", "torchvision", "accelerate", "datasets", "timm", "lightning")
 CONDITIONS = {
-    "tutorial": "to 90 %, network and learning rate of the tutorials",
-    "recipe": "to 98.5 %, network and learning rate of `mnist_fast.yaml`",
+    "tutorial": "s to 90 %, tutorials' settings",
+    "recipe": "s to 98.5 %, our recipe",
 }
-SHOWN = ("Lockstep", "─", "rank ", "batch", "optimizer", "updates", "update 260", "Done")
-SHOWN += ("accuracy", "always", "training", "page", "evaluate it")
-# By the name of a part: the record's name, and the function that writes it.
-PARTS: dict[str, tuple[str, Callable[[dict], str]]] = {
-    "first-run": ("first_run", first_run),
-    "photos": ("photos", photos),
-    "speed": ("against_peers", speed),
-    "bare-step": ("against_peers", bare_step),
-    "time-to-accuracy": ("time_to_accuracy", time_to_accuracy),
+SHOWN = ("Lockstep", "rank ", "update 260", "accuracy", "always", "training")
+# By the name of a part: the function that writes it, and the records that it reads.
+PARTS: dict[str, tuple[Callable[..., str], list[str]]] = {
+    "first-run": (first_run, ["first_run"]),
+    "photos": (photos, ["photos"]),
+    "speed": (speed, ["against_peers", "time_to_accuracy"]),
+    "bare-step": (bare_step, ["against_peers"]),
 }
 
 
@@ -139,8 +126,9 @@ def written(page: str) -> str:
     """The text of a page, with its parts written again."""
 
     def replace(match: re.Match) -> str:
-        record, write = PARTS[match[2]]
-        return f"{match[1]}{write(json.loads((RECORDS / f'{record}.json').read_text()))}{match[3]}"
+        write, names = PARTS[match[2]]
+        records = [json.loads((RECORDS / f"{name}.json").read_text()) for name in names]
+        return f"{match[1]}{write(*records)}\n{match[3]}"
 
     return PART.sub(replace, page)
 

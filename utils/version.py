@@ -5,7 +5,7 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-VERSION = "0.2.0"
+VERSION = "0.3.0"
 _ROOT = Path(__file__).resolve().parent.parent
 
 

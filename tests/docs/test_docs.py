@@ -29,7 +29,8 @@ from utils.config.cli import parse_args
 from utils.settings import scripts
 from utils.settings import train as settings
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", ROOT / "CONTRIBUTING.md"]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
 WHY = ("needs ", "takes hours", "installs packages")
 SCRIPTS = re.compile(r"(\w+)\.py\b")
 LAUNCH = re.compile(
@@ -245,16 +246,22 @@ def test_links_between_the_pages_lead_to_headings_that_exist():
 
 def test_the_readme_has_the_size_of_the_code():
     text = " ".join((ROOT / "README.md").read_text().split())
-    lines = sum(len(file.read_text().splitlines()) for file in (ROOT / "utils").rglob("*.py"))
-    written = int(re.search(r"([\d,]+) lines in `utils/`", text)[1].replace(",", ""))
-    assert lines == pytest.approx(written, rel=0.05)
+    for folder, form in (
+        ("utils", r"([\d,]+) lines in `utils/`"),
+        ("extras", r"`extras/`, ([\d,]+)"),
+    ):
+        lines = sum(len(file.read_text().splitlines()) for file in (ROOT / folder).rglob("*.py"))
+        written = int(re.search(form, text)[1].replace(",", ""))
+        assert lines == pytest.approx(written, rel=0.05)
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 175
     assert len(list((ROOT / "utils").glob("*/__init__.py"))) == 9 and "[nine packages]" in text
     lines = len((ROOT / "train.py").read_text().splitlines())
     assert lines <= 276 and f"`train.py` is {lines} lines" in text
 
 
-def test_the_loop_in_the_readme_is_that_of_train_py():
-    loop = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_the_loop_in_the_readme_is_that_of_train_py(page):
+    loop = re.search(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)[1]
     assert loop in (ROOT / "train.py").read_text() and len(loop.splitlines()) == 13
 
 
