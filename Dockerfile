@@ -1,7 +1,7 @@
 # Lockstep on CPUs. The last line trains on digits; any other command may follow the name of the image:
 #     docker build --tag lockstep . && mkdir -p runs
 #     docker run --shm-size 1g --user "$(id -u)" -v "$PWD/runs:/lockstep/runs" lockstep
-# Not tried: no container has been built so far. tests/repository/test_container.py runs these steps without one.
+# No container has been built from this so far. tests/repository/test_container.py runs its steps without one.
 FROM python:3.12-slim
 # pip prefers PyTorch's builds without CUDA, from this index. Any user may write to /tmp.
 ENV PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu HOME=/tmp

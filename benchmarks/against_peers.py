@@ -53,14 +53,19 @@ ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 def peer(name: str, processes: int, *more: str) -> list:
     """The command of a script of benchmarks/peers."""
     folder, counted = ROOT / "benchmarks/peers", flags(processes=processes)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *flags(nproc_per_node=processes)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += flags(nproc_per_node=processes)
     commands = {
         "tutorial": [sys.executable, folder / "tutorial.py"],
-        "hugging_face": [*launch(processes), folder / "hugging_face.py"],
-        "hugging_face_decoded": [*launch(processes), folder / "hugging_face.py", "--decoded"],
+        "hugging_face": [*launch(processes, "cpu"), folder / "hugging_face.py"],
+        "hugging_face_decoded": [
+            *launch(processes, "cpu"),
+            folder / "hugging_face.py",
+            "--decoded",
+        ],
         "timm": [*torchrun, folder / "timm_parts.py"],
         "lightning": [sys.executable, folder / "lightning_trainer.py"],
-        BARE: [*torchrun, folder / "bare_step.py"],
+        BARE: [*torchrun, folder / "tutorial_step.py"],
     }
     return [*commands[name], *counted, *more]
 
@@ -83,7 +88,7 @@ def tutorial_settings(folder: Path) -> list[str]:
 def ours(processes: int, args: argparse.Namespace, **more) -> list[dict]:
     """The log of train.py with the tutorials' settings."""
     settings = [*tutorial_settings(args.mnist), *flags(max_eval_samples=256, **more)]
-    return train(processes, *settings, env=ON_CPUS)
+    return train(processes, *settings, device="cpu", env=ON_CPUS)
 
 
 def epoch_rate(processes: int, args: argparse.Namespace) -> float:

@@ -165,17 +165,19 @@ def numbers(text: str) -> list[int]:
     return sorted(map(int, text.split(",")))
 
 
-def launch(processes: int) -> list[str]:
+def launch(processes: int, device: str | None = None) -> list[str]:
     """The command that runs a script: Python for one process, else accelerate launch with the
     project's config.
 
-    Several processes run on CPUs if there are too few GPUs for them.
+    Several processes run on `device`, cpu or gpu; if it is None, on CPUs only if there are too few
+    GPUs for them.
     """
     from torch import cuda
 
     if processes == 1:
         return [sys.executable]
-    device = "gpu" if cuda.device_count() >= processes else "cpu"
+    if device is None:
+        device = "gpu" if cuda.device_count() >= processes else "cpu"
     config = ROOT / f"accelerate_configs/2{device}.yaml"
     where = flags(config_file=config, num_processes=processes)
     return [sys.executable, "-m", "accelerate.commands.launch", *where]
@@ -242,7 +244,11 @@ def flags(**settings) -> list[str]:
 
 
 def train(
-    processes: int, *settings: str, then: Callable[[Path], None] | None = None, **how: Any
+    processes: int,
+    *settings: str,
+    then: Callable[[Path], None] | None = None,
+    device: str | None = None,
+    **how: Any,
 ) -> list[dict]:
     """Train with train.py in a temporary folder, as `run` does; returns the records of its log.
 
@@ -250,7 +256,7 @@ def train(
     """
     with temporary() as folder:
         place = flags(output_dir=folder, run_name="run")
-        run([*launch(processes), ROOT / "train.py", *settings, *place], **how)
+        run([*launch(processes, device), ROOT / "train.py", *settings, *place], **how)
         if then:
             then(folder / "run")
         return read_log(folder / "run")

@@ -2,7 +2,7 @@
 
     python benchmarks/first_run.py --json benchmarks/records/first_run.json
 
-The name of this machine becomes `laptop` in the record, and the folder of the repository
+In the record, the name of this machine is replaced by `laptop`, and the folder of the repository by
 `/home/me/lockstep`.
 """
 
@@ -14,7 +14,7 @@ from common import ROOT, flags, launch, parse_flags, report, run, temporary
 def output() -> list[str]:
     """The lines that train.py prints on two processes with its defaults."""
     with temporary() as folder:
-        command = [*launch(2), ROOT / "train.py", *flags(output_dir=folder / "runs")]
+        command = [*launch(2, "cpu"), ROOT / "train.py", *flags(output_dir=folder / "runs")]
         lines, _ = run(command, env={"CUDA_VISIBLE_DEVICES": ""})
         text = "".join(line for _, line in lines)
         others = {f"{folder}/": "", str(ROOT): "/home/me/lockstep", platform.node(): "laptop"}

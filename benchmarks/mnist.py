@@ -50,9 +50,9 @@ def from_parquet(folder: Path) -> Splits:
         yield split, np.stack([*map(np.asarray, opened)]), frame["label"].to_numpy()
 
 
-def generated() -> Splits:
-    """Generated images."""
-    source = open_synthetic("10x28x60000", DataSettings())
+def generated(count: int = 60_000) -> Splits:
+    """Generated images, of which a tenth more are for testing."""
+    source = open_synthetic(f"10x28x{count}", DataSettings())
     for split in PREFIXES:
         found = source.split(split)
         pixels = np.stack([found.images[row][0] for row in range(len(found.images))])
@@ -112,7 +112,9 @@ def main() -> None:
     parser.add_argument("--parquet", type=Path, help="the Hub's files, in place of a download")
     parser.add_argument("--generated", action="store_true", help="generate images instead")
     args = parser.parse_args()
-    make(args.folder, args.parquet, args.generated)
+    if args.parquet or args.generated:
+        make(args.folder, args.parquet, args.generated)
+    print(f"{args.folder}: {ready(args.folder)}")
 
 
 if __name__ == "__main__":

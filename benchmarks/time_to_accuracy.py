@@ -4,8 +4,8 @@ of its processes: Lockstep and the training scripts of benchmarks/peers, under e
     python benchmarks/time_to_accuracy.py --json FILE
     python benchmarks/time_to_accuracy.py --conditions recipe --sides tutorial --rounds 1    a trial
 
-mnist.py makes the folder --mnist on first use. All sides have --processes processes, on CPUs with
-one thread each. There are two conditions:
+mnist.py makes the folder --mnist on first use. Each script runs in --processes processes on the
+CPU, with one thread per process. There are two conditions:
 
 * tutorial: the tutorials' network, SGD with their learning rate of 0.01, and batches of 128 per
   process, to an accuracy of 90 %. The test images are evaluated after each epoch.
@@ -13,8 +13,8 @@ one thread each. There are two conditions:
   98.5 %. The test images are evaluated at the end.
 
 The time is measured from the start of the command to the line of the first evaluation that reaches
-the target; then the command is stopped. In each round, all sides run once, in a random order. Our
-side has another --seed in each round.
+the target; then the command is stopped. In each round, all scripts run once, in a random order.
+Each script has another --seed in each round.
 """
 
 import argparse
@@ -36,7 +36,8 @@ from common import ROOT, flags, in_turns, launch, parse_flags, report, run, spre
 EVALUATION = r"update \d+\s+eval .*?accuracy (\S+)"
 TUTORIAL, RECIPE = "tutorial", "recipe"
 TARGETS = {TUTORIAL: 0.9, RECIPE: 0.985}
-EPOCHS, UPDATES = 30, 150  # at most, in the first condition; in all, in the second one
+EPOCHS = 30  # at most, in the first condition
+UPDATES = 150  # of each run, in the second condition
 
 
 def reach(
@@ -76,15 +77,16 @@ def ours(condition: str, args: argparse.Namespace, seeds: count) -> dict[str, fl
 
     with temporary() as folder:
         place = flags(output_dir=folder, cache_dir=folder / "cache", seed=next(seeds))
-        command = [*launch(args.processes), ROOT / "train.py", *settings, *place]
+        command = [*launch(args.processes, "cpu"), ROOT / "train.py", *settings, *place]
         return reach(command, accuracy_of, TARGETS[condition], args.cap)
 
 
-def theirs(condition: str, name: str, args: argparse.Namespace) -> dict[str, float]:
+def theirs(condition: str, name: str, args: argparse.Namespace, seeds: count) -> dict[str, float]:
     """A script of benchmarks/peers."""
     recipe = flags(recipe="lockstep", updates=UPDATES)
     settings = {TUTORIAL: flags(epochs=EPOCHS), RECIPE: recipe}[condition]
-    command = peer(name, args.processes, *flags(data=args.mnist), *settings)
+    settings = [*flags(data=args.mnist, seed=next(seeds)), *settings]
+    command = peer(name, args.processes, *settings)
 
     def accuracy_of(line: str) -> float | None:
         return json.loads(line)["accuracy"] if line.startswith("{") else None
@@ -119,12 +121,15 @@ def main() -> None:
     )
     sides, args.images = installed(args.sides.split(",")), mnist.ready(args.mnist)
     print(f"images: {args.images}", file=sys.stderr)
-    results = {}
-    for condition in args.conditions.split(","):
+    conditions, results = args.conditions.split(","), {}
+    if not ({*sides} <= {*PEERS} and {*conditions} <= TARGETS.keys()):
+        raise SystemExit(f"--sides: some of {','.join(PEERS)}; --conditions: {','.join(TARGETS)}")
+    for condition in conditions:
         runs = {(condition, OURS): partial(ours, condition, args, count())}
-        runs |= {(condition, name): partial(theirs, condition, name, args) for name in sides}
+        for name in sides:
+            runs[condition, name] = partial(theirs, condition, name, args, count())
         results |= in_turns(runs, args.rounds)
-    header = ["conditions", "script", "accuracy", "seconds to it", "reached by", "over ours"]
+    header = ["conditions", "script", "accuracy", "seconds to it", "reached in", "seconds / ours"]
     report(args, header, rows(results), results)
 
 

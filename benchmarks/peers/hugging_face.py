@@ -3,9 +3,10 @@
     accelerate launch --config_file accelerate_configs/2cpu.yaml benchmarks/peers/hugging_face.py \\
         --data DIR --epochs 2
 
-DIR was made by mnist.py. As in run_image_classification_no_trainer.py, a PNG file is decoded each
-time that it is used. With --decoded, each is decoded once, before training starts. After each
-epoch, the main process prints a line of JSON.
+DIR was made by mnist.py. All processes run on the CPU. As in
+run_image_classification_no_trainer.py, a PNG file is decoded each time that it is used. With
+--decoded, each is decoded once, before training starts. After each epoch, all processes evaluate
+the test images, and the main process prints a line of JSON.
 """
 
 import torch
@@ -33,7 +34,7 @@ def collate(rows):
 
 
 def collate_decoded(rows):
-    """Normalise the batch at once, which is faster than image by image."""
+    """Normalise a whole batch in one operation, which is faster than image by image."""
     images, labels = zip(*rows, strict=True)
     x = torch.stack(images).float().div_(255).sub_(MEAN).div_(STD)
     return x, torch.stack(labels)
@@ -65,7 +66,7 @@ def make_loader(split, transform, shift, size, args, shuffle=False) -> DataLoade
 
 def main() -> None:
     args = read_flags(__doc__)
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == args.processes
     torch.set_num_threads(1)
     files = {split: f"{args.data}/{split}-*.parquet" for split in ("train", "test")}
@@ -99,7 +100,8 @@ def main() -> None:
             with torch.no_grad():
                 found, y = accelerator.gather_for_metrics((model(x).argmax(1), y))
             correct, count = correct + (found == y).sum().item(), count + len(y)
-        accelerator.print(clock.line(epoch=epoch + 1, accuracy=correct / count))
+        line = clock.line(epoch=epoch + 1, accuracy=correct / count)
+        accelerator.print(line, flush=True)
     accelerator.end_training()
 
 

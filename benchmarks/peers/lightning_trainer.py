@@ -2,8 +2,9 @@
 
     python benchmarks/peers/lightning_trainer.py --data DIR --processes 2 --epochs 2
 
-DIR was made by mnist.py. The Trainer has no logger, no checkpoints and no progress bar. After each
-epoch, process 0 evaluates the test images and prints a line of JSON.
+DIR was made by mnist.py. All processes run on the CPU. The Trainer has no logger, no checkpoints
+and no progress bar. After each epoch, all processes evaluate the test images, and process 0 prints
+a line of JSON.
 """
 
 import lightning
@@ -15,12 +16,10 @@ from torchvision.datasets import MNIST
 
 
 class Classifier(lightning.LightningModule):
-    def __init__(self, args, images, tests):
+    def __init__(self, args, images):
         super().__init__()
         self.model, self.optimizer, self.scheduler = make_work(args, images)
-        self.tests = tests
         self.clock = Clock()
-        self.seen = 0
 
     def training_step(self, batch, index):
         x, y = batch
@@ -37,35 +36,42 @@ class Classifier(lightning.LightningModule):
         self.seen = 0
         self.clock.start()
 
-    @torch.no_grad()
-    def on_train_epoch_end(self):
+    def on_validation_start(self):
         self.clock.stop(self.seen)
+        self.counts = torch.zeros(2)
+
+    def validation_step(self, batch, index):
+        x, y = batch
+        correct = (self.model(x).argmax(1) == y).sum()
+        self.counts += torch.stack([correct, torch.tensor(len(y))])
+
+    def on_validation_epoch_end(self):
+        correct, count = self.trainer.strategy.reduce(self.counts, reduce_op="sum").tolist()
         if self.global_rank == 0:
-            self.model.eval()
-            found = ((self.model(x.to(self.device)).argmax(1).cpu(), y) for x, y in self.tests)
-            correct = sum((predicted == y).sum().item() for predicted, y in found)
-            accuracy = correct / len(self.tests.dataset)
-            print(self.clock.line(epoch=self.current_epoch + 1, accuracy=accuracy), flush=True)
-            self.model.train()
+            line = self.clock.line(epoch=self.current_epoch + 1, accuracy=correct / count)
+            print(line, flush=True)
 
 
 def main() -> None:
     args = read_flags(__doc__)
     torch.set_num_threads(1)
+    lightning.seed_everything(args.seed, verbose=False)
     images = MNIST(args.data, train=True, transform=training_transform(args))
     loader = DataLoader(images, batch_size(args), shuffle=True, num_workers=args.num_workers)
     tests = DataLoader(MNIST(args.data, train=False, transform=test_transform()), batch_size=512)
     trainer = lightning.Trainer(
+        accelerator="cpu",
         devices=args.processes,
-        strategy="ddp" if args.processes > 1 else "auto",
+        strategy="ddp",
         max_epochs=args.epochs,
         limit_train_batches=args.updates or 1.0,
+        num_sanity_val_steps=0,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Classifier(args, images.data[::60], tests), loader)
+    trainer.fit(Classifier(args, images.data[::60]), loader, tests)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What the training scripts in this folder have in common: flags, networks, and the line that they
 print after each epoch.
 
-The scripts of this folder do not use Lockstep, except for one thing: --recipe lockstep takes the
+The scripts of this folder do not use Lockstep, with one exception: --recipe lockstep takes the
 network and the optimizer of recipes/mnist_fast.yaml from it, so that all scripts train the same.
 """
 
@@ -10,15 +10,18 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from torchvision import transforms
 
 ROOT = Path(__file__).resolve().parents[2]
+RECIPE = yaml.safe_load((ROOT / "recipes/mnist_fast.yaml").read_text())
 MEAN = STD = 0.5
 TRAINING_IMAGES = 60_000
 
@@ -41,14 +44,6 @@ class TutorialNet(nn.Module):
         return self.fc2(F.dropout(x, training=self.training))
 
 
-class Work(NamedTuple):
-    """What a script trains. `scheduler` is stepped after each update, if there is one."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler | None
-
-
 def read_flags(doc: str | None) -> argparse.Namespace:
     """The flags of all scripts in this folder; `doc` is the docstring of the script."""
     parser = argparse.ArgumentParser(
@@ -58,15 +53,18 @@ def read_flags(doc: str | None) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=2, help="how many train together")
     parser.add_argument("--epochs", type=int, default=1, help="how many (default: 1)")
     parser.add_argument("--recipe", choices=("tutorial", "lockstep"), default="tutorial")
-    parser.add_argument("--updates", type=int, help="end the only epoch after so many updates")
-    parser.add_argument("--num_workers", type=int, default=0, help="loader processes of a process")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--updates", type=int, help="end each epoch after this number of updates")
+    parser.add_argument(
+        "--num_workers", type=int, default=0, help="DataLoader workers of each process"
+    )
     parser.add_argument("--decoded", action="store_true", help="decode all images beforehand")
     return parser.parse_args()
 
 
 def batch_size(args: argparse.Namespace) -> int:
-    """The images of a batch of each process: 128 in the tutorials, 128 in all in the recipe."""
-    return 128 if args.recipe == "tutorial" else 128 // args.processes
+    """Images per process and batch: 128 in the tutorials; in the recipe, 128 for all processes."""
+    return 128 if args.recipe == "tutorial" else RECIPE["global_batch_size"] // args.processes
 
 
 def updates(args: argparse.Namespace) -> int:
@@ -74,31 +72,38 @@ def updates(args: argparse.Namespace) -> int:
     return args.updates or -(-TRAINING_IMAGES // (batch_size(args) * args.processes))
 
 
-def make_work(args: argparse.Namespace, some_images: Tensor) -> Work:
-    """The model and its optimizer. `some_images` are training images, uint8 [n, 28, 28]."""
-    torch.manual_seed(0)
+def make_work(
+    args: argparse.Namespace, some_images: Tensor
+) -> tuple[nn.Module, Optimizer, LRScheduler | None]:
+    """The model, its optimizer, and a scheduler to step after each update, if there is one.
+
+    `some_images` are training images, uint8 [n, 28, 28].
+    """
+    torch.manual_seed(args.seed)
     if args.recipe == "tutorial":
         model = TutorialNet()
-        return Work(model, torch.optim.SGD(model.parameters(), lr=0.01), None)
+        return model, SGD(model.parameters(), lr=0.01), None
     sys.path.insert(0, str(ROOT))
     from utils.data import InputSpec
     from utils.models import build_model
     from utils.settings.train import TrainConfig
     from utils.training import build_optimizer
 
-    rate, widths = 0.8, [16, 32, 64]
-    config = TrainConfig(model="fastnet", model_args={"widths": widths}, lr=rate, weight_decay=5e-4)
+    rate = RECIPE["lr"]
+    network = {name: RECIPE[name] for name in ("model", "model_args")}
+    config = TrainConfig(lr=rate, weight_decay=5e-4, **network)
     model = build_model(config, InputSpec(28, 28, 1, [MEAN], [STD]), classes=10)
     model.whiten_patches(np.asarray(some_images)[..., None])
     optimizer = build_optimizer(config, model)
     steps = args.epochs * updates(args)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps, cycle_momentum=False)
-    return Work(model, optimizer, schedule)
+    return model, optimizer, OneCycleLR(optimizer, rate, steps, cycle_momentum=False)
 
 
 def shift_of(args: argparse.Namespace) -> nn.Module:
     """The augmentation of the recipe, a shift by up to one pixel; the tutorials have none."""
-    return transforms.RandomCrop(28, padding=1) if args.recipe == "lockstep" else nn.Identity()
+    if args.recipe == "tutorial":
+        return nn.Identity()
+    return transforms.RandomCrop(28, padding=RECIPE["crop_padding"])
 
 
 def training_transform(args: argparse.Namespace) -> transforms.Compose:
@@ -122,7 +127,7 @@ class Clock:
         self.begun = time.perf_counter()
 
     def stop(self, images: int) -> None:
-        """End a stretch in which all processes together trained on so many images."""
+        """End a stretch in which all processes together trained on `images` images."""
         self.seconds += time.perf_counter() - self.begun
         self.images += images
 

@@ -1,12 +1,13 @@
-"""MNIST with plain DistributedDataParallel, in the steps of PyTorch's tutorials.
+"""MNIST with plain DistributedDataParallel, as in PyTorch's tutorials.
 
     python benchmarks/peers/tutorial.py --data DIR --processes 2 --epochs 2
 
-DIR was made by mnist.py. One process per GPU or, without GPUs, on the CPU. After each epoch,
-process 0 evaluates the test images and prints a line of JSON.
+DIR was made by mnist.py. All processes run on the CPU. After each epoch, process 0 evaluates the
+test images, as the tutorials do, and prints a line of JSON.
 """
 
 import os
+import socket
 
 import torch
 import torch.distributed as dist
@@ -19,22 +20,14 @@ from torchvision.datasets import MNIST
 
 
 def train(rank: int, args) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="12355")
     torch.set_num_threads(1)
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=args.processes)
-
+    dist.init_process_group("gloo", rank=rank, world_size=args.processes)
     images = MNIST(args.data, train=True, transform=training_transform(args))
-    sampler = DistributedSampler(images)
-    loader = DataLoader(
-        images, batch_size(args), sampler=sampler, num_workers=args.num_workers, pin_memory=cuda
-    )
+    sampler = DistributedSampler(images, seed=args.seed)
+    loader = DataLoader(images, batch_size(args), sampler=sampler, num_workers=args.num_workers)
     tests = DataLoader(MNIST(args.data, train=False, transform=test_transform()), batch_size=512)
     model, optimizer, scheduler = make_work(args, images.data[::60])
-    model = DistributedDataParallel(model.to(device), device_ids=[rank] if cuda else None)
+    model = DistributedDataParallel(model)
 
     clock = Clock()
     for epoch in range(args.epochs):
@@ -43,7 +36,6 @@ def train(rank: int, args) -> None:
         clock.start()
         seen = 0
         for update, (x, y) in enumerate(loader, 1):
-            x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
@@ -54,18 +46,21 @@ def train(rank: int, args) -> None:
                 break
         clock.stop(seen)
         if rank == 0:
-            print(clock.line(epoch=epoch + 1, accuracy=accuracy(model.module, tests, device)))
+            line = clock.line(epoch=epoch + 1, accuracy=accuracy(model.module, tests))
+            print(line, flush=True)
     dist.destroy_process_group()
 
 
 @torch.no_grad()
-def accuracy(model: torch.nn.Module, tests: DataLoader, device: torch.device) -> float:
+def accuracy(model: torch.nn.Module, tests: DataLoader) -> float:
     """The share of test images that are classified correctly."""
     model.eval()
-    correct = sum((model(x.to(device)).argmax(1).cpu() == y).sum().item() for x, y in tests)
+    correct = sum((model(x).argmax(1) == y).sum().item() for x, y in tests)
     return correct / len(tests.dataset)
 
 
 if __name__ == "__main__":
     flags = read_flags(__doc__)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
     mp.spawn(train, args=(flags,), nprocs=flags.processes)

@@ -253,6 +253,7 @@ def test_the_readme_has_the_size_of_the_code():
         lines = sum(len(file.read_text().splitlines()) for file in (ROOT / folder).rglob("*.py"))
         written = int(re.search(form, text)[1].replace(",", ""))
         assert lines == pytest.approx(written, rel=0.05)
+        assert f"{written:,}" in (ROOT / "README.zh-CN.md").read_text()
     assert len((ROOT / "README.md").read_text().splitlines()) <= 175
     assert len(list((ROOT / "utils").glob("*/__init__.py"))) == 9 and "[nine packages]" in text
     lines = len((ROOT / "train.py").read_text().splitlines())

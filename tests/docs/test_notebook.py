@@ -28,14 +28,19 @@ def run_cells(cells: list[str], **env: str) -> tuple[int, str, str]:
 
     pip may neither ask an index nor change this environment.
     """
-    env = {"PIP_NO_INDEX": "1", "PIP_DRY_RUN": "1", "HF_HUB_OFFLINE": "1"} | env
+    env = {
+        "PIP_NO_INDEX": "1",
+        "PIP_DRY_RUN": "1",
+        "HF_HUB_OFFLINE": "1",
+        "LC_ALL": "C.UTF-8",
+    } | env
     return start(sys.executable, "-c", "\n\n".join(cells), seconds=6 * PATIENCE, **env)
 
 
 def in_a_clone(monkeypatch) -> Path:
     """Stand in the folder of the notebook, in a copy of the project made of links."""
+    Path("clone").mkdir()
     for path in ROOT.iterdir():
-        (Path("clone") / path.name).parent.mkdir(exist_ok=True)
         if path.name != "notebooks":
             (Path("clone") / path.name).symlink_to(path)
     clone = Path("clone").resolve()
@@ -50,7 +55,7 @@ def repository(tmp_path, monkeypatch) -> str:
     if shutil.which("git") is None:
         pytest.skip("needs git")
     origin = str(tmp_path / "origin")
-    author = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    author = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
     git = ["git", *author, f"--git-dir={origin}", f"--work-tree={ROOT}"]
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
         subprocess.run([*git, *words], cwd=ROOT, check=True)

@@ -3,15 +3,18 @@
 import importlib
 import json
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from datasets import load_dataset
 from helpers.ranks import returned
-from helpers.training_runs import ROOT, start
+from helpers.training_runs import ROOT, start, train_run
+from safetensors.torch import load_file
 from torchvision.datasets import MNIST
 
 from utils.data import InputSpec
@@ -63,8 +66,11 @@ def test_without_a_network_images_are_generated_and_the_output_says_so(
         raise RuntimeError("no network")
 
     monkeypatch.setattr(mnist, "downloaded", no_network)
-    one = np.zeros((1, 28, 28), np.uint8), np.zeros(1)
-    monkeypatch.setattr(mnist, "generated", lambda: iter([("train", *one), ("test", *one)]))
+    monkeypatch.setattr(mnist, "generated", partial(mnist.generated, 50))
+    folder = tmp_path / "new"
+    monkeypatch.setattr(sys, "argv", ["mnist.py", str(folder)])
+    mnist.main()
+    assert len(MNIST(folder)) == 50 and MNIST(folder).data.float().std() > 30
     assert mnist.ready(tmp_path / "new") == "generated images in place of MNIST"
     assert "no network" in capsys.readouterr().err
     assert mnist.ready(tmp_path / "new").startswith("generated")  # not made again
@@ -77,6 +83,45 @@ def test_the_network_of_the_peers_is_mnist_cnn(modules):
     ours.load_state_dict(theirs.state_dict())
     images = torch.randn(4, 1, 28, 28)
     torch.testing.assert_close(ours(images), theirs(images), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.full
+def test_the_recipe_of_the_peers_is_that_of_train_py(small_mnist, modules, monkeypatch):
+    """Network, optimizer and learning rates of recipes/mnist_fast.yaml."""
+    folder, images = small_mnist
+    recipe = ["--config", str(ROOT / "recipes/mnist_fast.yaml"), "--max_steps", "5"]
+    data = ["--data", "torchvision/MNIST", "--data_dir", str(folder)]
+    log = train_run(1, "run", *recipe, *data, "--log_every", "1", "--threads", "1")
+    words = ["peer", "--data", str(folder), "--recipe", "lockstep", "--updates", "5"]
+    monkeypatch.setattr(sys, "argv", words)
+    args = modules("parts").read_flags("")
+    model, optimizer, scheduler = modules("parts").make_work(args, torch.tensor(images["train"][0]))
+    rates = []
+    for _ in range(5):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx([one["lr"] for one in log if one["kind"] == "train"], rel=1e-5)
+    settings = yaml.safe_load(Path("runs/run/config.yaml").read_text())
+    (groups,) = {(group["momentum"], group["nesterov"]) for group in optimizer.param_groups}
+    assert groups == (settings["momentum"], True) and settings["optimizer"] == "sgd"
+    decays = {group["weight_decay"] for group in optimizer.param_groups}
+    assert max(decays) == settings["weight_decay"]
+    saved = load_file(next(Path("runs/run/checkpoints").glob("step-*/model.safetensors")))
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    assert shapes == {name: value.shape for name, value in saved.items()}
+    assert settings["label_smoothing"] == 0 and settings["lr_schedule"] == "onecycle"
+    assert modules("parts").batch_size(args) * args.processes == settings["global_batch_size"]
+
+
+@pytest.mark.full
+def test_a_peer_prints_its_line_at_the_end_of_the_epoch(small_mnist, modules, monkeypatch):
+    """The time to an accuracy would else be that of all epochs."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    folder, _ = small_mnist
+    command = modules("against_peers").peer("tutorial", 2, "--data", folder, "--epochs", "100000")
+    lines, _ = modules("common").run(command, until=lambda line: line.startswith("{"), seconds=300)
+    assert json.loads(lines[-1][1])["epoch"] == 1
 
 
 # timm leaves out an incomplete batch, and Accelerate repeats images to fill it.

@@ -65,6 +65,7 @@ def test_each_record_has_its_command_commit_versions_processor_and_all_rounds(nu
         assert (ROOT / script).exists()
         assert re.fullmatch(r"[0-9a-f]{40}", record["commit"]), f"{name}: measured on changed code"
         assert {"python", "torch", "torchvision", "accelerate"} <= record["versions"].keys()
+        assert record["settings"].get("images", "MNIST") in ("MNIST", "153")
         assert record["machine"]["cpu"] and record["machine"]["cores"] > 0
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", record["date"])
         assert "/" + "work" not in json.dumps(record) and "/tmp" not in json.dumps(record)
