@@ -14,6 +14,7 @@ from statistics import median
 from textwrap import fill
 
 from common import ROOT, markdown, over, parse_flags, spread
+from scipy.stats import binomtest
 
 RECORDS = ROOT / "benchmarks/records"
 PAGES = [ROOT / "README.md", ROOT / "docs/benchmarks.md", ROOT / "docs/photos.md"]
@@ -31,11 +32,12 @@ NAMES = {
 }
 
 LIBRARIES = ("torch", "torchvision", "accelerate", "datasets", "timm", "lightning")
+HOW = "Medians, with the lowest and highest of the rounds; a ratio is that of a round."
 CONDITIONS = {
     "tutorial": "s to 90 %, tutorials' settings",
     "recipe": "s to 98.5 %, our recipe",
 }
-SHOWN = ("Lockstep", "update 260", "accuracy", "always", "training")
+SHOWN = ("update 260", "accuracy", "always", "training")
 
 
 def machine(record: dict) -> str:
@@ -46,11 +48,15 @@ def machine(record: dict) -> str:
     return f"{found['cores']} cores, {cpu} ({found['cpu_capability']}); {libraries}"
 
 
-def command(record: dict, rounds: int) -> str:
-    """The command of a record, and when it ran."""
-    return (
-        f"{record['date']}, {rounds} rounds, commit {record['commit'][:8]}: `{record['command']}`"
-    )
+def command(record: dict) -> str:
+    """The command of a record, without where it wrote the record."""
+    return re.sub(r" --json \S+", "", record["command"])
+
+
+def when(record: dict, rounds: int) -> str:
+    """When a record was measured, and how."""
+    commit = record["commit"][:8]
+    return f"{record['date']}, {rounds} rounds, commit {commit}: `{command(record)}`"
 
 
 def wrapped(text: str) -> str:
@@ -67,14 +73,13 @@ def speed(rates: dict, times: dict) -> str:
             ratio = "" if name == "ours" else over(ours, theirs)
             runs = [times["results"][f"{condition}, {name}"] for condition in CONDITIONS]
             rows.append([text, spread(theirs), ratio, *map(reached, runs)])
-    table = markdown(["", "images/s", "Lockstep's / these", *CONDITIONS.values()], rows)
+    table = markdown(["", "images/s", "Lockstep's speed / this", *CONDITIONS.values()], rows)
     measured = [
         machine(rates),
-        command(rates, len(ours)),
-        command(times, len(times["results"]["recipe, ours"])),
+        when(rates, len(ours)),
+        when(times, len(times["results"]["recipe, ours"])),
     ]
-    how = "Medians, with the lowest and highest of the rounds. Seconds count from the start of the"
-    return f"{table}\n\n{wrapped(f'{how} command. ' + '; '.join(measured))}"
+    return f"{table}\n\n{wrapped(f'{HOW} ' + '; '.join(measured))}"
 
 
 def reached(runs: list[dict]) -> str:
@@ -89,10 +94,10 @@ def bare_step(record: dict) -> str:
     """Images per second beside the training step alone."""
     ours, bare = (record["results"][f"pair, {name}, 2"] for name in ("ours", "bare_step"))
     table = markdown(
-        ["two processes", "images/s", "Lockstep's / these"],
+        ["two processes", "images/s", "Lockstep's speed / this"],
         [["Lockstep", spread(ours), ""], [NAMES["bare_step"], spread(bare), over(ours, bare)]],
     )
-    return f"{table}\n\n{wrapped(command(record, len(ours)))}"
+    return f"{table}\n\n{wrapped(when(record, len(ours)))}"
 
 
 def photos(record: dict) -> str:
@@ -100,12 +105,14 @@ def photos(record: dict) -> str:
     runs = record["results"]["head only, from nothing"]
     training, count = runs[0]["training"], runs[0]["count"]
     seconds = f"{median(run['s'] for run in runs):.0f} seconds"
-    accuracy = f"{100 - 100 * median(run['wrong'] for run in runs) / count:.1f} %"
+    right = count - round(median(run["wrong"] for run in runs))
+    interval = binomtest(right, count).proportion_ci(method="wilson")
+    accuracy = f"{100 * right / count:.1f} %, with a 95 % interval of {100 * interval.low:.1f} to"
     cores = f"{record['machine']['cores']} CPU cores"
     return wrapped(
         f"A classifier of ants and bees was trained on {training} photographs in {seconds} on"
         f" {cores}, starting from published weights of EfficientNet-Lite0. Its accuracy on {count}"
-        f" other photographs is {accuracy}."
+        f" other photographs is {accuracy} {100 * interval.high:.1f} (`{command(record)}`)."
     )
 
 
