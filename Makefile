@@ -20,9 +20,9 @@ ARGS ?=
 WORKERS ?= -n 4 --dist worksteal
 # Without those that need minutes each, root, a GPU or a browser.
 ORDINARY := not slow and not machines and not slurm and not gpu and not browser
-# pip prints nothing, so a loop prints the seconds every 20 s. The trap ends both, also after Ctrl-C.
+# pip is quiet, so a loop prints the seconds every 20 s. The trap ends both, also after Ctrl-C.
 define install
-@echo "Installing PyTorch and other packages into $(VENV). The first time, this downloads about 3 GB and takes minutes."
+@echo "Installing $(1) into $(VENV). The first time, this downloads about 3 GB with PyTorch, and takes minutes."
 @s=0; while sleep 20 >/dev/null 2>&1; do s=$$((s + 20)); echo "    $$s s"; done & loop=$$!; \
 $(BIN)/pip install --quiet --disable-pip-version-check -r $(1) $(CONSTRAINTS) & pip=$$!; \
 trap "kill $$loop $$pip 2>/dev/null" EXIT INT TERM HUP; wait $$pip
