@@ -20,6 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from textwrap import fill
 from threading import Timer
 from typing import Any
 
@@ -27,6 +28,7 @@ import psutil
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
+RECORDS = ROOT / "benchmarks/records"
 MNIST_IMAGES = 60_000  # in the training split
 
 
@@ -109,6 +111,11 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence]) -> str:
     """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
+
+
+def paragraph(text: str) -> str:
+    """A paragraph of a Markdown page, in lines of at most 120 columns."""
+    return fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def parse_flags(

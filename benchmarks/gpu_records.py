@@ -15,14 +15,12 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from textwrap import fill
 
-from common import ROOT, markdown, parse_flags
+from common import RECORDS, ROOT, markdown, paragraph, parse_flags
 
 sys.path.insert(0, str(ROOT))
 from extras.doctor.processes import code_hash
 
-RECORDS = ROOT / "benchmarks/records"
 PAGE = ROOT / "docs/launching.md"
 BEGIN, END = "<!-- written by benchmarks/gpu_records.py -->", "<!-- end -->"
 HEADER = ["Command", "Commit", "Result"]
@@ -167,9 +165,7 @@ def about(record: dict) -> str:
     versions = ", ".join(f"{name} {value}" for name, value in record["versions"].items() if value)
     parts = f"{record['gpus']} x {record['card']}", record["machine"]
     text = f"{record['date']}: {', '.join(parts)}; {versions}, driver {record['driver']}."
-    return fill(
-        " ".join([text, *record["remarks"]]), 120, break_long_words=False, break_on_hyphens=False
-    )
+    return paragraph(" ".join([text, *record["remarks"]]))
 
 
 def as_page(records: list[dict], code: str) -> str:

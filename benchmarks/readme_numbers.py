@@ -11,12 +11,10 @@ import json
 import re
 from collections.abc import Callable
 from statistics import median
-from textwrap import fill
 
-from common import ROOT, markdown, over, parse_flags, spread
+from common import RECORDS, ROOT, markdown, over, paragraph, parse_flags, spread
 from scipy.stats import binomtest
 
-RECORDS = ROOT / "benchmarks/records"
 PAGES = [ROOT / "README.md", ROOT / "docs/benchmarks.md", ROOT / "docs/photos.md"]
 PART = re.compile(
     r"(<!-- ([\w-]+): written by benchmarks/readme_numbers.py -->\n).*?(<!-- end -->)", re.S
@@ -59,11 +57,6 @@ def when(record: dict, rounds: int) -> str:
     return f"{record['date']}, {rounds} rounds, commit {commit}: `{command(record)}`"
 
 
-def wrapped(text: str) -> str:
-    """A paragraph of at most 120 columns."""
-    return fill(text, 120, break_long_words=False, break_on_hyphens=False)
-
-
 def speed(rates: dict, times: dict) -> str:
     """Images per second of the scripts, and the seconds to an accuracy under both conditions."""
     ours, rows = rates["results"]["epoch, ours, 2"], []
@@ -79,7 +72,7 @@ def speed(rates: dict, times: dict) -> str:
         when(rates, len(ours)),
         when(times, len(times["results"]["recipe, ours"])),
     ]
-    return f"{table}\n\n{wrapped(f'{HOW} ' + '; '.join(measured))}"
+    return f"{table}\n\n{paragraph(f'{HOW} ' + '; '.join(measured))}"
 
 
 def reached(runs: list[dict]) -> str:
@@ -97,7 +90,7 @@ def bare_step(record: dict) -> str:
         ["two processes", "images/s", "Lockstep's speed / this"],
         [["Lockstep", spread(ours), ""], [NAMES["bare_step"], spread(bare), over(ours, bare)]],
     )
-    return f"{table}\n\n{wrapped(when(record, len(ours)))}"
+    return f"{table}\n\n{paragraph(when(record, len(ours)))}"
 
 
 def photos(record: dict) -> str:
@@ -109,7 +102,7 @@ def photos(record: dict) -> str:
     interval = binomtest(right, count).proportion_ci(method="wilson")
     accuracy = f"{100 * right / count:.1f} %, with a 95 % interval of {100 * interval.low:.1f} to"
     cores = f"{record['machine']['cores']} CPU cores"
-    return wrapped(
+    return paragraph(
         f"A classifier of ants and bees was trained on {training} photographs in {seconds} on"
         f" {cores}, starting from published weights of EfficientNet-Lite0. Its accuracy on {count}"
         f" other photographs is {accuracy} {100 * interval.high:.1f} (`{command(record)}`)."

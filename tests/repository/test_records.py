@@ -11,10 +11,9 @@ README = (ROOT / "README.md").read_text()
 # Digits that are not measurements: versions, names, years, settings and what other tests count.
 OTHERS = (
     r"Python 3\.11|WSL 2|270 lines|18,500 lines|3,400 lines|`python3-venv`|one H100|`kill -9`",
-    r"`--microbatches 8`|1 to 8 processes|since 2026|since 8\.3\.218|1\.0\.31|over 1,000|FSDP2",
+    r"`--microbatches 8`|1 to 8 processes|since 2026|since 8\.3\.218|1\.0\.31|over 1,000",
     r"October 2026|November 2026|a copy of 2022|autumn 2023|Accelerate 1\.15|\(2\.6\)|\(8\.4",
-    r"Apache-2\.0|BSD-3|AGPL-3\.0|`resnet18`|`resnet50`|`2cpu\.yaml`|2gpu\.yaml",
-    r"^\d\. \*\*|#\d-look-at-the-result|zh-CN|to 90 %|to 98\.5 %",
+    r"Apache-2\.0|BSD-3|AGPL-3\.0|2gpu\.yaml|^\d\. \*\*|#\d-look-at-the-result",
 )
 
 
@@ -65,7 +64,8 @@ def test_each_record_has_its_command_commit_versions_processor_and_all_rounds(nu
         assert (ROOT / script).exists()
         assert re.fullmatch(r"[0-9a-f]{40}", record["commit"]), f"{name}: measured on changed code"
         assert {"python", "torch", "torchvision", "accelerate"} <= record["versions"].keys()
-        assert record["settings"].get("images", "MNIST") in ("MNIST", "153")
+        if name in ("against_peers", "time_to_accuracy"):
+            assert record["settings"]["images"] == "MNIST"  # not generated ones
         assert record["machine"]["cpu"] and record["machine"]["cores"] > 0
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", record["date"])
         assert "/" + "work" not in json.dumps(record) and "/tmp" not in json.dumps(record)
